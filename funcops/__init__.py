@@ -1,0 +1,1 @@
+"""funcops: neural-network operators as pure functions, with their backward passes as data."""

@@ -1,0 +1,5 @@
+from funcops.backend.declare import Kernel as Kernel
+from funcops.backend.declare import kernel as kernel
+from funcops.backend.declare import tracing as tracing
+from funcops.backend.declare import wide as wide
+from funcops.backend.select import backend as backend

@@ -1,0 +1,95 @@
+"""`@kernel`: one declaration gives a kernel its schema, its torch implementation, its Triton one and its fake.
+
+The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
+annotations are the schema. `@name.triton` adds the Triton implementation; `@name.fake` says what shapes come out (the
+torch body itself serves where no fake is given, since it can run on fake tensors).
+
+An eager call goes straight to an implementation. A torch implementation is traced through (its aten operators are what
+a compiler wants to see); a Triton one is opaque to a tracer, so while tracing it is called as a `torch.library`
+operator, defined on first use.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.backend import select
+from funcops.errors import require
+
+Implementation = Callable[..., Any]
+_library = torch.library.Library("funcops", "FRAGMENT")
+
+
+def tracing() -> bool:
+    """True under torch.compile, make_fx and FakeTensorMode."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+class Kernel:
+    """A tensor-in, tensor-out function with up to two implementations."""
+
+    def __init__(self, body: Implementation, mutates: tuple[str, ...]) -> None:
+        self.name = body.__name__
+        self.mutates = mutates
+        self.torch_impl = body
+        self.triton_impl: Implementation | None = None
+        self.fake_impl: Implementation = body
+        self._operator: Implementation | None = None
+
+    def triton(self, launch: Implementation) -> Implementation:
+        """Decorator: `launch` is the Triton implementation."""
+        self.triton_impl = launch
+        return launch
+
+    def fake(self, outputs: Implementation) -> Implementation:
+        """Decorator: `outputs` allocates the results without computing them."""
+        self.fake_impl = outputs
+        return outputs
+
+    def operator(self) -> Implementation:
+        """This kernel's Triton implementation as a `torch.library` operator."""
+        if self._operator is None:
+            require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
+            _library.define(self.name + torch.library.infer_schema(self.torch_impl, mutates_args=self.mutates))
+            _library.impl(self.name, self.triton_impl, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"funcops::{self.name}", self.fake_impl, lib=_library)
+            self._operator = getattr(torch.ops.funcops, self.name).default
+        return self._operator
+
+    def choose(self, first: Tensor) -> Implementation:
+        """The implementation for tensors like `first`, in the current mode."""
+        if not select.wants_triton(first):
+            return self.torch_impl
+        if self.triton_impl is None:
+            require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
+            return self.torch_impl
+        return self.operator() if tracing() else self.triton_impl
+
+
+def kernel(*, mutates: tuple[str, ...] = ()) -> Callable[[Implementation], Any]:
+    """Declare a kernel; `mutates` names the arguments that it writes to. The result is called positionally, and has
+    the decorators `.triton` and `.fake`."""
+
+    def decorate(body: Implementation) -> Any:
+        declared = Kernel(body, mutates)
+
+        @functools.wraps(body)
+        def call(*args: Any) -> Any:
+            if select._forced is None and args[0].is_cpu:
+                return body(*args)
+            return declared.choose(args[0])(*args)
+
+        call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a kernel computes and keeps statistics: float32, or float64 for float64."""
+    return torch.float64 if dtype is torch.float64 else torch.float32

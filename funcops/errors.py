@@ -1,0 +1,113 @@
+"""What a caller sees when an argument is wrong: one wording, `where: name must be ..., got ...`."""
+
+from __future__ import annotations
+
+from types import EllipsisType
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+Shape = tuple["int | str | EllipsisType", ...]
+
+
+class StaleResidualError(RuntimeError):
+    """A tensor that residuals or pending alias was changed in place after the forward."""
+
+
+class DonatedError(RuntimeError):
+    """Residuals or pending were used after they had been given away with `donate`."""
+
+
+class GradModeError(RuntimeError):
+    """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time."""
+
+
+def fail(where: str, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:
+    """Raise `error` with the library's one wording."""
+    raise error(f"{where}: {name} must be {expected}, got {got}")
+
+
+def require(ok: bool, where: str, name: str, expected: str, got: object) -> None:
+    """`ValueError` unless `ok`; for config values and other plain arguments."""
+    if not ok:
+        fail(where, name, expected, got)
+
+
+def require_type(where: str, name: str, value: object, *types: type) -> None:
+    """`TypeError` unless `value` is an instance of one of `types` (a bool is no int)."""
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        fail(where, name, " or ".join(t.__name__ for t in types), describe(value), TypeError)
+
+
+def describe(value: Any) -> str:
+    """A short, readable form of whatever was passed: `float32[2, 3]` for a tensor, the type's name for a container."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return repr(value)
+    if isinstance(value, tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return type(value).__name__
+
+
+def check(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None = None, like: Tensor | None = None) -> None:
+    """Raise unless `t` is a tensor of this shape (a leading `...` matches any), dtype, and on the device of `like`.
+
+    Raises `TypeError` (not a tensor, wrong dtype), `ValueError` (wrong rank, size or device), `GradModeError`.
+    """
+    try:
+        got = t.shape
+        if (
+            (got == shape or (shape and shape[0] is ... and _ends(got, shape)))
+            and (dtype is None or t.dtype is dtype)
+            and (like is None or t.device == like.device)
+            and not (t.requires_grad and torch.is_grad_enabled())
+        ):
+            return
+    except AttributeError:
+        pass
+    _explain(where, name, t, shape, dtype, like)
+
+
+def _ends(got: Shape, shape: Shape) -> bool:
+    """Whether `got` ends in the sizes that follow the leading `...` of `shape`."""
+    if len(shape) == 2:
+        return len(got) > 0 and got[-1] == shape[1]
+    skipped = len(got) - len(shape) + 1
+    return skipped >= 0 and tuple(got[skipped:]) == shape[1:]
+
+
+def _explain(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None, like: Tensor | None) -> None:
+    if not isinstance(t, Tensor):
+        fail(where, name, f"a tensor {show_shape(shape)}", describe(t), TypeError)
+    got = tuple(t.shape)
+    if not (_ends(got, shape) if shape[:1] == (...,) else got == shape):
+        fail(where, name, show_shape(shape), list(got))
+    if dtype is not None and t.dtype is not dtype:
+        fail(where, name, short(dtype), short(t.dtype), TypeError)
+    if like is not None and t.device != like.device:
+        fail(where, name, f"on device {like.device}", t.device)
+    if t.requires_grad and torch.is_grad_enabled():
+        raise GradModeError(
+            f"{where}: {name} must be a tensor that does not require grad, got one that does, in grad mode. "
+            "Pass detached tensors, call under torch.no_grad(), or let autograd drive the operator through "
+            "funcops.adapters.autograd.differentiable"
+        )
+
+
+def check_dtypes(where: str, allowed: frozenset[tuple[torch.dtype, ...]], **given: Tensor) -> None:
+    """`TypeError` unless the dtypes of the given tensors, in this order, are a row of the operator's dtype table."""
+    if tuple([t.dtype for t in given.values()]) not in allowed:
+        names = ", ".join(given)
+        rows = "; ".join(sorted(", ".join(map(short, row)) for row in allowed))
+        got = ", ".join(short(t.dtype) for t in given.values())
+        fail(where, names, f"of dtypes {rows}", got, TypeError)
+
+
+def show_shape(shape: Shape) -> str:
+    return "[" + ", ".join("..." if d is ... else str(d) for d in shape) + "]"
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,105 @@
+"""`Needs`: which gradients will be asked for. Static, hashable; it decides what the residuals hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any, ClassVar
+
+from funcops.errors import fail
+from funcops.trees import paths
+
+Mask = bool | tuple[str, ...]
+
+
+class Needs:
+    """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
+
+    A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
+    as a sorted tuple of paths. Equal needs are one object, so comparing them is comparing identities.
+
+    >>> Needs(params={"weight": True, "bias": False})
+    Needs(x=True, params=('weight',))
+    """
+
+    __slots__ = ("_hash", "params", "x")
+    x: Mask
+    params: Mask
+    ALL: ClassVar[Needs]
+    NONE: ClassVar[Needs]
+
+    def __new__(cls, x: Any = True, params: Any = True) -> Needs:
+        return _intern(_mask("x", x), _mask("params", params))
+
+    def __bool__(self) -> bool:
+        return bool(self.x or self.params)
+
+    def __repr__(self) -> str:
+        return f"Needs(x={self.x}, params={self.params})"
+
+    def __reduce__(self) -> Any:
+        return Needs, (self.x, self.params)
+
+    def __copy__(self) -> Needs:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Needs:
+        return self
+
+    def param(self, path: str) -> bool:
+        """Whether the gradient of this parameter is needed."""
+        mask = self.params
+        return mask if mask is True else _covers(mask, path)
+
+    def input(self, path: str | int) -> bool:
+        """Whether the gradient of this part of x is needed: `"0"` or 0 for the first of a tuple."""
+        mask = self.x
+        return mask if mask is True else _covers(mask, str(path))
+
+
+@lru_cache(maxsize=None)
+def _intern(x: Mask, params: Mask) -> Needs:
+    needs = object.__new__(Needs)
+    needs.x, needs.params = x, params
+    return needs
+
+
+def _mask(side: str, value: Any) -> Mask:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        value = (value,)
+    elif isinstance(value, Mapping) or not isinstance(value, Iterable) or any(isinstance(v, bool) for v in value):
+        found = paths(value)
+        for path, wanted in found.items():
+            if not isinstance(wanted, bool):
+                fail("Needs", f"{side} at {path!r}", "a bool", repr(wanted), TypeError)
+        if found and all(found.values()):
+            return True
+        value = [path for path, wanted in found.items() if wanted]
+    value = list(value)
+    for path in value:
+        if not isinstance(path, str):
+            fail("Needs", side, "a bool, paths, or a tree of bools", repr(path), TypeError)
+    return tuple(sorted(set(value))) or False
+
+
+def _covers(mask: Mask, path: str) -> bool:
+    if isinstance(mask, bool):
+        return mask
+    return any(path == m or path.startswith(m + ".") or m.startswith(path + ".") for m in mask)
+
+
+@lru_cache(maxsize=None)
+def sub_mask(mask: Mask, name: str) -> Mask:
+    """The part of a mask that lies under `name`."""
+    if isinstance(mask, bool):
+        return mask
+    if name in mask:
+        return True
+    inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
+    return inner or False
+
+
+Needs.ALL = Needs()
+Needs.NONE = Needs(x=False, params=False)

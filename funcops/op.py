@@ -1,0 +1,245 @@
+"""The contract: what an operator is, and how its few equations become one.
+
+An author writes `fwd`, `dgrad` and `wgrad` as plain functions under the decorators below, and a declaration per kept
+field (`funcops.schema`). `Op` derives the rest. The laws that every operator, combinator and fused op obeys, checked
+by `funcops.testing.check_op`:
+
+1. Split: `bwd` is `dgrad` then `wgrad`, bit for bit.
+2. Pure: no argument is written to, `into` and donated trees aside; the same call gives the same bits.
+3. Mirror: dparams has the structure of params, dx that of x; None where no gradient was needed or none exists.
+4. Frugal: residuals hold what the backward reads under `needs`, inputs as the very same objects; pending what wgrad reads.
+5. Right: gradients match autograd and finite differences in float64.
+6. Two implementations, one meaning.
+7. Traceable: no graph break, no host sync, no data-dependent control flow.
+8. Edges: zero-size, non-contiguous, odd-sized inputs.
+9. Loud: a bad argument raises before anything runs, naming op, argument, what came and what was expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, dataclass_transform
+
+from funcops.errors import describe, fail
+from funcops.needs import Needs
+from funcops.schema import open_node
+from funcops.trees import leaves, paths, same_structure
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+ALL = Needs.ALL
+NoneType = type(None)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def config(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op."""
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    compute = made.__hash__
+
+    def __hash__(self: Any) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", compute(self))
+            return self._hash
+
+    made.__hash__ = __hash__
+    return made
+
+
+def positional() -> Any:
+    """A config field that may also be given by position, as sizes are in torch.nn."""
+    return dataclasses.field(kw_only=False)
+
+
+class Op(NamedTuple):
+    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key."""
+
+    name: str
+    config: type
+    init: Callable[..., Any]
+    fwd: Callable[..., Any]
+    bwd: Callable[..., Any]
+    dgrad: Callable[..., Any]
+    wgrad: Callable[..., Any]
+    keyed: bool = False
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def make_op(
+    name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None, keyed: bool = False
+) -> Op:
+    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
+    below; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
+    init = init or _no_params(name, config)
+    wgrad = wgrad or _no_wgrad(name, config)
+    return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed)
+
+
+def forward(config: type, params: type = NoneType) -> Callable[[F], F]:
+    """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def fwd(params_: Any, x: Any, cfg: Any, *, needs: Needs = ALL) -> Any:
+            if type(cfg) is not config:
+                _bad_type(where, "cfg", cfg, config)
+            if type(params_) is not params:
+                _bad_type(where, "params", params_, params)
+            if needs is not ALL:
+                check_needs(where, needs, params_)
+            return fn(params_, x, cfg, needs=needs)
+
+        return fwd
+
+    return decorate
+
+
+def dgrad_of(residuals: Any) -> Callable[[F], F]:
+    """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
+    staleness, and answers a dy of None, which means zero, with gradients of None."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def dgrad(residuals_: Any, dy: Any, cfg: Any) -> Any:
+            node = residuals_
+            if not (type(node) is residuals and node.cfg is cfg and node.fresh()):
+                node = open_node(where, node, residuals, cfg)
+            result = (node.nothing(), None) if dy is None else fn(node, dy, cfg)
+            if node is not residuals_:
+                node.empty()
+            return result
+
+        dgrad.node_class = residuals  # type: ignore[attr-defined]
+        return dgrad
+
+    return decorate
+
+
+def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
+    """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def wgrad(pending_: Any, cfg: Any, *, into: Any = None) -> Any:
+            if into is not None and type(into) is not params:
+                _bad_type(where, "into", into, params)
+            if pending_ is None:
+                return params() if into is None else into
+            node = pending_
+            if not (type(node) is pending and node.cfg is cfg and node.fresh()):
+                node = open_node(where, node, pending, cfg)
+            result = fn(node, cfg, into=into)
+            if node is not pending_:
+                node.empty()
+            return result
+
+        wgrad.node_class = pending  # type: ignore[attr-defined]
+        return wgrad
+
+    return decorate
+
+
+def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
+    where = f"{name}_bwd"
+    raw_dgrad, raw_wgrad, residuals = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.node_class
+
+    def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        node = residuals_
+        if not (type(node) is residuals and node.cfg is cfg and node.fresh()):
+            node = open_node(where, node, residuals, cfg)
+        dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
+        if node is not residuals_:
+            node.empty()
+        if pending is None:
+            return wgrad(None, cfg, into=into), dx
+        return raw_wgrad(pending, cfg, into=into), dx
+
+    bwd.__name__ = bwd.__qualname__ = where
+    bwd.__module__ = dgrad.__module__
+    bwd.__doc__ = f"The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgrad`. Returns `(dparams, dx)`."
+    return bwd
+
+
+def _no_params(name: str, config: type) -> Any:
+    def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
+        if type(cfg) is not config:
+            _bad_type(f"{name}_init", "cfg", cfg, config)
+
+    return _named(init, f"{name}_init", config, f"`{name}` has no params: returns None.")
+
+
+def _no_wgrad(name: str, config: type) -> Any:
+    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> None:
+        if type(cfg) is not config:
+            _bad_type(f"{name}_wgrad", "cfg", cfg, config)
+        for argument, value in (("pending", pending), ("into", into)):
+            if value is not None:
+                _bad_type(f"{name}_wgrad", argument, value, NoneType)
+
+    wgrad.__wrapped__ = wgrad  # type: ignore[attr-defined]
+    return _named(wgrad, f"{name}_wgrad", config, f"`{name}` has no params: takes None and returns None.")
+
+
+def _named(fn: Any, name: str, config: type, doc: str) -> Any:
+    fn.__name__ = fn.__qualname__ = name
+    fn.__module__ = config.__module__
+    fn.__doc__ = doc
+    return fn
+
+
+def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
+    wanted = "None (this op has no params)" if expected is NoneType else expected.__name__
+    fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)
+
+
+def check_needs(where: str, needs: Any, params: Any) -> None:
+    """`needs` must be a `Needs`, and every params path in it must exist."""
+    if not isinstance(needs, Needs):
+        fail(where, "needs", "a Needs", describe(needs), TypeError)
+    if isinstance(needs.params, tuple):
+        known = paths(params)
+        for path in needs.params:
+            if not any(k == path or k.startswith(path + ".") for k in known):
+                fail(where, "needs.params", f"paths among {', '.join(known) or '(no params)'}", repr(path))
+
+
+def accumulate(where: str, gradients: T, into: T | None) -> T:
+    """`gradients`, or `into` with the gradients added in place, after a check of every leaf."""
+    if into is None:
+        return gradients
+    check_into(where, into, gradients)
+    for accumulator, gradient in zip(leaves(into), leaves(gradients), strict=True):
+        if gradient is not None:
+            accumulator.add_(gradient)
+    return into
+
+
+def check_into(where: str, into: Any, gradients: Any) -> None:
+    """Every gradient must find an accumulator of its shape and device, in its dtype or a wider one."""
+    if not same_structure(into, gradients):
+        fail(where, "into", f"a tree like dparams, {gradients!r}", repr(into))
+    have = paths(into)
+    for path, gradient in paths(gradients).items():
+        if gradient is None:
+            continue
+        accumulator, name = have[path], f"into.{path}"
+        if not hasattr(accumulator, "add_"):
+            fail(where, name, f"an accumulator {list(gradient.shape)}", describe(accumulator), TypeError)
+        if accumulator.shape != gradient.shape:
+            fail(where, name, str(list(gradient.shape)), list(accumulator.shape))
+        if accumulator.device != gradient.device:
+            fail(where, name, f"on device {gradient.device}", accumulator.device)
+        if not accumulator.is_floating_point() or accumulator.element_size() < gradient.element_size():
+            fail(where, name, f"a float dtype at least as wide as {gradient.dtype}", accumulator.dtype, TypeError)

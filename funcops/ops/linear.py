@@ -1,0 +1,102 @@
+"""Linear layer.
+
+    y = x w^T + b
+
+    dx = dy w        dw = dy^T x, summed over rows        db = sum over rows of dy
+
+x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None; all of one float dtype (float64, float32, bfloat16, float16).
+Kept: x and w, both aliases: no bytes of its own. `into` may be float32 accumulators for 16-bit gradients (main_grad).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.errors import check, require
+from funcops.kernels import linear as kernels
+from funcops.needs import Needs
+from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved
+from funcops.trees import leaf, tree
+
+
+@config
+class LinearConfig:
+    """`in_features` (I) and `out_features` (O), both at least 1; `bias` adds b."""
+
+    in_features: int = positional()
+    out_features: int = positional()
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        require(self.in_features >= 1, "LinearConfig", "in_features", "at least 1", self.in_features)
+        require(self.out_features >= 1, "LinearConfig", "out_features", "at least 1", self.out_features)
+
+
+@tree
+class LinearParams:
+    weight: Tensor = leaf("[O, I]")
+    bias: Tensor | None = leaf("[O]")
+
+
+@residuals
+class LinearResiduals:
+    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Tensor = saved("[O, I]", alias="params.weight", needed_by=DGRAD)
+
+
+LinearPending = derive_pending("LinearPending", LinearResiduals, dy="[*, O]")
+
+
+def linear_init(
+    cfg: LinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearParams:
+    """Weight and bias uniform in ±1/sqrt(I), as torch.nn.Linear draws them."""
+    bound = cfg.in_features**-0.5
+    keys = random.split(key, 2)
+    draw = functools.partial(random.uniform, low=-bound, high=bound, dtype=dtype, device=device)
+    weight = draw(keys[0], (cfg.out_features, cfg.in_features))
+    return LinearParams(weight, draw(keys[1], (cfg.out_features,)) if cfg.bias else None)
+
+
+@forward(LinearConfig, LinearParams)
+def linear_fwd(
+    params: LinearParams, x: Tensor, cfg: LinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, LinearResiduals | None]:
+    """`y = x w^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    weight, bias = params.weight, params.bias
+    check("linear_fwd", "x", x, (..., cfg.in_features))
+    check("linear_fwd", "params.weight", weight, (cfg.out_features, cfg.in_features), x.dtype, x)
+    if cfg.bias:
+        check("linear_fwd", "params.bias", bias, (cfg.out_features,), x.dtype, x)
+    elif bias is not None:
+        require(False, "linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
+    return kernels.linear_fwd(x, weight, bias), LinearResiduals.keep(cfg, needs, x=x, weight=weight)
+
+
+@dgrad_of(LinearResiduals)
+def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor | None, Any]:
+    """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check("linear_dgrad", "dy", dy, (..., cfg.out_features))  # rows: see residuals.rows
+    dx = kernels.linear_dgrad(dy, weight) if needs.x else None
+    return dx, LinearPending.keep(cfg, needs, x=x, dy=dy)
+
+
+@wgrad_of(LinearPending, LinearParams)
+def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+    """`dw = dy^T x`, `db = sum of dy`; added to `into` where that is given."""
+    dy, x, needs = pending.dy, pending.x, pending.needs
+    dw, db = kernels.linear_wgrad(dy, x, cfg.bias and needs.param("bias"))
+    return accumulate("linear_wgrad", LinearParams(dw, db), into)
+
+
+linear = make_op(
+    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad
+)
+linear_bwd = linear.bwd

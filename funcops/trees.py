@@ -1,0 +1,172 @@
+"""Pytrees: dataclass nodes with named fields, known to optree (namespace "funcops") and to torch's own pytree.
+
+None is a leaf everywhere, so a tree with an absent gradient has the structure of a tree with a present one. Every leaf
+has a path such as `blocks.3.mlp.up.weight`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, dataclass_transform
+
+import optree
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from funcops.errors import describe, fail
+
+NAMESPACE = "funcops"
+T = TypeVar("T")
+
+
+def leaf(shape: str) -> Any:
+    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`."""
+    return dataclasses.field(default=None, metadata={"shape": shape})
+
+
+def static(default: Any = None) -> Any:
+    """A field that is no leaf: hashable data that belongs to the tree's structure."""
+    return dataclasses.field(default=default, metadata={"static": True}, kw_only=True)
+
+
+@dataclass_transform(field_specifiers=(leaf, static))
+def tree(cls: type[T]) -> type[T]:
+    """Class decorator: a slotted dataclass whose fields are leaves or subtrees, registered as a pytree node."""
+    made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
+    made.__repr__ = show  # type: ignore[assignment]
+    register(made)
+    return made
+
+
+def register(cls: type) -> None:
+    """Make a dataclass a pytree node of both libraries. Fields whose metadata says "hidden" are left out."""
+    fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")]
+    names = tuple(f.name for f in fields if not f.metadata.get("static"))
+    statics = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def children(node: Any) -> tuple[Any, ...]:
+        return tuple([getattr(node, name) for name in names])
+
+    def context(node: Any) -> tuple[Any, ...]:
+        return tuple([getattr(node, name) for name in statics])
+
+    def rebuild(values: Iterable[Any], static_values: tuple[Any, ...]) -> Any:
+        return cls(*values, **dict(zip(statics, static_values, strict=True)))
+
+    register_node(cls, children, context, rebuild, lambda node: names)
+
+
+def register_node(
+    cls: type,
+    children: Callable[[Any], tuple[Any, ...]],
+    context: Callable[[Any], Any],
+    rebuild: Callable[[Iterable[Any], Any], Any],
+    entries: Callable[[Any], tuple[Any, ...]],
+) -> None:
+    """Register any class as a pytree node of optree and torch; `entries` names its children in paths."""
+    optree.register_pytree_node(
+        cls,
+        lambda node: (children(node), context(node), entries(node)),
+        lambda data, values: rebuild(values, data),
+        namespace=NAMESPACE,
+    )
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (list(children(node)), context(node)),
+        lambda values, data: rebuild(values, data),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=lambda node: (
+            [(torch_pytree.MappingKey(e), c) for e, c in zip(entries(node), children(node), strict=True)],
+            context(node),
+        ),
+    )
+
+
+def show(node: Any) -> str:
+    """`LinearParams(weight=float32[4, 3], bias=None)`."""
+    hidden = ("static", "hidden")
+    fields = [f.name for f in dataclasses.fields(node) if not any(f.metadata.get(h) for h in hidden)]
+    return f"{type(node).__name__}({', '.join(f'{name}={_show(getattr(node, name))}' for name in fields)})"
+
+
+def _show(value: Any) -> str:
+    return describe(value) if isinstance(value, Tensor) else repr(value)
+
+
+def replace(node: T, **changes: Any) -> T:
+    """A copy of a tree node with some fields changed; the node itself stays as it is."""
+    return dataclasses.replace(node, **changes)  # type: ignore[type-var]
+
+
+def leaves(tree: Any) -> list[Any]:
+    """All leaves, None included."""
+    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def tensors(tree: Any) -> list[Tensor]:
+    """The leaves that are tensors."""
+    return [x for x in leaves(tree) if isinstance(x, Tensor)]
+
+
+def paths(tree: Any) -> dict[str, Any]:
+    """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "".
+
+    >>> paths({"a": (1, None)})
+    {'a.0': 1, 'a.1': None}
+    """
+    found, values, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return {".".join(map(str, path)): value for path, value in zip(found, values, strict=True)}
+
+
+def tree_map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`."""
+    return optree.tree_map(fn, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """As `tree_map`, leaving alone every leaf that is no tensor."""
+    return tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
+
+
+def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+    """As `tree_map`; `fn` gets the leaf's dotted path first."""
+    return optree.tree_map_with_path(
+        lambda path, *values: fn(".".join(map(str, path)), *values), tree, *rest, none_is_leaf=True, namespace=NAMESPACE
+    )
+
+
+def cast(tree: T, dtype: torch.dtype) -> T:
+    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object."""
+    return tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def nothing_like(tree: T) -> T:
+    """The same structure with every leaf None: a tree of absent gradients."""
+    return tree_map(lambda _: None, tree)
+
+
+def same_structure(a: Any, b: Any) -> bool:
+    return structure(a) == structure(b)
+
+
+def structure(tree: Any) -> Any:
+    return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def nbytes(tree: Any) -> int:
+    """Bytes of the distinct storages behind the tree's tensors: an alias counts once."""
+    storages = {}
+    for t in tensors(tree):
+        storage = t.untyped_storage()
+        storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+def at(tree: Any, path: str) -> Any:
+    """The leaf at a dotted path; `ValueError` names the nearest paths when there is none."""
+    found = paths(tree)
+    if path not in found:
+        fail("at", "path", f"one of {', '.join(found) or '(no leaves)'}", repr(path))
+    return found[path]
