@@ -1,5 +1,138 @@
 """Counter-based random bits: Philox 4x32-10 (Salmon et al., SC'11), keys as small int64 tensors.
 
 A key is int64[2]: (seed, stream), 16 bytes. Draws are pure functions of the key and the element's index, so the same
-key gives the same bits on every device and in every implementation, and a captured graph draws new bits when its key changes.
+key gives the same bits on every device and in every implementation, and a captured graph draws new bits when its key
+changes. Element i is word i % 4 of block i // 4; the Philox key is the seed, the counter is (block, stream).
 """
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, describe, fail, require
+
+_LOW = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def key(seed: int, *, device: Any = None) -> Tensor:
+    """A key int64[2] from an integer seed."""
+    require(isinstance(seed, int), "random.key", "seed", "an int", describe(seed))
+    return torch.tensor([_signed(seed), 0], dtype=torch.int64, device=device)
+
+
+def path_id(name: str) -> int:
+    """A stable 63-bit number for a name, to fold into a key."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+    """A key whose stream depends on `key` and `data`; different data give independent streams.
+
+    The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either.
+    """
+    _check_key("random.fold_in", key)
+    if isinstance(data, int):
+        step: Any = _signed((data + 1) * _GOLDEN)
+    else:
+        step = (data + 1) * _signed(_GOLDEN)
+    z = key[1] + step
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
+    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    return torch.stack((key[0], z))
+
+
+def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
+    """`n` independent keys, int64[n, 2]; of None (no key, on the meta device) a list of None."""
+    if key is None:
+        return [None] * n
+    return torch.stack([fold_in(key, i) for i in range(n)])  # type: ignore[return-value]
+
+
+def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox 4x32-10 on 32-bit words held in int64 tensors (or ints): four words out for four words of counter."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = ((p1 >> 32) & _LOW) ^ c1 ^ k0, p1 & _LOW, ((p0 >> 32) & _LOW) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return c0, c1, c2, c3
+
+
+def bits(key: Tensor, n: int) -> Tensor:
+    """`n` random 32-bit words, int64[n] in [0, 2**32)."""
+    _check_key("random.bits", key)
+    seed, stream = key[0], key[1]
+    block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
+    words = philox(
+        (seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW)
+    )
+    return torch.stack(words, -1).reshape(-1)[:n]
+
+
+def uniform(
+    key: Tensor | None,
+    shape: Sequence[int],
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+) -> Tensor:
+    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64)."""
+    dtype = dtype or torch.get_default_dtype()
+    if key is None:
+        return _empty("random.uniform", shape, dtype, device)
+    _check_key("random.uniform", key)
+    words = bits(key.to(device) if device is not None else key, math.prod(shape)).reshape(tuple(shape))
+    unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
+    return (low + (high - low) * unit).to(dtype)
+
+
+def normal(
+    key: Tensor | None,
+    shape: Sequence[int],
+    *,
+    mean: float = 0.0,
+    std: float = 1.0,
+    dtype: torch.dtype | None = None,
+    device: Any = None,
+) -> Tensor:
+    """Normal by Box-Muller, two words for two values."""
+    dtype = dtype or torch.get_default_dtype()
+    if key is None:
+        return _empty("random.normal", shape, dtype, device)
+    _check_key("random.normal", key)
+    n = math.prod(shape)
+    half = (n + 1) // 2
+    words = bits(key.to(device) if device is not None else key, 2 * half).to(torch.float64)
+    radius = torch.sqrt(-2.0 * torch.log((words[:half] + 1) * 2.0**-32))
+    angle = words[half:] * (2.0 * math.pi * 2.0**-32)
+    values = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)))[:n].reshape(tuple(shape))
+    return (mean + std * values).to(dtype)
+
+
+def _check_key(where: str, key: Any) -> None:
+    check(where, "key", key, (2,), torch.int64)
+
+
+def _empty(where: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    if device is None or torch.device(device).type != "meta":
+        fail(where, "key", "a key (see funcops.random.key); only on the meta device may it be None", "None", TypeError)
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+
+def _signed(n: int) -> int:
+    """`n` modulo 2**64 as a signed 64-bit integer."""
+    n &= (1 << 64) - 1
+    return n - (1 << 64) if n >> 63 else n

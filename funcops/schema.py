@@ -88,6 +88,8 @@ class Gone:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
         raise DonatedError(f"{self._path} was given away with donate(): it must not be used again")
 
     def __repr__(self) -> str:
@@ -121,7 +123,11 @@ class Saved:
 
     def empty(self) -> None:
         """Drop every leaf."""
-        where = f"{type(self).__name__}"
+        if torch.compiler.is_compiling():  # a tracer sees each use; there is nobody to warn at run time
+            for name in self.fields:
+                setattr(self, name, None)
+            return
+        where = type(self).__name__
         for name in self.fields:
             setattr(self, name, Gone(f"{where}.{name}"))
         self._marks = Gone(where)
@@ -237,7 +243,9 @@ def __post_init__(self):
 
 def fresh(self):
     marks = self._marks
-    if marks is None or is_compiling():
+    if type(marks) is not tuple:
+        return marks is None
+    if is_compiling():
         return True
     {reads}
     return marks == ({marks})
@@ -284,7 +292,7 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
         got = f"{node.kind} {type(node).__name__}" if isinstance(node, Saved) else describe(node)
         hint = " (a forward with needs=Needs.NONE keeps nothing)" if node is None else ""
         fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
-    if isinstance(node._marks, Gone) or not node.fresh():
+    if not node.fresh():
         node.complain(where)
     if node.cfg is not cfg and node.cfg != cfg:
         fail(where, "cfg", f"the config of the forward, {node.cfg}", cfg)

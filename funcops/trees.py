@@ -165,8 +165,33 @@ def nbytes(tree: Any) -> int:
 
 
 def at(tree: Any, path: str) -> Any:
-    """The leaf at a dotted path; `ValueError` names the nearest paths when there is none."""
-    found = paths(tree)
-    if path not in found:
-        fail("at", "path", f"one of {', '.join(found) or '(no leaves)'}", repr(path))
-    return found[path]
+    """The leaf or subtree at a dotted path; `ValueError` names the paths there are when there is none."""
+    node = tree
+    try:
+        for name in path.split("."):
+            if isinstance(node, dict):
+                node = node[name] if name in node else node[int(name)]
+            elif isinstance(node, (tuple, list)):
+                node = node[int(name)]
+            else:
+                node = getattr(node, name)
+    except (KeyError, IndexError, ValueError, AttributeError):
+        fail("at", "path", f"one of {', '.join(paths(tree)) or '(no leaves)'}", repr(path))
+    return node
+
+
+def put(tree: Any, path: str, value: Any) -> Any:
+    """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects.
+
+    >>> put({"a": (1, 2)}, "a.1", 3)
+    {'a': (1, 3)}
+    """
+    name, _, rest = path.partition(".")
+    if isinstance(tree, dict):
+        key = name if name in tree else int(name)
+        return {**tree, key: put(tree[key], rest, value) if rest else value}
+    if isinstance(tree, tuple):
+        i = int(name)
+        changed = (*tree[:i], put(tree[i], rest, value) if rest else value, *tree[i + 1 :])
+        return type(tree)._make(changed) if hasattr(tree, "_make") else changed  # type: ignore[attr-defined]
+    return replace(tree, **{name: put(getattr(tree, name), rest, value) if rest else value})

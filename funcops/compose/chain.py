@@ -1,0 +1,264 @@
+"""chain: steps one after another, an op like any other.
+
+    h_0 = x        h_i = step_i(h_{i-1})        y = h_n
+
+The backward walks the steps in reverse. Its params, residuals and pending are dicts by step name. A step may take named
+extra inputs (x is then `(main, *takes)`) and give named extra outputs (y is `(main, *gives)`); where a name is taken more
+than once, its gradients are summed. Steps before the first that needs a gradient keep nothing, and that step skips its dgrad.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from funcops import random
+from funcops.compose.step import (
+    Nested,
+    Step,
+    WithExtras,
+    abstract_params,
+    add,
+    check_into_shapes,
+    live_inputs,
+    nested,
+    part,
+    split_x,
+)
+from funcops.errors import describe, fail, require, require_type
+from funcops.needs import Needs
+from funcops.op import Op, config, dgrad_of, forward, make_op
+from funcops.schema import open_node
+from funcops.trees import at, paths, put
+
+
+@config
+class ChainConfig:
+    """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `ties` maps a path to the
+    path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's."""
+
+    steps: tuple[Step, ...]
+    extras: tuple[str, ...] = ()
+    ties: Any = ()
+
+    def __post_init__(self) -> None:
+        ties = self.ties.items() if isinstance(self.ties, Mapping) else self.ties
+        object.__setattr__(self, "ties", tuple(sorted(ties)))
+        require(len(self.steps) > 0, "ChainConfig", "steps", "at least one Step", "none")
+        for step in self.steps:
+            require_type("ChainConfig", "steps", step, Step)
+        names = [step.name for step in self.steps]
+        require(len(set(names)) == len(names), "ChainConfig", "steps", "uniquely named", names)
+        _check_routing(self.steps, self.extras)
+        keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
+        object.__setattr__(self, "keys", keys)
+        object.__setattr__(self, "names", dict.fromkeys(names))
+        object.__setattr__(self, "step_needs", {})
+        known = paths(_init_all(self, None, "meta", None))
+        for path in (p for tie in self.ties for p in tie):
+            require(path in known, "ChainConfig", "ties", f"paths among {', '.join(known)}", repr(path))
+        needs_of_steps(self, Needs.ALL)
+        needs_of_steps(self, Needs.NONE)
+
+    keys: ClassVar[tuple[str, ...]]
+    names: ClassVar[dict[str, None]]
+    step_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
+
+
+def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
+    """Every name is made once, before it is taken, and taken at least once."""
+    made, taken = dict.fromkeys(extras, "the caller"), set()
+    require(len(set(extras)) == len(extras), "ChainConfig", "extras", "different names", extras)
+    for step in steps:
+        for name in step.names:
+            require(name in made, "ChainConfig", f"takes of step {step.name!r}", f"names made before it ({list(made)})", repr(name))
+            taken.add(name)
+        for name in step.gives:
+            require(name not in made, "ChainConfig", f"gives of step {step.name!r}", "a new name", f"{name!r}, made by {made.get(name)}")
+            made[name] = f"step {step.name!r}"
+    unused = [name for name in made if name not in taken]
+    require(not unused, "ChainConfig", "every extra", "taken by a later step", f"unused {unused}")
+
+
+@nested("residuals")
+class ChainResiduals(Nested):
+    """Residuals of a chain: those of its steps by name."""
+
+    __slots__ = ()
+
+
+@nested("pending")
+class ChainPending(Nested):
+    """Pending weight gradients of a chain: those of its steps by name."""
+
+    __slots__ = ()
+
+
+def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
+    """What each step's backward will be asked for, by following which values need a gradient."""
+    if needs in cfg.step_needs:
+        return cfg.step_needs[needs]
+    live = live_inputs(needs.x, cfg.extras)
+    params, found = needs.params, []
+    if isinstance(params, tuple):
+        params = (*params, *(path for path, source in cfg.ties if needs.param(source)))
+    for step in cfg.steps:
+        wanted = step.needs(live, params)
+        found.append(wanted)
+        for name in ("", *step.gives):
+            live[name] = bool(wanted)
+    cfg.step_needs[needs] = tuple(found)
+    return cfg.step_needs[needs]
+
+
+def _init_all(cfg: ChainConfig, key: Tensor | None, device: Any, dtype: Any) -> dict[str, Any]:
+    return {
+        step.name: step.op.init(step.cfg, key=None if key is None else random.fold_in(key, step.fold), device=device, dtype=dtype)
+        for step in cfg.steps
+    }
+
+
+def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
+    """Params of every step by name, each from a key of its own; None at tied paths."""
+    params = _init_all(cfg, key, device, dtype)
+    for path, _ in cfg.ties:
+        params = put(params, path, None)
+    return params
+
+
+def _tied(where: str, tree: Any, cfg: ChainConfig) -> Any:
+    """The tree with each tied path holding its source's leaf."""
+    for path, source in cfg.ties:
+        if at(tree, path) is not None:
+            fail(where, f"params.{path}", f"None (it is tied to {source})", describe(at(tree, path)))
+        tree = put(tree, path, at(tree, source))
+    return tree
+
+
+def _check_names(where: str, what: str, tree: Any, cfg: ChainConfig) -> None:
+    if not isinstance(tree, dict):
+        fail(where, what, f"a dict by step name: {', '.join(cfg.names)}", describe(tree), TypeError)
+    if tree.keys() != cfg.names.keys():
+        missing, extra = sorted(cfg.names.keys() - tree.keys()), sorted(tree.keys() - cfg.names.keys())
+        fail(where, what, f"a dict with the steps {', '.join(cfg.names)}", f"missing {missing}, extra {extra}")
+
+
+@forward(ChainConfig, dict)
+def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """Run the steps in order. x: whatever the first step takes, in `WithExtras` where the config declares extras.
+
+    Raises `ValueError` for missing or extra params or extras, and whatever a step raises.
+    """
+    _check_names("chain_fwd", "params", params, cfg)
+    if cfg.ties:
+        params = _tied("chain_fwd", params, cfg)
+    main, given = split_x("chain_fwd", x, cfg.extras)
+    extras = dict(given)
+    kept = ChainResiduals(cfg=cfg, needs=needs)
+    for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
+        name = step.name
+        y, kept[name] = step.op.fwd(params[name], step.x(main, extras), step.cfg, needs=wanted)
+        if step.gives:
+            extras.update(zip(step.gives, y[1:], strict=True))
+            y = y[0]
+        main = y
+    return main, kept if needs else None
+
+
+def _walk(node: Any, dy: Any, cfg: ChainConfig, run: Callable[[Step, Any, Any], tuple[Any, Any]]) -> tuple[Any, dict[str, Any]]:
+    """The steps in reverse: `run(step, residuals, dy) -> (dx, result)`. Returns dx and the results by name."""
+    gradients: dict[str, Any] = {}
+    results: dict[str, Any] = {}
+    dmain = dy
+    del dy
+    for step in reversed(cfg.steps):
+        d_y = dmain
+        if step.gives:
+            d_y = (dmain, *(gradients.pop(name, None) for name in step.gives))
+            d_y = None if all(d is None for d in d_y) else d_y
+        dmain = None
+        kept = part(node, step.name)
+        dx, results[step.name] = run(step, kept, d_y)
+        del d_y, kept
+        dmain, d_extras = step.split(dx)
+        del dx
+        for name, gradient in d_extras.items():
+            gradients[name] = add(gradients.get(name), gradient)
+    dx = WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}) if cfg.extras else dmain
+    return dx, {step.name: results[step.name] for step in cfg.steps}
+
+
+def _dgrad_step(step: Step, kept: Any, dy: Any) -> tuple[Any, Any]:
+    return (None, None) if kept is None else step.op.dgrad(kept, dy, step.cfg)
+
+
+@dgrad_of(ChainResiduals)
+def chain_dgrad(residuals: Any, dy: Any, cfg: ChainConfig) -> tuple[Any, Any]:
+    """All dgrads, last step first. Returns dx and the pending weight gradients by step."""
+    needs = residuals.needs
+    dx, waiting = _walk(residuals, dy, cfg, _dgrad_step)
+    empty = all(p is None for p in waiting.values())
+    return dx, None if empty else ChainPending(waiting, cfg=cfg, needs=needs)
+
+
+def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str, Any]:
+    """All weight gradients, last step first; added to `into` where that is given."""
+    if type(cfg) is not ChainConfig:
+        fail("chain_wgrad", "cfg", "ChainConfig", describe(cfg), TypeError)
+    node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
+    sums = _accumulators("chain_wgrad", into, cfg)
+    found = {}
+    for step in reversed(cfg.steps):
+        waiting = None if node is None else part(node, step.name)
+        found[step.name] = step.op.wgrad(waiting, step.cfg, into=sums[step.name])
+    if node is not None and node is not pending:
+        node.empty()
+    return _collect(found, into, cfg)
+
+
+def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
+    """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
+    fall as it walks. Returns `(dparams, dx)`."""
+    node = open_node("chain_bwd", residuals, ChainResiduals, cfg)
+    sums = _accumulators("chain_bwd", into, cfg)
+
+    def run(step: Step, kept: Any, d_y: Any) -> tuple[Any, Any]:
+        if kept is None:
+            return None, step.op.wgrad(None, step.cfg, into=sums[step.name])
+        dparams, dx = step.op.bwd(kept, d_y, step.cfg, into=sums[step.name])
+        return dx, dparams
+
+    if dy is None:
+        dx, found = node.nothing(), {s.name: s.op.wgrad(None, s.cfg, into=sums[s.name]) for s in cfg.steps}
+    else:
+        dx, found = _walk(node, dy, cfg, run)
+    if node is not residuals:
+        node.empty()
+    return _collect(found, into, cfg), dx
+
+
+def _accumulators(where: str, into: Any, cfg: ChainConfig) -> dict[str, Any]:
+    """`into` by step, every leaf checked before any is written; a tied path shares its source's accumulator."""
+    if into is None:
+        return cfg.names
+    _check_names(where, "into", into, cfg)
+    check_into_shapes(where, into, abstract_params(chain, cfg))
+    return _tied(where, into, cfg)
+
+
+def _collect(found: dict[str, Any], into: Any, cfg: ChainConfig) -> dict[str, Any]:
+    """dparams in the order of the steps, the gradients of tied paths summed into their source."""
+    if into is not None:
+        return into
+    dparams: Any = {step.name: found[step.name] for step in cfg.steps}
+    for path, source in cfg.ties:
+        total = add(at(dparams, source), at(dparams, path))
+        dparams = put(put(dparams, source, total), path, None)
+    return dparams
+
+
+chain: Op = make_op(
+    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd
+)

@@ -1,0 +1,178 @@
+"""parallel: one input, several bodies.
+
+    y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
+
+Params, residuals and pending are dicts by branch name; y is a tuple in the order of the branches. A branch that is a
+combinator gets those of the extras that it asks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from funcops import random
+from funcops.compose.step import (
+    Nested,
+    Step,
+    WithExtras,
+    abstract_params,
+    add,
+    check_into_shapes,
+    live_inputs,
+    nested,
+    part,
+    split_x,
+)
+from funcops.errors import describe, fail, require, require_type
+from funcops.needs import Needs
+from funcops.op import Op, config, dgrad_of, forward, make_op
+from funcops.schema import open_node
+
+
+@config
+class ParallelConfig:
+    """`branches`: named bodies, without `gives`; a branch's `takes` come from the caller's extras."""
+
+    branches: tuple[Step, ...]
+
+    def __post_init__(self) -> None:
+        require(len(self.branches) > 0, "ParallelConfig", "branches", "at least one Step", "none")
+        for branch in self.branches:
+            require_type("ParallelConfig", "branches", branch, Step)
+            require(not branch.gives, "ParallelConfig", f"gives of branch {branch.name!r}", "()", branch.gives)
+        names = [branch.name for branch in self.branches]
+        require(len(set(names)) == len(names), "ParallelConfig", "branches", "uniquely named", names)
+        object.__setattr__(self, "names", dict.fromkeys(names))
+        object.__setattr__(self, "extras", tuple(dict.fromkeys(n for b in self.branches for n in b.names)))
+        object.__setattr__(self, "keys", tuple(dict.fromkeys(k for b in self.branches for k in b.keys)))
+        object.__setattr__(self, "branch_needs", {})
+        needs_of_branches(self, Needs.ALL)
+        needs_of_branches(self, Needs.NONE)
+
+    names: ClassVar[dict[str, None]]
+    extras: ClassVar[tuple[str, ...]]
+    keys: ClassVar[tuple[str, ...]]
+    branch_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
+
+
+@nested("residuals")
+class ParallelResiduals(Nested):
+    """Residuals of the branches by name."""
+
+    __slots__ = ()
+
+
+@nested("pending")
+class ParallelPending(Nested):
+    """Pending weight gradients of the branches by name."""
+
+    __slots__ = ()
+
+
+def needs_of_branches(cfg: ParallelConfig, needs: Needs) -> tuple[Needs, ...]:
+    if needs not in cfg.branch_needs:
+        live = live_inputs(needs.x, cfg.extras)
+        cfg.branch_needs[needs] = tuple(branch.needs(live, needs.params) for branch in cfg.branches)
+    return cfg.branch_needs[needs]
+
+
+def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
+    if not isinstance(tree, dict) or tree.keys() != cfg.names.keys():
+        got = list(tree) if isinstance(tree, dict) else describe(tree)
+        fail(where, what, f"a dict by branch name: {', '.join(cfg.names)}", got)
+
+
+def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
+    """Params of every branch by name, each from a key of its own."""
+    return {
+        b.name: b.op.init(b.cfg, key=None if key is None else random.fold_in(key, b.fold), device=device, dtype=dtype)
+        for b in cfg.branches
+    }
+
+
+@forward(ParallelConfig, dict)
+def parallel_fwd(
+    params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL
+) -> tuple[tuple[Any, ...], Any]:
+    """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras."""
+    _check_names("parallel_fwd", "params", params, cfg)
+    main, extras = split_x("parallel_fwd", x, cfg.extras)
+    kept = ParallelResiduals(cfg=cfg, needs=needs)
+    outputs = []
+    for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs), strict=True):
+        y, kept[branch.name] = branch.op.fwd(params[branch.name], branch.x(main, extras), branch.cfg, needs=wanted)
+        outputs.append(y)
+    return tuple(outputs), kept if needs else None
+
+
+def _walk(node: Any, dy: Any, cfg: ParallelConfig, run: Callable[..., tuple[Any, Any]]) -> tuple[Any, dict[str, Any]]:
+    if not isinstance(dy, tuple) or len(dy) != len(cfg.branches):
+        fail("parallel_dgrad", "dy", f"a tuple of {len(cfg.branches)} (None for zero)", describe(dy), TypeError)
+    dmain = None
+    gradients: dict[str, Any] = {}
+    results = {}
+    for branch, d_y in zip(cfg.branches, dy, strict=True):
+        dx, results[branch.name] = run(branch, part(node, branch.name), d_y)
+        d_branch, d_extras = branch.split(dx)
+        dmain = add(dmain, d_branch)
+        for name, gradient in d_extras.items():
+            gradients[name] = add(gradients.get(name), gradient)
+    return (WithExtras(dmain, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dmain), results
+
+
+@dgrad_of(ParallelResiduals)
+def parallel_dgrad(residuals: Any, dy: tuple[Any, ...], cfg: ParallelConfig) -> tuple[Any, Any]:
+    """dx, the sum over the branches, and the pending weight gradients by branch. A part of dy may be None (zero)."""
+    needs = residuals.needs
+
+    def run(branch: Step, kept: Any, d_y: Any) -> tuple[Any, Any]:
+        return (None, None) if kept is None else branch.op.dgrad(kept, d_y, branch.cfg)
+
+    dx, waiting = _walk(residuals, dy, cfg, run)
+    empty = all(p is None for p in waiting.values())
+    return dx, None if empty else ParallelPending(waiting, cfg=cfg, needs=needs)
+
+
+def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> dict[str, Any]:
+    """The weight gradients of all branches; added to `into` where that is given."""
+    if type(cfg) is not ParallelConfig:
+        fail("parallel_wgrad", "cfg", "ParallelConfig", describe(cfg), TypeError)
+    node = None if pending is None else open_node("parallel_wgrad", pending, ParallelPending, cfg)
+    sums = _accumulators("parallel_wgrad", into, cfg)
+    found = {
+        b.name: b.op.wgrad(None if node is None else part(node, b.name), b.cfg, into=sums[b.name]) for b in cfg.branches
+    }
+    if node is not None and node is not pending:
+        node.empty()
+    return found if into is None else into
+
+
+def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
+    """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
+    node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
+    sums = _accumulators("parallel_bwd", into, cfg)
+
+    def run(branch: Step, kept: Any, d_y: Any) -> tuple[Any, Any]:
+        if kept is None or d_y is None:
+            return None, branch.op.wgrad(None, branch.cfg, into=sums[branch.name])
+        dparams, dx = branch.op.bwd(kept, d_y, branch.cfg, into=sums[branch.name])
+        return dx, dparams
+
+    dx, found = _walk(node, (None,) * len(cfg.branches) if dy is None else dy, cfg, run)
+    if node is not residuals:
+        node.empty()
+    return found if into is None else into, dx
+
+
+def _accumulators(where: str, into: Any, cfg: ParallelConfig) -> dict[str, Any]:
+    if into is None:
+        return cfg.names
+    _check_names(where, "into", into, cfg)
+    check_into_shapes(where, into, abstract_params(parallel, cfg))
+    return into
+
+
+parallel: Op = make_op(
+    "parallel", ParallelConfig, init=parallel_init, fwd=parallel_fwd, dgrad=parallel_dgrad, wgrad=parallel_wgrad, bwd=parallel_bwd
+)

@@ -1,0 +1,216 @@
+"""repeat: a body applied n times, each time with params of its own.
+
+    h_0 = x        h_i = body(h_{i-1}; params_i)        y = h_n
+
+Params are a tuple of per-layer trees, or, with `stacked=True`, one tree whose leaves have a leading layer dimension.
+Residuals and pending are dicts by layer number. Extras go to every layer, and their gradients are summed; the layer
+number is folded into every random key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.compose.step import (
+    Nested,
+    WithExtras,
+    abstract_params,
+    add,
+    bundle,
+    check_body,
+    check_into_shapes,
+    extras_of,
+    has_params,
+    keys_of,
+    live_inputs,
+    nested,
+    part,
+    split_x,
+)
+from funcops.errors import describe, fail, require
+from funcops.needs import Needs, sub_mask
+from funcops.op import Op, config, dgrad_of, make_op, positional
+from funcops.schema import open_node
+from funcops.trees import leaves, tree_map
+
+
+@config
+class RepeatConfig:
+    """The body (an op and its config), how many `times`, and whether params are `stacked`."""
+
+    op: Op = positional()
+    cfg: Any = positional()
+    times: int = positional()
+    stacked: bool = False
+
+    def __post_init__(self) -> None:
+        check_body("RepeatConfig", self.op, self.cfg)
+        require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
+        object.__setattr__(self, "extras", extras_of(self.cfg))
+        object.__setattr__(self, "keys", keys_of(self.cfg))
+        object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
+        object.__setattr__(self, "layer_needs", {})
+        needs_of_layers(self, Needs.ALL)
+        needs_of_layers(self, Needs.NONE)
+
+    extras: ClassVar[tuple[str, ...]]
+    keys: ClassVar[tuple[str, ...]]
+    has_params: ClassVar[bool]
+    layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
+
+
+@nested("residuals")
+class RepeatResiduals(Nested):
+    """Residuals of the layers by number."""
+
+    __slots__ = ()
+
+
+@nested("pending")
+class RepeatPending(Nested):
+    """Pending weight gradients of the layers by number."""
+
+    __slots__ = ()
+
+
+def needs_of_layers(cfg: RepeatConfig, needs: Needs) -> tuple[Needs, ...]:
+    """What each layer's backward will be asked for. With stacked params a mask holds for all layers."""
+    if needs not in cfg.layer_needs:
+        live = live_inputs(needs.x, cfg.extras)
+        found = []
+        for i in range(cfg.times):
+            params = needs.params if cfg.stacked else sub_mask(needs.params, str(i))
+            x: Any = live[""]
+            if cfg.extras:
+                x = [label for label, name in (("main", ""), *((f"extras.{n}", n) for n in cfg.extras)) if live[name]]
+                x = True if len(x) == len(cfg.extras) + 1 else x
+            wanted = Needs(x=x, params=params if cfg.has_params else False)
+            found.append(wanted)
+            live[""] = bool(wanted)
+        cfg.layer_needs[needs] = tuple(found)
+    return cfg.layer_needs[needs]
+
+
+def _check_cfg(where: str, cfg: Any) -> None:
+    if type(cfg) is not RepeatConfig:
+        fail(where, "cfg", "RepeatConfig", describe(cfg), TypeError)
+
+
+def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> Any:
+    """Params of every layer, each from a key of its own."""
+    _check_cfg("repeat_init", cfg)
+    layers = tuple(
+        cfg.op.init(cfg.cfg, key=None if key is None else random.fold_in(key, i), device=device, dtype=dtype)
+        for i in range(cfg.times)
+    )
+    return _stack(layers) if cfg.stacked else layers
+
+
+def _stack(layers: tuple[Any, ...]) -> Any:
+    return tree_map(lambda *t: None if t[0] is None else torch.stack(t), *layers)
+
+
+def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
+    """The per-layer trees of `params`: views where they are stacked."""
+    if not cfg.stacked:
+        if not isinstance(params, tuple) or len(params) != cfg.times:
+            fail(where, what, f"a tuple of {cfg.times} layers", describe(params), TypeError)
+        return params
+    for t in leaves(params):
+        if t is not None and (not isinstance(t, Tensor) or t.dim() == 0 or t.shape[0] != cfg.times):
+            fail(where, what, f"stacked leaves [{cfg.times}, ...]", describe(t))
+    return tuple(tree_map(lambda t, i=i: None if t is None else t[i], params) for i in range(cfg.times))
+
+
+def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """Run the body `times` times. x: what the body takes and gives, in `WithExtras` where it has extras."""
+    _check_cfg("repeat_fwd", cfg)
+    layers = _layers("repeat_fwd", "params", params, cfg)
+    main, extras = split_x("repeat_fwd", x, cfg.extras)
+    kept = RepeatResiduals(cfg=cfg, needs=needs)
+    for i, (layer, wanted) in enumerate(zip(layers, needs_of_layers(cfg, needs), strict=True)):
+        layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
+        main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
+    return main, kept if needs else None
+
+
+def _walk(node: Any, dy: Any, cfg: RepeatConfig, run: Callable[..., tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+    gradients: dict[str, Any] = {}
+    results: list[Any] = [None] * cfg.times
+    for i in reversed(range(cfg.times)):
+        kept = part(node, i)
+        dx, results[i] = run(i, kept, dy)
+        dy = dx
+        if type(dx) is WithExtras:
+            dy = dx.main
+            for name, gradient in dx.extras.items():
+                gradients[name] = add(gradients.get(name), gradient)
+        del dx, kept
+    return (WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy), results
+
+
+@dgrad_of(RepeatResiduals)
+def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
+    """All dgrads, last layer first. Returns dx and the pending weight gradients by layer."""
+    needs = residuals.needs
+
+    def run(i: int, kept: Any, d_y: Any) -> tuple[Any, Any]:
+        return (None, None) if kept is None else cfg.op.dgrad(kept, d_y, cfg.cfg)
+
+    dx, waiting = _walk(residuals, dy, cfg, run)
+    empty = all(p is None for p in waiting)
+    return dx, None if empty else RepeatPending(enumerate(waiting), cfg=cfg, needs=needs)
+
+
+def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
+    """All weight gradients, last layer first; added to `into` where that is given."""
+    _check_cfg("repeat_wgrad", cfg)
+    node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
+    sums = _accumulators("repeat_wgrad", into, cfg)
+    found: list[Any] = [None] * cfg.times
+    for i in reversed(range(cfg.times)):
+        found[i] = cfg.op.wgrad(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+    if node is not None and node is not pending:
+        node.empty()
+    return _collect(found, into, cfg)
+
+
+def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> tuple[Any, Any]:
+    """The whole backward, a layer at a time, so that donated residuals fall as it walks. Returns `(dparams, dx)`."""
+    _check_cfg("repeat_bwd", cfg)
+    node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
+    sums = _accumulators("repeat_bwd", into, cfg)
+
+    def run(i: int, kept: Any, d_y: Any) -> tuple[Any, Any]:
+        if kept is None or d_y is None:
+            return None, cfg.op.wgrad(None, cfg.cfg, into=sums[i])
+        dparams, dx = cfg.op.bwd(kept, d_y, cfg.cfg, into=sums[i])
+        return dx, dparams
+
+    dx, found = _walk(node, dy, cfg, run)
+    if node is not residuals:
+        node.empty()
+    return _collect(found, into, cfg), dx
+
+
+def _accumulators(where: str, into: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
+    if into is None:
+        return (None,) * cfg.times
+    check_into_shapes(where, into, abstract_params(repeat, cfg))
+    return _layers(where, "into", into, cfg)
+
+
+def _collect(found: list[Any], into: Any, cfg: RepeatConfig) -> Any:
+    if into is not None:
+        return into
+    return _stack(tuple(found)) if cfg.stacked else tuple(found)
+
+
+repeat: Op = make_op(
+    "repeat", RepeatConfig, init=repeat_init, fwd=repeat_fwd, dgrad=repeat_dgrad, wgrad=repeat_wgrad, bwd=repeat_bwd
+)

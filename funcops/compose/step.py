@@ -1,0 +1,231 @@
+"""What combinators share: `Step`, `WithExtras`, residuals by name, and how a step's x is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from funcops import random
+from funcops.errors import DonatedError, describe, fail, require, require_type
+from funcops.needs import Mask, Needs, sub_mask
+from funcops.op import Op, config, positional
+from funcops.residuals.donate import donate
+from funcops.schema import Donated
+from funcops.trees import leaf, paths, register_node, tensors, tree, tree_map
+
+
+@tree
+class WithExtras:
+    """x at a combinator's boundary: the main value, and named extra inputs."""
+
+    main: Any = leaf("x")
+    extras: Any = leaf("{name: tensor}")
+
+
+@config
+class Step:
+    """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name."""
+
+    name: str = positional()
+    op: Op = positional()
+    cfg: Any = positional()
+    takes: tuple[str, ...] = ()
+    gives: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_type("Step", "name", self.name, str)
+        require(self.name.isidentifier(), "Step", "name", "an identifier", repr(self.name))
+        require_type(f"Step {self.name!r}", "op", self.op, Op)
+        check_body(f"Step {self.name!r}", self.op, self.cfg)
+        for side in ("takes", "gives"):
+            names = getattr(self, side)
+            right = isinstance(names, tuple) and all(isinstance(n, str) for n in names)
+            require(right, f"Step {self.name!r}", side, "a tuple of names", repr(names))
+        extras = extras_of(self.cfg)
+        if extras and self.takes:
+            require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
+        object.__setattr__(self, "names", extras or self.takes)
+        object.__setattr__(self, "keys", keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ())
+        object.__setattr__(self, "fold", random.path_id(self.name))
+        object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
+
+    names: ClassVar[tuple[str, ...]]  # the extras that reach the op, in order
+    keys: ClassVar[tuple[str, ...]]  # those of them that are random keys
+    fold: ClassVar[int]  # what is folded into a key on its way down
+    has_params: ClassVar[bool]
+
+    def x(self, main: Any, extras: dict[str, Any]) -> Any:
+        """The op's x, with the step's name folded into every random key."""
+        if not self.names:
+            return main
+        return bundle(main, {n: extras[n] for n in self.names}, self.keys, self.fold, bool(extras_of(self.cfg)))
+
+    def split(self, dx: Any) -> tuple[Any, dict[str, Any]]:
+        """The gradient of main and of each extra, from the op's dx."""
+        if not self.names or dx is None:
+            return dx, {}
+        return (dx.main, dx.extras) if extras_of(self.cfg) else (dx[0], dict(zip(self.names, dx[1:], strict=True)))
+
+    def needs(self, live: dict[str, Mask], params: Mask) -> Needs:
+        """What this step's op needs, where `live` says which values need a gradient ("" is main)."""
+        params = sub_mask(params, self.name) if self.has_params else False
+        if not self.names:
+            return Needs(x=live[""], params=params)
+        combinator = bool(extras_of(self.cfg))
+        labels = ["main" if combinator else "0"] + [
+            f"extras.{n}" if combinator else str(i + 1) for i, n in enumerate(self.names)
+        ]
+        wanted = [label for label, name in zip(labels, ("", *self.names), strict=True) if live[name]]
+        return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
+
+
+def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, combinator: bool) -> Any:
+    for name in keys:
+        extras[name] = random.fold_in(extras[name], fold)
+    return WithExtras(main, extras) if combinator else (main, *extras.values())
+
+
+def extras_of(cfg: Any) -> tuple[str, ...]:
+    """The extra inputs that a combinator's config asks for; () for any other op."""
+    return getattr(cfg, "extras", ())
+
+
+def keys_of(cfg: Any) -> tuple[str, ...]:
+    """Those of a combinator's extras that are random keys."""
+    return getattr(cfg, "keys", ())
+
+
+def check_body(where: str, op: Any, cfg: Any) -> None:
+    require_type(where, "op", op, Op)
+    if type(cfg) is not op.config:
+        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+
+
+def has_params(op: Op, cfg: Any) -> bool:
+    return bool(tensors(abstract_params(op, cfg)))
+
+
+def abstract_params(op: Op, cfg: Any) -> Any:
+    """The op's params on the meta device: their structure and shapes."""
+    return op.init(cfg, key=None, device="meta")
+
+
+def split_x(where: str, x: Any, extras: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
+    """The main value and the extras of a combinator's x, after a check of their names."""
+    if not extras:
+        if type(x) is WithExtras:
+            fail(where, "x", "without extras (the config declares none)", f"extras {sorted(x.extras)}")
+        return x, {}
+    if type(x) is not WithExtras:
+        fail(where, "x", f"WithExtras with extras {sorted(extras)}", describe(x), TypeError)
+    if x.extras.keys() != set(extras):
+        fail(where, "x.extras", str(sorted(extras)), sorted(x.extras))
+    return x.main, x.extras
+
+
+def live_inputs(x: Mask, extras: tuple[str, ...]) -> dict[str, Mask]:
+    """Which of a combinator's inputs need a gradient, from the mask over its x."""
+    if not extras:
+        return {"": x}
+    given = sub_mask(x, "extras")
+    return {"": sub_mask(x, "main"), **{n: sub_mask(given, n) for n in extras}}
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum of two gradients of one structure, where None is zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b if isinstance(a, Tensor) else tree_map(add, a, b)
+
+
+def part(node: Any, name: Any) -> Any:
+    """A child of residuals or pending; given away with its parent where the parent was."""
+    child = node[name]
+    if not node.donated or child is None:
+        return child
+    node[name] = None
+    return donate(child)
+
+
+def needs_of(kept: Any) -> Needs:
+    """The needs under which residuals were kept, donated or not."""
+    node = kept._node if type(kept) is Donated else kept
+    return getattr(node, "needs", Needs.NONE)
+
+
+class Nested(dict):  # type: ignore[type-arg]
+    """Residuals or pending of a combinator: those of its parts by name, None where a part keeps nothing."""
+
+    __slots__ = ("cfg", "donated", "gone", "needs")
+    kind: ClassVar[str] = "residuals"
+
+    def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
+        super().__init__(parts)
+        self.cfg, self.needs = cfg, needs
+        self.donated = self.gone = False
+
+    def fresh(self) -> bool:
+        return not self.gone
+
+    def complain(self, where: str) -> None:
+        raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
+
+    def give(self) -> Nested:
+        node = type(self)(self, cfg=self.cfg, needs=self.needs)
+        node.donated = True
+        self.empty()
+        return node
+
+    def empty(self) -> None:
+        self.clear()
+        self.gone = True
+
+    def nothing(self) -> Any:
+        """dx where there is no gradient at all."""
+        extras = extras_of(self.cfg)
+        return WithExtras(None, dict.fromkeys(extras)) if extras else None
+
+    def __missing__(self, name: Any) -> Any:
+        if self.gone:
+            raise DonatedError(f"{type(self).__name__}.{name} was given away with donate(): it must not be used again")
+        raise KeyError(name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({super().__repr__()})"
+
+
+def nested(kind: str) -> Callable[[type], type]:
+    """Class decorator: a `Nested` of this kind, registered as a pytree node."""
+
+    def decorate(cls: Any) -> Any:
+        cls.kind = kind
+        register_node(
+            cls,
+            lambda node: tuple(node.values()),
+            lambda node: (node.cfg, node.needs, tuple(node)),
+            lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]),
+            lambda node: tuple(node),
+        )
+        return cls
+
+    return decorate
+
+
+def check_into_shapes(where: str, into: Any, params: Any) -> None:
+    """Before anything is added: `into` must have a leaf of the right shape, or None, for every parameter."""
+    want, have = paths(params), paths(into)
+    if want.keys() != have.keys():
+        wrong = sorted(want.keys() ^ have.keys())
+        fail(where, "into", f"a tree with the paths of params: {', '.join(want)}", f"a difference at {', '.join(wrong)}")
+    for path, parameter in want.items():
+        accumulator = have[path]
+        if parameter is None or accumulator is None:
+            continue
+        if not isinstance(accumulator, Tensor):
+            fail(where, f"into.{path}", f"a tensor {list(parameter.shape)}", describe(accumulator), TypeError)
+        if accumulator.shape != parameter.shape:
+            fail(where, f"into.{path}", str(list(parameter.shape)), list(accumulator.shape))
+        if not accumulator.is_floating_point():
+            fail(where, f"into.{path}", "a floating dtype", accumulator.dtype, TypeError)

@@ -1,0 +1,23 @@
+"""Giving residuals away, so that memory falls while the backward walks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcops.errors import describe, fail
+from funcops.schema import Donated
+
+
+def donate(kept: Any) -> Any:
+    """Empty `kept` (residuals or pending) into a one-shot cell that the next backward takes.
+
+    Each leaf is dropped as soon as the backward has read it. Any later use of `kept`, or a second use of the cell, raises
+    `DonatedError`. None and a cell are returned as they are. Raises `TypeError` for anything else.
+    """
+    if kept is None or type(kept) is Donated:
+        return kept
+    if not hasattr(kept, "give"):
+        fail("donate", "kept", "residuals or pending of an op", describe(kept), TypeError)
+    if not kept.fresh():
+        kept.complain("donate")
+    return Donated(kept.give())

@@ -1,0 +1,121 @@
+"""`report`: what a backward keeps, tensor by tensor."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcops.errors import describe, fail, short
+from funcops.schema import Field, Saved
+from funcops.trees import paths, tensors
+
+
+class Row(NamedTuple):
+    """One kept tensor. `bytes` is 0 where it shares the storage of `alias_of`: a parameter, an input, an earlier row."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    alias_of: str
+    needed_by: str
+
+
+class Report:
+    """A table of kept tensors with totals. `str()` and notebooks render it; `rows` and `dicts()` are the data."""
+
+    def __init__(self, rows: list[Row], aliased_bytes: int, tokens: int | None) -> None:
+        self.rows = rows
+        self.kept_bytes = sum(row.bytes for row in rows)
+        self.aliased_bytes = aliased_bytes
+        self.tokens = tokens
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        return self.kept_bytes / self.tokens if self.tokens else None
+
+    def dicts(self) -> list[dict[str, Any]]:
+        return [row._asdict() for row in self.rows]
+
+    def totals(self) -> str:
+        per_token = f", {self.bytes_per_token:,.1f} bytes per token" if self.bytes_per_token is not None else ""
+        return f"kept {self.kept_bytes:,} bytes in {len(self.rows)} tensors, aliased {self.aliased_bytes:,} bytes{per_token}"
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        return [(r.path, str(list(r.shape)), r.dtype, f"{r.bytes:,}", r.alias_of, r.needed_by) for r in self.rows]
+
+    def __str__(self) -> str:
+        table = [("path", "shape", "dtype", "bytes", "alias of", "needed by"), *self._cells()]
+        widths = [max(len(line[i]) for line in table) for i in range(6)]
+        right = {3}
+        lines = [
+            "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
+            for line in table
+        ]
+        return "\n".join([*lines, self.totals()])
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def line(cells: tuple[str, ...], tag: str) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+
+        head = line(("path", "shape", "dtype", "bytes", "alias of", "needed by"), "th")
+        body = "".join(line(cells, "td") for cells in self._cells())
+        return f"<table>{head}{body}</table><p>{html.escape(self.totals())}</p>"
+
+
+def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | None = None) -> Report:
+    """A table of what `residuals` (or pending) hold, by path.
+
+    Bytes are those of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
+    or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
+    tensor in x (all its elements for integer ids). Raises `TypeError` for anything but residuals or pending.
+    """
+    if residuals is None:
+        return Report([], 0, tokens)
+    if not isinstance(residuals, Saved) and not hasattr(residuals, "give"):
+        fail("report", "residuals", "residuals or pending of an op", describe(residuals), TypeError)
+    owners: dict[int, str] = {}
+    for name, tree in (("params", params), ("x", x)):
+        for path, t in paths(tree).items():
+            if isinstance(t, Tensor):
+                owners.setdefault(_storage(t), f"{name}.{path}" if path else name)
+    rows, aliased = [], 0
+    for path, t, field in kept_tensors(residuals):
+        owner = owners.get(_storage(t), "")
+        size = t.untyped_storage().nbytes()
+        aliased += size if owner else 0
+        phases = "+".join(phase.name.lower() for phase in type(field.needed_by) if phase in field.needed_by and phase.name)
+        rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
+        owners.setdefault(_storage(t), path)
+    return Report(rows, aliased, tokens if tokens is not None else _tokens(x))
+
+
+def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, Field]]:
+    """Every tensor that residuals or pending hold: its path, the tensor, its declaration."""
+    if node is None:
+        return
+    if isinstance(node, Saved):
+        for name, field in node.fields.items():
+            value = getattr(node, name)
+            if isinstance(value, Tensor):
+                yield prefix + name, value, field
+        return
+    for name, child in node.items():
+        yield from kept_tensors(child, f"{prefix}{name}.")
+
+
+def _storage(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def _tokens(x: Any) -> int | None:
+    found = tensors(x)
+    if not found:
+        return None
+    first = found[0]
+    return first.numel() // first.shape[-1] if first.is_floating_point() and first.dim() and first.shape[-1] else first.numel()
