@@ -1,0 +1,103 @@
+"""Gated linear units. x, dx: [*, 2H], y, dy: [*, H], scales, dscales: [*] or absent.
+
+y = f(gate) * linear * scale, where gate and linear are the halves of x.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from funcops.backend import kernel, tracing, wide
+from funcops.kernels.activation import ACTIVATIONS
+
+GATES = {
+    "glu": "sigmoid",
+    "reglu": "relu",
+    "squared_reglu": "squared_relu",
+    "geglu": "gelu",
+    "geglu_tanh": "gelu_tanh",
+    "quick_geglu": "quick_gelu",
+    "swiglu": "silu",
+}
+
+
+def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
+    a, b = x.chunk(2, -1)
+    return (a, b) if first else (b, a)
+
+
+@kernel()
+def glu_fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool) -> Tensor:
+    """y = f(gate) * linear (* scales per row)."""
+    gate, linear = _halves(x, first)
+    y = ACTIVATIONS[GATES[kind]].forward(gate).mul_(linear)
+    return y if scales is None else y * scales.unsqueeze(-1)
+
+
+@kernel()
+def glu_bwd(
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """d gate = dy scale linear f'(gate), d linear = dy scale f(gate); dscales = sum over H of dy f(gate) linear."""
+    gate, linear = _halves(x, first)
+    f = ACTIVATIONS[GATES[kind]]
+    active = f.forward(gate)
+    d_scales = _row_sums(dy, active * linear) if dscales else None
+    if not dx:
+        return None, d_scales
+    d = dy if scales is None else dy * scales.unsqueeze(-1)
+    if tracing():
+        parts = (f.backward(d * linear, gate), d * active)
+        return torch.cat(parts if first else parts[::-1], -1), d_scales
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    d_gate, d_linear = _halves(d_x, first)
+    torch.mul(d, active, out=d_linear)
+    d_gate.copy_(f.backward(torch.mul(d, linear, out=active), gate))
+    return d_x, d_scales
+
+
+@kernel()
+def clamped_swiglu_fwd(
+    x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float
+) -> Tensor:
+    """g = min(gate, limit), l = clamp(linear, ±limit): y = g sigmoid(alpha g) (l + offset) (* scales)."""
+    gate, linear = _halves(x.to(wide(x.dtype)), first)
+    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
+    y = gate * torch.sigmoid(alpha * gate) * (linear + offset)
+    return (y if scales is None else y * scales.unsqueeze(-1)).to(x.dtype)
+
+
+@kernel()
+def clamped_swiglu_bwd(
+    dy: Tensor,
+    x: Tensor,
+    scales: Optional[Tensor],
+    first: bool,
+    limit: float,
+    alpha: float,
+    offset: float,
+    dx: bool,
+    dscales: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """The gradient is zero where a half was clamped."""
+    dtype = wide(x.dtype)
+    raw_gate, raw_linear = _halves(x.to(dtype), first)
+    gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit)
+    s = torch.sigmoid(alpha * gate)
+    d = dy.to(dtype)
+    d_scales = (d * gate * s * (linear + offset)).sum(-1).to(x.dtype) if dscales else None
+    if not dx:
+        return None, d_scales
+    if scales is not None:
+        d = d * scales.unsqueeze(-1)
+    d_gate = d * (linear + offset) * (s + alpha * gate * s * (1 - s)) * (raw_gate <= limit)
+    d_linear = d * gate * s * (raw_linear.abs() <= limit)
+    return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1).to(x.dtype), d_scales
+
+
+def _row_sums(dy: Tensor, y: Tensor) -> Tensor:
+    dtype = wide(dy.dtype)
+    return (dy.to(dtype) * y.to(dtype)).sum(-1).to(dy.dtype)

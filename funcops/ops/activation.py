@@ -1,0 +1,62 @@
+"""Elementwise activation.
+
+    y = f(x)        dx = dy * f'(x)
+
+relu: max(x, 0), f'(0) = 0; squared_relu: max(x, 0)^2; gelu: x Phi(x) (erf); gelu_tanh: its tanh form
+(arXiv:1606.08415); quick_gelu: x sigmoid(1.702 x); silu: x sigmoid(x); tanh; sigmoid.
+
+x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, check_dtypes, require
+from funcops.kernels import activation as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
+from funcops.schema import DGRAD, residuals, saved
+
+DTYPES = frozenset((d,) for d in FLOATS)
+KINDS = tuple(kernels.ACTIVATIONS)
+
+
+@config
+class ActivationConfig:
+    """`kind`: relu, squared_relu, gelu, gelu_tanh, quick_gelu, silu, tanh or sigmoid."""
+
+    kind: str = positional()
+
+    def __post_init__(self) -> None:
+        require(self.kind in KINDS, "ActivationConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
+
+
+@residuals
+class ActivationResiduals:
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD)
+
+
+@forward(ActivationConfig)
+def activation_fwd(params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+    """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
+    check("activation_fwd", "x", x, (...,))
+    check_dtypes("activation_fwd", DTYPES, x=x)
+    return kernels.activation_fwd(x, cfg.kind), ActivationResiduals.keep(cfg, needs, x=x)
+
+
+@dgrad_of(ActivationResiduals)
+def activation_dgrad(residuals: Any, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor | None, None]:
+    """`dx = dy * f'(x)`. There is no weight gradient: pending is None."""
+    if not residuals.needs.x:
+        return None, None
+    x = residuals.x
+    check("activation_dgrad", "dy", dy, x.shape, x.dtype, x)
+    return kernels.activation_bwd(dy, x, cfg.kind), None
+
+
+activation = make_op("activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad)
+activation_init, activation_bwd, activation_wgrad = activation.init, activation.bwd, activation.wgrad

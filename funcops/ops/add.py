@@ -1,0 +1,54 @@
+"""Sum of two inputs.
+
+    y = a + b        da = db = dy
+
+a, b, y, dy: [*] of one shape and float dtype. Kept: nothing. da and db are dy itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, describe, fail
+from funcops.kernels import pointwise as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op
+from funcops.schema import Inputs, residuals, static
+
+
+@config
+class AddConfig:
+    """There is nothing to configure."""
+
+
+@residuals
+class AddResiduals:
+    inputs: Any = static()
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(AddConfig)
+def add_fwd(params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
+    a, b = x
+    check("add_fwd", "x.0", a, (...,))
+    check("add_fwd", "x.1", b, a.shape, a.dtype, a)
+    kept = AddResiduals.keep(cfg, needs, inputs=Inputs.of(x), shape=a.shape, dtype=a.dtype)
+    return kernels.add(a, b), kept
+
+
+@dgrad_of(AddResiduals)
+def add_dgrad(residuals: Any, dy: Any, cfg: AddConfig) -> tuple[Any, None]:
+    """`(dy, dy)`. There is no weight gradient: pending is None."""
+    needs = residuals.needs
+    check("add_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return residuals.inputs.make(dy if needs.input(i) else None for i in range(2)), None
+
+
+add = make_op("add", AddConfig, fwd=add_fwd, dgrad=add_dgrad)
+add_init, add_bwd, add_wgrad = add.init, add.bwd, add.wgrad

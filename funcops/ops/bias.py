@@ -1,0 +1,78 @@
+"""Bias.
+
+    y = x + b        dx = dy        db = sum over rows of dy
+
+x, y, dy, dx: [*, D]; b: [D]; one float dtype. Kept: nothing. dx is dy itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, require
+from funcops.kernels import linear as linear_kernels
+from funcops.kernels import pointwise as kernels
+from funcops.needs import Needs
+from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.schema import derive_pending, residuals, static
+from funcops.trees import leaf, tree
+
+
+@config
+class BiasConfig:
+    """`dim`: the size D of the last dimension."""
+
+    dim: int = positional()
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.dim, int) and self.dim >= 1, "BiasConfig", "dim", "at least 1", self.dim)
+
+
+@tree
+class BiasParams:
+    bias: Tensor = leaf("[D]")
+
+
+@residuals
+class BiasResiduals:
+    shape: Any = static()
+    dtype: Any = static()
+
+
+BiasPending = derive_pending("BiasPending", BiasResiduals, dy="[*, D]")
+
+
+def bias_init(
+    cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> BiasParams:
+    """Zeros; draws nothing."""
+    return BiasParams(torch.zeros(cfg.dim, device=device, dtype=dtype))
+
+
+@forward(BiasConfig, BiasParams)
+def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+    """`y = x + b`. x: [*, D] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    check("bias_fwd", "x", x, (..., cfg.dim))
+    check("bias_fwd", "params.bias", params.bias, (cfg.dim,), x.dtype, x)
+    return kernels.add(x, params.bias), BiasResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(BiasResiduals)
+def bias_dgrad(residuals: Any, dy: Tensor, cfg: BiasConfig) -> tuple[Tensor | None, Any]:
+    """`dx = dy`, and the pending sum over dy."""
+    check("bias_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return dy if residuals.needs.x else None, BiasPending.keep(cfg, residuals.needs, dy=dy)
+
+
+@wgrad_of(BiasPending, BiasParams)
+def bias_wgrad(pending: Any, cfg: BiasConfig, *, into: BiasParams | None = None) -> BiasParams:
+    """`db = sum of dy`; added to `into` where that is given."""
+    _, db = linear_kernels.linear_wgrad(pending.dy, None, True)
+    return accumulate("bias_wgrad", BiasParams(db), into)
+
+
+bias = make_op("bias", BiasConfig, init=bias_init, fwd=bias_fwd, dgrad=bias_dgrad, wgrad=bias_wgrad)
+bias_bwd = bias.bwd

@@ -1,0 +1,54 @@
+"""Cast to another float dtype.
+
+    y = x in dtype        dx = dy in the dtype of x
+
+x, dx: [*] of one float dtype; y, dy: [*] of `cfg.dtype`. Kept: nothing. Where the dtype is the same already, y is x itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, require, short
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
+from funcops.schema import residuals, static
+
+
+@config
+class CastConfig:
+    """`dtype`: the floating dtype of y."""
+
+    dtype: torch.dtype = positional()
+
+    def __post_init__(self) -> None:
+        require(self.dtype in FLOATS, "CastConfig", "dtype", f"one of {', '.join(map(short, FLOATS))}", self.dtype)
+
+
+@residuals
+class CastResiduals:
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(CastConfig)
+def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """x: [*] -> y: [*] in `cfg.dtype`."""
+    check("cast_fwd", "x", x, (...,))
+    require(x.dtype in FLOATS, "cast_fwd", "x", "of a float dtype", short(x.dtype))
+    return x.to(cfg.dtype), CastResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(CastResiduals)
+def cast_dgrad(residuals: Any, dy: Any, cfg: CastConfig) -> tuple[Any, None]:
+    """dx: [*] in the dtype of x. There is no weight gradient: pending is None."""
+    check("cast_dgrad", "dy", dy, residuals.shape, cfg.dtype)
+    return dy.to(residuals.dtype) if residuals.needs.x else None, None
+
+
+cast = make_op("cast", CastConfig, fwd=cast_fwd, dgrad=cast_dgrad)
+cast_init, cast_bwd, cast_wgrad = cast.init, cast.bwd, cast.wgrad

@@ -1,0 +1,73 @@
+"""Dropout by counter-based bits.
+
+    y = x * m / (1 - p)        dx = dy * m / (1 - p)        m_i = [bits_i(key) >= p 2^32]
+
+x is `(x, key)`. x, y, dy, dx: [*] of one float dtype; key: int64[2], see funcops.random. Kept: the key, an alias; the
+backward draws the same bits again. With p = 0 or train=False, y is x itself; with p = 1, zeros. JMLR 15 (2014) 1929.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.kernels import pointwise as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
+from funcops.schema import DGRAD, Inputs, residuals, saved, static
+
+DTYPES = frozenset((d,) for d in FLOATS)
+
+
+@config
+class DropoutConfig:
+    """`p`: the probability of zero, in [0, 1]; `train=False` is the identity."""
+
+    p: float = positional()
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.p <= 1.0, "DropoutConfig", "p", "in [0, 1]", self.p)
+
+
+@residuals
+class DropoutResiduals:
+    key: Tensor = saved("[2]", alias="x.1", needed_by=DGRAD)
+    inputs: Any = static()
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(DropoutConfig)
+def dropout_fwd(params: None, x: tuple[Tensor, Tensor], cfg: DropoutConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """x: `(x, key)` -> y: [*]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or key."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail("dropout_fwd", "x", "a tuple (x, key)", describe(x), TypeError)
+    t, key = x
+    check("dropout_fwd", "x.0", t, (...,))
+    check_dtypes("dropout_fwd", DTYPES, x=t)
+    check("dropout_fwd", "x.1 (the key)", key, (2,), torch.int64, t)
+    kept = DropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return _apply(t, key, cfg), kept
+
+
+def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:
+    if not cfg.train or cfg.p == 0.0:
+        return t
+    return torch.zeros_like(t) if cfg.p == 1.0 else kernels.dropout(t, key, cfg.p)
+
+
+@dgrad_of(DropoutResiduals)
+def dropout_dgrad(residuals: Any, dy: Any, cfg: DropoutConfig) -> tuple[Any, None]:
+    """`(dx, None)`. There is no weight gradient: pending is None."""
+    check("dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
+    return residuals.inputs.make((dx, None)), None
+
+
+dropout = make_op("dropout", DropoutConfig, fwd=dropout_fwd, dgrad=dropout_dgrad, keyed=True)
+dropout_init, dropout_bwd, dropout_wgrad = dropout.init, dropout.bwd, dropout.wgrad

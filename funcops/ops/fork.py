@@ -1,0 +1,54 @@
+"""Fork: the input twice.
+
+    y = (x, x)        dx = dy_0 + dy_1
+
+x, dx and both parts of y and dy: [*] of one float dtype. A part of dy may be None, which means zero. Kept: nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, describe, fail
+from funcops.kernels import pointwise as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op
+from funcops.schema import residuals, static
+
+
+@config
+class ForkConfig:
+    """There is nothing to configure."""
+
+
+@residuals
+class ForkResiduals:
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(ForkConfig)
+def fork_fwd(params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """`y = (x, x)`, the same tensor twice."""
+    check("fork_fwd", "x", x, (...,))
+    return (x, x), ForkResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(ForkResiduals)
+def fork_dgrad(residuals: Any, dy: Any, cfg: ForkConfig) -> tuple[Any, None]:
+    """`dx = dy_0 + dy_1`. There is no weight gradient: pending is None."""
+    if not isinstance(dy, tuple) or len(dy) != 2:
+        fail("fork_dgrad", "dy", "a tuple of 2 (None for zero)", describe(dy), TypeError)
+    for i, part in enumerate(dy):
+        if part is not None:
+            check("fork_dgrad", f"dy.{i}", part, residuals.shape, residuals.dtype)
+    a, b = dy
+    if not residuals.needs.x or a is None or b is None:
+        return (b if a is None else a) if residuals.needs.x else None, None
+    return kernels.add(a, b), None
+
+
+fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad)
+fork_init, fork_bwd, fork_wgrad = fork.init, fork.bwd, fork.wgrad

@@ -1,0 +1,46 @@
+"""Identity.
+
+    y = x        dx = dy
+
+x, y, dy, dx: [*], any float dtype. Kept: nothing. y is x itself, dx is dy itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op
+from funcops.schema import residuals, static
+
+
+@config
+class IdentityConfig:
+    """There is nothing to configure."""
+
+
+@residuals
+class IdentityResiduals:
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(IdentityConfig)
+def identity_fwd(params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """`y = x`, the same tensor."""
+    check("identity_fwd", "x", x, (...,))
+    return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(IdentityResiduals)
+def identity_dgrad(residuals: Any, dy: Any, cfg: IdentityConfig) -> tuple[Any, None]:
+    """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
+    check("identity_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return dy if residuals.needs.x else None, None
+
+
+identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad)
+identity_init, identity_bwd, identity_wgrad = identity.init, identity.bwd, identity.wgrad

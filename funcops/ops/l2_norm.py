@@ -1,0 +1,62 @@
+"""L2 normalisation over the last dimension.
+
+    r = (sum_j(x_j^2) + eps)^(-1/2)        y = x * r        dx = r * (dy - y * sum_j(dy_j * y_j))
+
+x, y, dy, dx: [*, D] of one float dtype; r: [*], float32 (float64 for float64). Kept: x, an alias, and r: 4 bytes a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, check_dtypes, require
+from funcops.kernels import norm as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
+from funcops.schema import DGRAD, residuals, saved
+
+DTYPES = frozenset((d,) for d in FLOATS)
+
+
+@config
+class L2NormConfig:
+    """`dim`: the size D of the last dimension."""
+
+    dim: int = positional()
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.dim, int) and self.dim >= 1, "L2NormConfig", "dim", "at least 1", self.dim)
+        require(self.eps >= 0, "L2NormConfig", "eps", "at least 0", self.eps)
+
+
+@residuals
+class L2NormResiduals:
+    x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD)
+    rstd: Tensor = saved("[*]", needed_by=DGRAD, recompute_from=("x",))
+
+
+@forward(L2NormConfig)
+def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+    """`y = x * rstd`. x: [*, D] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
+    check("l2_norm_fwd", "x", x, (..., cfg.dim))
+    check_dtypes("l2_norm_fwd", DTYPES, x=x)
+    y, rstd = kernels.l2_norm_fwd(x, cfg.eps)
+    return y, L2NormResiduals.keep(cfg, needs, x=x, rstd=rstd)
+
+
+@dgrad_of(L2NormResiduals)
+def l2_norm_dgrad(residuals: Any, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor | None, None]:
+    """dx: [*, D]. There is no weight gradient: pending is None."""
+    if not residuals.needs.x:
+        return None, None
+    x = residuals.x
+    check("l2_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
+    return kernels.l2_norm_bwd(dy, x, residuals.rstd), None
+
+
+l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad)
+l2_norm_init, l2_norm_bwd, l2_norm_wgrad = l2_norm.init, l2_norm.bwd, l2_norm.wgrad

@@ -1,0 +1,59 @@
+"""Reshape of the trailing dimensions.
+
+    y = x as [*, *out]        dx = dy as [*, *in]
+
+x, dx: [*, *in]; y, dy: [*, *out]; any dtype. Kept: nothing. y is a view of x where its strides allow, as dx is of dy.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, require
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.schema import residuals, static
+
+
+@config
+class ReshapeConfig:
+    """`in_shape` and `out_shape`: the trailing sizes before and after, of one product; leading dimensions stay."""
+
+    in_shape: tuple[int, ...] = positional()
+    out_shape: tuple[int, ...] = positional()
+
+    def __post_init__(self) -> None:
+        for name in ("in_shape", "out_shape"):
+            sizes = getattr(self, name)
+            right = isinstance(sizes, tuple) and all(isinstance(n, int) and n >= 1 for n in sizes)
+            require(right, "ReshapeConfig", name, "a tuple of sizes of at least 1", sizes)
+        same = math.prod(self.in_shape) == math.prod(self.out_shape)
+        require(same, "ReshapeConfig", "out_shape", f"of the product of in_shape {self.in_shape}", self.out_shape)
+
+
+@residuals
+class ReshapeResiduals:
+    rows: Any = static()
+    dtype: Any = static()
+
+
+@forward(ReshapeConfig)
+def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """x: [*, *in] -> y: [*, *out]."""
+    check("reshape_fwd", "x", x, (..., *cfg.in_shape))
+    rows = x.shape[: x.dim() - len(cfg.in_shape)]
+    return x.reshape(*rows, *cfg.out_shape), ReshapeResiduals.keep(cfg, needs, rows=rows, dtype=x.dtype)
+
+
+@dgrad_of(ReshapeResiduals)
+def reshape_dgrad(residuals: Any, dy: Any, cfg: ReshapeConfig) -> tuple[Any, None]:
+    """dx: [*, *in]. There is no weight gradient: pending is None."""
+    check("reshape_dgrad", "dy", dy, (*residuals.rows, *cfg.out_shape), residuals.dtype)
+    return dy.reshape(*residuals.rows, *cfg.in_shape) if residuals.needs.x else None, None
+
+
+reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad)
+reshape_init, reshape_bwd, reshape_wgrad = reshape.init, reshape.bwd, reshape.wgrad

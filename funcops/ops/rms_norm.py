@@ -1,0 +1,105 @@
+"""RMSNorm over the last dimensions.
+
+    r = (mean_j(x_j^2) + eps)^(-1/2)        n = x * r        y = n * w      (1 + w with zero_centered_gamma)
+
+With g = dy * w:
+
+    dx = r * (g - n * mean_j(g_j * n_j))    dw = sum over rows of dy * n
+
+x, y, dy, dx: [*, *D] of one float dtype; w, dw: [*D], of x's dtype or float32; r: [*], float32 (float64 for float64).
+Kept: x and w, both aliases, and r: 4 bytes a row. dgrad has dy and n at hand, so pending holds the sum for dw.
+arXiv:1910.07467.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check
+from funcops.kernels import norm as kernels
+from funcops.needs import Needs
+from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.ops._norm import check_norm, flat, normalized
+from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
+from funcops.trees import leaf, tree
+
+
+@config
+class RMSNormConfig:
+    """`dim`: the size, or sizes, of the normalised trailing dimensions; `zero_centered_gamma` scales by 1 + w."""
+
+    dim: int | tuple[int, ...] = positional()
+    eps: float = 1e-6
+    zero_centered_gamma: bool = False
+
+    def __post_init__(self) -> None:
+        normalized(self, "RMSNormConfig")
+
+
+@tree
+class RMSNormParams:
+    weight: Tensor = leaf("[*D]")
+
+
+@residuals
+class RMSNormResiduals:
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD, of=("x", "params"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD)
+    rstd: Tensor = saved("[*]", needed_by=DGRAD, of=("x", "params"), recompute_from=("x",))
+    weight_dtype: Any = static()
+
+
+@pending
+class RMSNormPending:
+    dw: Tensor = saved("[*D]", needed_by=WGRAD)  # in float32 (float64 for float64)
+    weight_dtype: Any = static()
+
+
+def rms_norm_init(
+    cfg: RMSNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> RMSNormParams:
+    """Weight of ones (zeros where zero-centred); draws nothing."""
+    fill = torch.zeros if cfg.zero_centered_gamma else torch.ones
+    return RMSNormParams(fill(cfg.dim, device=device, dtype=dtype))
+
+
+@forward(RMSNormConfig, RMSNormParams)
+def rms_norm_fwd(
+    params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, Any]:
+    """`y = x * rstd * w`. x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    w = params.weight
+    check_norm("rms_norm_fwd", x, cfg.dim, w)
+    y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), flat(w, cfg.dim), cfg.eps, cfg.zero_centered_gamma)
+    kept = RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
+    return y if len(cfg.dim) == 1 else y.reshape(x.shape), kept
+
+
+@dgrad_of(RMSNormResiduals)
+def rms_norm_dgrad(residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Any]:
+    """dx: [*, *D], and the pending sum for dw."""
+    x, w, rstd, needs = residuals.x, residuals.weight, residuals.rstd, residuals.needs
+    check("rms_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
+    dw = bool(needs.params)
+    w = None if w is None else flat(w, cfg.dim)
+    dx, dw = kernels.rms_norm_bwd(
+        flat(dy, cfg.dim), flat(x, cfg.dim), w, rstd, cfg.zero_centered_gamma, bool(needs.x), dw
+    )
+    dx = dx if dx is None or len(cfg.dim) == 1 else dx.reshape(x.shape)
+    return dx, RMSNormPending.keep(cfg, needs, dw=dw, weight_dtype=residuals.weight_dtype)
+
+
+@wgrad_of(RMSNormPending, RMSNormParams)
+def rms_norm_wgrad(pending: Any, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> RMSNormParams:
+    """dw: [*D]; added to `into` where that is given, unrounded."""
+    dw = pending.dw if len(cfg.dim) == 1 else pending.dw.reshape(cfg.dim)
+    return accumulate("rms_norm_wgrad", RMSNormParams(dw if into is not None else dw.to(pending.weight_dtype)), into)
+
+
+rms_norm = make_op(
+    "rms_norm", RMSNormConfig, init=rms_norm_init, fwd=rms_norm_fwd, dgrad=rms_norm_dgrad, wgrad=rms_norm_wgrad
+)
+rms_norm_bwd = rms_norm.bwd

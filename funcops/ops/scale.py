@@ -1,0 +1,57 @@
+"""Scale by a constant.
+
+    y = c x        dx = c dy
+
+x, y, dy, dx: [*] of one float dtype. Kept: nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, check_dtypes, require
+from funcops.kernels import pointwise as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
+from funcops.schema import residuals, static
+
+DTYPES = frozenset((d,) for d in FLOATS)
+
+
+@config
+class ScaleConfig:
+    """`factor`: the constant c, finite."""
+
+    factor: float = positional()
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.factor), "ScaleConfig", "factor", "finite", self.factor)
+
+
+@residuals
+class ScaleResiduals:
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(ScaleConfig)
+def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """`y = c x`. x: [*] -> y: [*]."""
+    check("scale_fwd", "x", x, (...,))
+    check_dtypes("scale_fwd", DTYPES, x=x)
+    return kernels.scale(x, cfg.factor), ScaleResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(ScaleResiduals)
+def scale_dgrad(residuals: Any, dy: Any, cfg: ScaleConfig) -> tuple[Any, None]:
+    """`dx = c dy`. There is no weight gradient: pending is None."""
+    check("scale_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return kernels.scale(dy, cfg.factor) if residuals.needs.x else None, None
+
+
+scale = make_op("scale", ScaleConfig, fwd=scale_fwd, dgrad=scale_dgrad)
+scale_init, scale_bwd, scale_wgrad = scale.init, scale.bwd, scale.wgrad
