@@ -1,0 +1,48 @@
+"""What the two cross entropies share: their options and the reduction over rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.backend import wide
+from funcops.errors import check, describe, fail, require
+
+REDUCTIONS = ("mean", "sum", "none")
+
+
+def check_options(cfg: Any, where: str) -> None:
+    require(0.0 <= cfg.label_smoothing < 1.0, where, "label_smoothing", "in [0, 1)", cfg.label_smoothing)
+    require(cfg.z_loss >= 0.0, where, "z_loss", "at least 0", cfg.z_loss)
+    require(cfg.reduction in REDUCTIONS, where, "reduction", "'mean', 'sum' or 'none'", repr(cfg.reduction))
+
+
+def check_pair(where: str, x: Any, last: int | None, first: str) -> tuple[Tensor, Tensor]:
+    """x as `(floats [*, last], labels [*])`, after every check."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail(where, "x", f"a tuple ({first}, labels)", describe(x), TypeError)
+    t, labels = x
+    check(where, f"x.0 ({first})", t, (...,) if last is None else (..., last))
+    require(t.dim() >= 1 and t.is_floating_point(), where, f"x.0 ({first})", "floats [..., V]", describe(t))
+    check(where, "x.1 (labels)", labels, t.shape[:-1], torch.int64, t)
+    return t, labels
+
+
+def reduce_losses(losses: Tensor, labels: Tensor, cfg: Any) -> tuple[Tensor, Tensor | None]:
+    """y, and for the mean the number of rows that count (0-d); the mean over no rows is nan, as in PyTorch."""
+    if cfg.reduction == "none":
+        return losses, None
+    total = losses.sum()
+    if cfg.reduction == "sum":
+        return total, None
+    count = (labels != cfg.ignore_index).sum().to(losses.dtype)
+    return total / count, count
+
+
+def row_gradient(where: str, dy: Tensor, labels: Tensor, dtype: torch.dtype, count: Tensor | None, cfg: Any) -> Tensor:
+    """dloss, for every row [*] or for all of them (0-d), from dy."""
+    shape = tuple(labels.shape) if cfg.reduction == "none" else ()
+    check(where, "dy", dy, shape, wide(dtype), labels)
+    return dy if count is None else dy / count.clamp(min=1)

@@ -1,0 +1,99 @@
+"""Scaled dot-product attention.
+
+    p = softmax(scale q k^T)        y = p v        dv = p^T dy
+    ds = p * (dy v^T - rowsum(dy * y))        dq = scale ds k        dk = scale ds^T q
+
+per head; with `causal`, position t sees positions up to t. Query head h reads key head h // (H / K) (grouped-query).
+x is `(q, k, v)`. q, y, dy: [B, T, H, D]; k, v: [B, S, K, D] with K dividing H; one float dtype; any strides.
+Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is kept: the
+backward recomputes p from logsumexp. Causal with T != S is refused, because conventions differ on where the diagonal
+starts. A sliding window and packed sequences are not in torch's CPU kernel and are refused. Zero-length sequences give
+zeros. arXiv:2205.14135, arXiv:2305.13245.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.kernels import attention as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op
+from funcops.ops._norm import FLOATS
+from funcops.schema import DGRAD, Inputs, residuals, saved, static
+
+DTYPES = frozenset((d, d, d) for d in FLOATS)
+
+
+@config
+class AttentionConfig:
+    """`scale` defaults to D^(-1/2). `window` and `packed` must be None and False: torch's kernels for explicit
+    residuals do not have them on every device."""
+
+    causal: bool = False
+    scale: float | None = None
+    window: int | None = None
+    packed: bool = False
+
+    def __post_init__(self) -> None:
+        right = self.scale is None or (math.isfinite(self.scale) and self.scale > 0)
+        require(right, "AttentionConfig", "scale", "None or above 0", self.scale)
+        require(self.window is None, "AttentionConfig", "window", "None (no sliding window in torch's CPU kernel)", self.window)
+        require(not self.packed, "AttentionConfig", "packed", "False (no cu_seqlens in torch's CPU kernel)", self.packed)
+
+
+@residuals
+class AttentionResiduals:
+    q: Tensor = saved("[B, T, H, D]", alias="x.0", needed_by=DGRAD)
+    k: Tensor = saved("[B, S, K, D]", alias="x.1", needed_by=DGRAD)
+    v: Tensor = saved("[B, S, K, D]", alias="x.2", needed_by=DGRAD)
+    y: Tensor = saved("[B, T, H, D]", alias="y", needed_by=DGRAD, recompute_from=("q", "k", "v"))
+    logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, recompute_from=("q", "k"))
+    inputs: Any = static()
+
+
+def _scale(q: Tensor, cfg: AttentionConfig) -> float:
+    return q.shape[-1] ** -0.5 if cfg.scale is None else cfg.scale
+
+
+@forward(AttentionConfig)
+def attention_fwd(
+    params: None, x: tuple[Tensor, Tensor, Tensor], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, Any]:
+    """x: `(q, k, v)` -> y: [B, T, H, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    if not isinstance(x, tuple) or len(x) != 3:
+        fail("attention_fwd", "x", "a tuple (q, k, v)", describe(x), TypeError)
+    q, k, v = x
+    check("attention_fwd", "x.0 (q)", q, (...,))
+    check("attention_fwd", "x.1 (k)", k, (...,), q.dtype, q)
+    require(q.dim() == 4, "attention_fwd", "x.0 (q)", "[B, T, H, D]", list(q.shape))
+    right = k.dim() == 4 and (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3])
+    require(right, "attention_fwd", "x.1 (k)", f"[{q.shape[0]}, S, K, {q.shape[3]}]", list(k.shape))
+    check("attention_fwd", "x.2 (v)", v, tuple(k.shape), q.dtype, q)
+    check_dtypes("attention_fwd", DTYPES, q=q, k=k, v=v)
+    heads = q.shape[2], k.shape[2]
+    require(heads[1] > 0 and heads[0] % heads[1] == 0, "attention_fwd", "x.1 (k)", f"of a number of heads that divides {heads[0]}", heads[1])
+    same = not cfg.causal or q.shape[1] == k.shape[1]
+    require(same, "attention_fwd", "x.1 (k)", f"of length {q.shape[1]}, as q is (cfg.causal)", k.shape[1])
+    y, logsumexp = kernels.attention_fwd(q, k, v, cfg.causal, _scale(q, cfg))
+    kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, inputs=Inputs.of(x))
+    return y, kept
+
+
+@dgrad_of(AttentionResiduals)
+def attention_dgrad(residuals: Any, dy: Tensor, cfg: AttentionConfig) -> tuple[Any, None]:
+    """`(dq, dk, dv)`. There is no weight gradient: pending is None."""
+    needs = residuals.needs
+    if not needs.x:
+        return residuals.nothing(), None
+    q, k, v, y = residuals.q, residuals.k, residuals.v, residuals.y
+    check("attention_dgrad", "dy", dy, q.shape, q.dtype, q)
+    grads = kernels.attention_bwd(dy, q, k, v, y, residuals.logsumexp, cfg.causal, _scale(q, cfg))
+    return residuals.inputs.make(g if needs.input(i) else None for i, g in enumerate(grads)), None
+
+
+attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad)
+attention_init, attention_bwd, attention_wgrad = attention.init, attention.bwd, attention.wgrad

@@ -1,0 +1,86 @@
+"""Cross entropy from logits.
+
+    lse = log sum_v exp(l_v)        loss = lse - (1 - s) l_label - s mean_v(l_v) + z lse^2
+    dl = dloss ((1 + 2 z lse) softmax(l) - (1 - s) onehot(label) - s / V)
+
+s: label_smoothing; z: z_loss. Rows with label ignore_index have loss and gradient 0 and do not count in the mean.
+x is `(logits, labels)`. logits, dl: [*, V] of one float dtype; labels: [*] int64; y: a float32 scalar (float64 for
+float64), or [*] with reduction "none". Kept: logits and labels, aliases, and lse: 4 bytes a row; no probabilities.
+The mean over no rows at all is nan, with gradient 0, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.kernels import cross_entropy as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op
+from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
+from funcops.schema import DGRAD, Inputs, residuals, saved, static
+
+
+@config
+class CrossEntropyConfig:
+    """`reduction`: "mean" (over the rows that count), "sum" or "none"."""
+
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        check_options(self, "CrossEntropyConfig")
+
+
+@residuals
+class CrossEntropyResiduals:
+    logits: Tensor = saved("[*, V]", alias="x.0", needed_by=DGRAD, of=("x.0",))
+    labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    logsumexp: Tensor = saved("[*]", needed_by=DGRAD, of=("x.0",), recompute_from=("logits",))
+    count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
+    inputs: Any = static()
+
+
+@forward(CrossEntropyConfig)
+def cross_entropy_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: CrossEntropyConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, Any]:
+    """x: `(logits, labels)` -> y. A label outside [0, V) other than ignore_index raises in torch's gather on the CPU.
+
+    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    logits, labels = check_pair("cross_entropy_fwd", x, None, "logits")
+    rows = logits.reshape(-1, logits.shape[-1])
+    losses, lse = kernels.cross_entropy_fwd(
+        rows, labels.reshape(-1), cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
+    )
+    y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
+    kept = CrossEntropyResiduals.keep(
+        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(labels.shape), count=count, inputs=Inputs.of(x)
+    )
+    return y, kept
+
+
+@dgrad_of(CrossEntropyResiduals)
+def cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: CrossEntropyConfig) -> tuple[Any, None]:
+    """`(dlogits, None)`. There is no weight gradient: pending is None."""
+    if not residuals.needs.input(0):
+        return residuals.nothing(), None
+    logits, labels = residuals.logits, residuals.labels
+    dloss = row_gradient("cross_entropy_dgrad", dy, labels, logits.dtype, residuals.count, cfg)
+    d = kernels.cross_entropy_bwd(
+        dloss.reshape(-1) if dloss.dim() else dloss,
+        logits.reshape(-1, logits.shape[-1]),
+        labels.reshape(-1),
+        residuals.logsumexp.reshape(-1),
+        cfg.label_smoothing,
+        cfg.ignore_index,
+        cfg.z_loss,
+    )
+    return residuals.inputs.make((d.reshape(logits.shape), None)), None
+
+
+cross_entropy = make_op("cross_entropy", CrossEntropyConfig, fwd=cross_entropy_fwd, dgrad=cross_entropy_dgrad)
+cross_entropy_init, cross_entropy_bwd, cross_entropy_wgrad = cross_entropy.init, cross_entropy.bwd, cross_entropy.wgrad

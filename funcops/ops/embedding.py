@@ -1,0 +1,105 @@
+"""Embedding.
+
+    y = w[ids]        dw_v = sum of dy over the places where ids = v        (0 for padding_idx)
+
+ids: [*] int64; w, dw: [V, D]; y, dy: [*, D]. dx is None: ids carry no gradient. Kept: ids, an alias.
+An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.errors import check, require
+from funcops.kernels import embedding as kernels
+from funcops.needs import Needs
+from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.schema import WGRAD, pending, residuals, saved, static
+from funcops.trees import leaf, tree
+
+
+@config
+class EmbeddingConfig:
+    """`num_embeddings` (V) and `dim` (D); the row `padding_idx` gets no gradient."""
+
+    num_embeddings: int = positional()
+    dim: int = positional()
+    padding_idx: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_embeddings", "dim"):
+            value = getattr(self, name)
+            require(isinstance(value, int) and value >= 1, "EmbeddingConfig", name, "at least 1", value)
+        pad = self.padding_idx
+        right = pad is None or 0 <= pad < self.num_embeddings
+        require(right, "EmbeddingConfig", "padding_idx", f"None or in 0..{self.num_embeddings - 1}", pad)
+
+
+@tree
+class EmbeddingParams:
+    weight: Tensor = leaf("[V, D]")
+
+
+@residuals
+class EmbeddingResiduals:
+    ids: Tensor = saved("[*]", alias="x", needed_by=WGRAD)
+    dtype: Any = static()
+
+
+@pending
+class EmbeddingPending:
+    ids: Tensor = saved("[*]", alias="residuals.ids", needed_by=WGRAD)
+    dy: Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
+
+
+def embedding_init(
+    cfg: EmbeddingConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> EmbeddingParams:
+    """Standard normal, as torch.nn.Embedding draws it, zero at padding_idx."""
+    weight = random.normal(key, (cfg.num_embeddings, cfg.dim), dtype=dtype, device=device)
+    if cfg.padding_idx is not None:
+        weight[cfg.padding_idx] = 0
+    return EmbeddingParams(weight)
+
+
+@forward(EmbeddingConfig, EmbeddingParams)
+def embedding_fwd(
+    params: EmbeddingParams, x: Tensor, cfg: EmbeddingConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, Any]:
+    """`y = w[ids]`. x: ids [*] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    weight = params.weight
+    check("embedding_fwd", "x", x, (...,), torch.int64)
+    check("embedding_fwd", "params.weight", weight, (cfg.num_embeddings, cfg.dim), None, x)
+    require(weight.is_floating_point(), "embedding_fwd", "params.weight", "of a float dtype", weight.dtype)
+    return kernels.embedding_fwd(weight, x), EmbeddingResiduals.keep(cfg, needs, ids=x, dtype=weight.dtype)
+
+
+@dgrad_of(EmbeddingResiduals)
+def embedding_dgrad(residuals: Any, dy: Tensor, cfg: EmbeddingConfig) -> tuple[None, Any]:
+    """dx is None; the pending weight gradient holds ids and dy, both aliases."""
+    ids = residuals.ids
+    check("embedding_dgrad", "dy", dy, (..., cfg.dim) if ids is None else (*ids.shape, cfg.dim), residuals.dtype)
+    return None, EmbeddingPending.keep(cfg, residuals.needs, ids=ids, dy=dy)
+
+
+@wgrad_of(EmbeddingPending, EmbeddingParams)
+def embedding_wgrad(pending: Any, cfg: EmbeddingConfig, *, into: EmbeddingParams | None = None) -> EmbeddingParams:
+    """dw: [V, D]; added to `into` where that is given."""
+    pad = -1 if cfg.padding_idx is None else cfg.padding_idx
+    dw = kernels.embedding_wgrad(pending.dy, pending.ids, cfg.num_embeddings, pad)
+    return accumulate("embedding_wgrad", EmbeddingParams(dw), into)
+
+
+embedding = make_op(
+    "embedding",
+    EmbeddingConfig,
+    init=embedding_init,
+    fwd=embedding_fwd,
+    dgrad=embedding_dgrad,
+    wgrad=embedding_wgrad,
+)
+embedding_bwd = embedding.bwd

@@ -1,0 +1,83 @@
+"""Rotary position embedding.
+
+    (y_a, y_b) = (x_a cos - x_b sin, x_b cos + x_a sin)        angle = position * theta^(-2i / R)
+
+over pairs (a, b) of the first R = rotary_dim of D: half-split (i, i + R/2), or interleaved (2i, 2i + 1); the rest of D
+passes through. The backward is the inverse rotation, so no activation is kept.
+
+x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
+[*, T], int64. Angles in float32 (float64 for float64). Kept: positions, an alias. arXiv:2104.09864.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.kernels import rope as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
+from funcops.schema import DGRAD, Inputs, residuals, saved, static
+
+DTYPES = frozenset((d,) for d in FLOATS)
+
+
+@config
+class RopeConfig:
+    """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all)."""
+
+    dim: int = positional()
+    theta: float = 10000.0
+    rotary_dim: int | None = None
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)
+        require(self.theta > 0, "RopeConfig", "theta", "above 0", self.theta)
+        r = self.rotating
+        require(r % 2 == 0 and 0 < r <= self.dim, "RopeConfig", "rotary_dim", f"even, in 2..{self.dim}", r)
+
+    @property
+    def rotating(self) -> int:
+        return self.dim if self.rotary_dim is None else self.rotary_dim
+
+
+@residuals
+class RopeResiduals:
+    positions: Tensor = saved("[T] or [*, T]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    inputs: Any = static()
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(RopeConfig)
+def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+    """x: `(x, positions)` -> y: [*, T, N, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
+    t, positions = x
+    check("rope_fwd", "x.0", t, (..., cfg.dim))
+    check_dtypes("rope_fwd", DTYPES, x=t)
+    require(t.dim() >= 3, "rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(t.shape))
+    wanted = t.shape[-3:-2] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-2]
+    check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
+    kept = RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return kernels.rope_apply(t, positions, cfg.theta, cfg.rotating, cfg.interleaved, False), kept
+
+
+@dgrad_of(RopeResiduals)
+def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
+    """`(dx, None)`: the inverse rotation of dy. There is no weight gradient: pending is None."""
+    check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    if not residuals.needs.input(0):
+        return residuals.nothing(), None
+    dx = kernels.rope_apply(dy, residuals.positions, cfg.theta, cfg.rotating, cfg.interleaved, True)
+    return residuals.inputs.make((dx, None)), None
+
+
+rope = make_op("rope", RopeConfig, fwd=rope_fwd, dgrad=rope_dgrad)
+rope_init, rope_bwd, rope_wgrad = rope.init, rope.bwd, rope.wgrad
