@@ -1,0 +1,72 @@
+"""A case: an op with a config, inputs and an independent reference; one row of the law tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.op import Op
+from funcops.trees import tree_map_tensors
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+class Draw:
+    """Makes seeded tensors in one dtype."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        self.dtype = dtype
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.rand(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator)
+
+    def key(self, seed: int = 1) -> Tensor:
+        return random.key(seed)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """`x(draw)` makes x; `reference(params, x, cfg)` is plain differentiable PyTorch for y; `params(draw)` makes params, by
+    default `op.init` with every leaf drawn anew."""
+
+    op: Op
+    cfg: Any
+    x: Callable[[Draw], Any]
+    reference: Callable[[Any, Any, Any], Any]
+    params: Callable[[Draw], Any] | None = None
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    name: str = ""
+
+    def __str__(self) -> str:
+        return self.name or f"{self.op.name}-{self.cfg}"
+
+    def make(self, dtype: torch.dtype, seed: int = 0) -> tuple[Any, Any]:
+        """(params, x) in this dtype."""
+        draw = Draw(dtype, seed)
+        if self.params is not None:
+            params = self.params(draw)
+        else:
+            params = self.op.init(self.cfg, key=random.key(seed), dtype=dtype)
+            params = tree_map_tensors(lambda t: draw.randn(*t.shape), params)
+        return params, self.x(draw)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Error:
+    """A bad call, and a fragment of the message it must give."""
+
+    call: Callable[[], Any]
+    match: str
+    error: type[Exception] = ValueError

@@ -1,0 +1,58 @@
+"""How close is close, in one place.
+
+A result that sums n terms in a dtype with unit roundoff u carries an error of about sqrt(n) u of its terms' size
+(rounding errors are independent), so the bound is
+
+    |got - want| <= u * factor * sqrt(n) * (scale + |want|)
+
+where scale is the largest absolute value of `want` (terms may cancel down to nothing), n the reduction length and
+factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded once a
+kernel, so n is 1 for them and an op that chains kernels rounds a few times: factor 16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.trees import paths
+
+ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
+FACTOR = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 16.0, torch.float16: 16.0}
+
+
+def bound(want: Tensor, dtype: torch.dtype, length: int) -> Tensor:
+    scale = want.abs().max() if want.numel() else want.new_zeros(())
+    n = length if dtype in (torch.float64, torch.float32) else 1
+    return ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5 * (scale + want.abs()) + ROUNDOFF[dtype]
+
+
+def assert_close(got: Any, want: Any, *, dtype: torch.dtype, length: int = 256, what: str = "") -> None:
+    """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound."""
+    got_paths, want_paths = paths(got), paths(want)
+    problems = []
+    if got_paths.keys() != want_paths.keys():
+        problems.append(f"structure: {sorted(got_paths)} instead of {sorted(want_paths)}")
+    for path in got_paths.keys() & want_paths.keys():
+        g, w = got_paths[path], want_paths[path]
+        if g is None or w is None:
+            if g is not w:
+                problems.append(f"{path or 'value'}: {g!r} instead of {w!r}")
+            continue
+        if g.shape != w.shape:
+            problems.append(f"{path or 'value'}: shape {list(g.shape)} instead of {list(w.shape)}")
+            continue
+        g, w = g.double(), w.double()
+        error, allowed = (g - w).abs(), bound(w, dtype, length)
+        bad = ~((error <= allowed) | (g == w) | (g.isnan() & w.isnan()))
+        if bad.any():
+            at = int(torch.where(bad, error.nan_to_num(float("inf")), -1.0).flatten().argmax())
+            index = [int(i) for i in torch.unravel_index(torch.tensor(at), g.shape)] if g.dim() else []
+            problems.append(
+                f"{path or 'value'}: error {float(error.flatten()[at]):.3e} at {index}, bound "
+                f"{float(allowed.flatten()[at]):.3e}, {int(bad.sum())} of {g.numel()} elements"
+            )
+    if problems:
+        raise AssertionError("; ".join([f"{what} differs", *problems]))

@@ -1,0 +1,61 @@
+"""Every operator and combinator, every case, every law."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import funcops
+from funcops.op import Op
+from funcops.testing import LAWS
+
+FILES = sorted((Path(__file__).parent / "cases").glob("*.py"))
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(f"cases_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MODULES = {path.stem: _load(path) for path in FILES}
+CASES = [(case, dtype) for m in MODULES.values() for case in m.CASES for dtype in case.dtypes]
+FIRST = [m.CASES[0] for m in MODULES.values()]
+
+
+def test_every_exported_op_has_a_case():
+    exported = {value.name for value in vars(funcops).values() if isinstance(value, Op)}
+    assert exported
+    assert exported == set(MODULES)
+
+
+@pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
+@pytest.mark.parametrize(("case", "dtype"), CASES, ids=lambda v: str(v))
+def test_law(law, case, dtype):
+    LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_compiles(case):
+    LAWS["compiles"](case, torch.float32)
+
+
+@pytest.mark.parametrize("name", [name for name, m in MODULES.items() if hasattr(m, "drawn")])
+@given(data=st.data())
+def test_drawn_shapes(name, data):
+    case = data.draw(MODULES[name].drawn())
+    for law in ("split", "mirror", "right", "frugal"):
+        LAWS[law](case, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"), [(n, e) for n, m in MODULES.items() for e in getattr(m, "ERRORS", [])], ids=lambda v: getattr(v, "match", v)
+)
+def test_errors_name_what_is_wrong(name, error):
+    with pytest.raises(error.error) as raised:
+        error.call()
+    assert error.match in str(raised.value)
