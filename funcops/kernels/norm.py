@@ -1,6 +1,8 @@
-"""Normalisations over the last dimension. x, dy: [*, D]; w, b: [D]; rstd, mean: [*] in float32 (float64 for float64).
+"""Normalisations over the last dimension. x, y, dy, dx: [*, D] of one dtype; w, b: [D]; mean, rstd: [*, 1].
 
-Gradients of w and b come as finished sums [D] in the wide dtype. `None` stands for what was not asked for.
+Statistics and the gradients of w and b are in the wide dtype: float32, or float64 for float64. The latter come as P
+partial sums [P, D], to be summed over P (here P = 1). None stands for what was not asked for, and for a weight that
+only dx would read.
 """
 
 from __future__ import annotations
@@ -12,71 +14,95 @@ from torch import Tensor
 
 from funcops.backend import kernel, wide
 
+_backward = torch.ops.aten.native_layer_norm_backward.default
+
+
+def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t if t.dtype is dtype else t.to(dtype)
+
+
+def _scale(w: Tensor, centred: bool, dtype: torch.dtype) -> Tensor:
+    """What the normalised x is multiplied by: w, or 1 + w."""
+    return _to(w, dtype) + 1.0 if centred else _to(w, dtype)
+
+
+def _rstd(x: Tensor, alpha: float, eps: float, dtype: torch.dtype) -> Tensor:
+    """(alpha * sum(x^2) + eps)^(-1/2), in one pass over x."""
+    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=dtype)
+    shift = torch.scalar_tensor(eps, dtype=dtype, device=x.device)
+    return torch.addcmul(shift, norm, norm, value=alpha).rsqrt_()
+
 
 @kernel()
 def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
-    """y = x * rstd * w (or 1 + w), rstd = (mean(x^2) + eps)^(-1/2)."""
-    n = x if x.dtype is wide(x.dtype) else x.to(wide(x.dtype))
-    norm = torch.linalg.vector_norm(n, dim=-1)
-    rstd = torch.rsqrt_((norm * norm).mul_(1.0 / x.shape[-1]).add_(eps))
-    y = (n * rstd.unsqueeze(-1)).mul_(w + 1.0 if centred else w)
-    return y.to(x.dtype), rstd
+    """y = x * rstd * w (or 1 + w), rstd = (mean(x^2) + eps)^(-1/2). Returns y, rstd."""
+    dtype = wide(x.dtype)
+    rstd = _rstd(x, 1.0 / x.shape[-1], eps, dtype)
+    y = (x * rstd).mul_(_scale(w, centred, dtype))
+    return _to(y, x.dtype), rstd
 
 
 @kernel()
 def rms_norm_bwd(
     dy: Tensor, x: Tensor, w: Optional[Tensor], rstd: Tensor, centred: bool, dx: bool, dw: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """dx = rstd * (g - n * mean(g n)) with g = dy w, n = x rstd; dw = sum over rows of dy n."""
-    dtype, rows = wide(x.dtype), rstd.unsqueeze(-1)
-    dy = dy.to(dtype)
-    n = x * rows
-    if not dx or w is None:
-        return None, (dy * n).reshape(-1, x.shape[-1]).sum(0) if dw else None
-    dyn = dy * n
-    scale = (w + 1.0 if centred else w).to(dtype)
-    mean = torch.matmul(dyn, scale).mul_(-1.0 / x.shape[-1]).unsqueeze(-1)
-    d_x = (dy * scale).addcmul_(n, mean).mul_(rows)
-    return d_x.to(x.dtype), dyn.reshape(-1, x.shape[-1]).sum(0) if dw else None
+    """dx = rstd * (g - n * mean(g n)) with g = dy * w, n = x * rstd; dw = sum over rows of dy * n. w may be None
+    without dx.
+
+    LayerNorm's backward about a mean of zero computes both in one pass, less rstd * mean(g), which is added back.
+    """
+    dtype, size = wide(x.dtype), x.shape[-1]
+    scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
+    dy = _to(dy, dtype)
+    d_x, d_w, _ = _backward(
+        dy, _to(x, dtype), [size], torch.zeros_like(rstd), rstd, scale, None, [dx, dw, False]
+    )
+    if dx:
+        d_x = _to(d_x.addcmul_(torch.matmul(dy, scale).unsqueeze(-1), rstd, value=1.0 / size), x.dtype)
+    return d_x if dx else None, d_w.unsqueeze(0) if dw else None
 
 
 @kernel()
 def layer_norm_fwd(
     x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """y = (x - mean) * rstd * w (or 1 + w) + b. Returns y, mean [*], rstd [*]."""
+    """y = (x - mean) * rstd * w (or 1 + w) + b. Returns y, mean, rstd."""
     dtype = wide(x.dtype)
-    scale = (w + 1.0 if centred else w).to(dtype)
-    shift = None if b is None else b.to(dtype)
-    y, mean, rstd = torch.native_layer_norm(x.to(dtype), x.shape[-1:], scale, shift, eps)
-    return y.to(x.dtype), mean.reshape(x.shape[:-1]), rstd.reshape(x.shape[:-1])
+    shift = None if b is None else _to(b, dtype)
+    y, mean, rstd = torch.native_layer_norm(_to(x, dtype), [x.shape[-1]], _scale(w, centred, dtype), shift, eps)
+    return _to(y, x.dtype), mean, rstd
 
 
 @kernel()
 def layer_norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
+    dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    """dx = rstd * (g - mean(g) - n * mean(g n)), dw = sum of dy n, db = sum of dy."""
-    dtype, shape = wide(x.dtype), [*mean.shape, 1]
-    scale = (w + 1.0 if centred else w).to(dtype)
-    d_x, d_w, d_b = torch.ops.aten.native_layer_norm_backward.default(
-        dy.to(dtype), x.to(dtype), x.shape[-1:], mean.reshape(shape), rstd.reshape(shape), scale, scale, [dx, dw, db]
+    """dx = rstd * (g - mean(g) - n * mean(g n)) with g = dy * w; dw = sum of dy * n, db = sum of dy over rows. w may be
+    None without dx."""
+    dtype, size = wide(x.dtype), x.shape[-1]
+    scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
+    d_x, d_w, d_b = _backward(
+        _to(dy, dtype), _to(x, dtype), [size], mean, rstd, scale, scale if db else None, [dx, dw, db]
     )
-    return d_x.to(x.dtype) if dx else None, d_w if dw else None, d_b if db else None
+    return _to(d_x, x.dtype) if dx else None, d_w.unsqueeze(0) if dw else None, d_b.unsqueeze(0) if db else None
+
+
+@kernel()
+def row_sums(dy: Tensor) -> Tensor:
+    """db of a LayerNorm alone: the sum of dy over rows, as partial sums."""
+    return dy.reshape(-1, dy.shape[-1]).sum(0, keepdim=True, dtype=wide(dy.dtype))
 
 
 @kernel()
 def l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """y = x * rstd, rstd = (sum(x^2) + eps)^(-1/2)."""
-    n = x.to(wide(x.dtype))
-    norm = torch.linalg.vector_norm(n, dim=-1)
-    rstd = torch.rsqrt_((norm * norm).add_(eps))
-    return (n * rstd.unsqueeze(-1)).to(x.dtype), rstd
+    """y = x * rstd, rstd = (sum(x^2) + eps)^(-1/2). Returns y, rstd."""
+    rstd = _rstd(x, 1.0, eps, wide(x.dtype))
+    return _to(x * rstd, x.dtype), rstd
 
 
 @kernel()
 def l2_norm_bwd(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
-    """dx = rstd * (dy - n * sum(dy n)) with n = x rstd."""
-    rows = rstd.unsqueeze(-1)
-    dy, n = dy.to(wide(x.dtype)), x * rows
-    return (dy - n * (dy * n).sum(-1, keepdim=True)).mul_(rows).to(x.dtype)
+    """dx = rstd * (dy - n * sum(dy n)) with n = x * rstd."""
+    n = x * rstd
+    along = (dy * n).sum(-1, True)
+    return _to(torch.addcmul(_to(dy, n.dtype), n, along, value=-1.0).mul_(rstd), x.dtype)

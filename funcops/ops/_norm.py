@@ -15,23 +15,42 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DTYPES = frozenset([(d, d) for d in FLOATS] + [(d, torch.float32) for d in FLOATS[2:]])
 
 
-def normalized(cfg: Any, where: str) -> None:
-    """Turn `cfg.dim` into a tuple of sizes, after checking it and eps."""
-    dim = (cfg.dim,) if isinstance(cfg.dim, int) else cfg.dim
-    right = isinstance(dim, tuple) and len(dim) > 0 and all(isinstance(d, int) and d >= 1 for d in dim)
-    require(right, where, "dim", "a size of at least 1, or a tuple of them", cfg.dim)
-    require(cfg.eps >= 0, where, "eps", "at least 0", cfg.eps)
+def check_sizes(where: str, cfg: Any) -> None:
+    """Check `cfg.dim` and `cfg.eps`, and turn a single size into a tuple."""
+    dim = cfg.dim if isinstance(cfg.dim, tuple) else (cfg.dim,)
+    right = len(dim) > 0 and all(type(d) is int and d >= 1 for d in dim)
+    require(right, where, "dim", "a size of at least 1, or a tuple of them", repr(cfg.dim))
+    check_eps(where, cfg.eps)
     object.__setattr__(cfg, "dim", dim)
 
 
-def check_norm(where: str, x: Any, dim: tuple[int, ...], weight: Any, name: str = "params.weight") -> None:
+def check_eps(where: str, eps: Any) -> None:
+    require(type(eps) in (int, float) and 0 <= eps < math.inf, where, "eps", "a finite number, at least 0", repr(eps))
+
+
+def check_norm(where: str, x: Any, weight: Any, dim: tuple[int, ...]) -> None:
+    """x: [*, *D] of a float dtype; weight: [*D], of a dtype that the table allows beside x's."""
     check(where, "x", x, (..., *dim))
-    check(where, name, weight, dim, None, x)
+    check(where, "params.weight", weight, dim, None, x)
     if (x.dtype, weight.dtype) not in DTYPES:
-        wanted = f"{short(x.dtype)} or float32" if x.dtype in FLOATS else "float, as x must be"
-        fail(where, name, f"of dtype {wanted}", short(weight.dtype), TypeError)
+        if x.dtype not in FLOATS:
+            fail(where, "x", " or ".join(map(short, FLOATS)), short(x.dtype), TypeError)
+        either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)
+        fail(where, "params.weight", f"{either} beside {short(x.dtype)} x", short(weight.dtype), TypeError)
 
 
 def flat(t: Tensor, dim: tuple[int, ...]) -> Tensor:
     """[*, *D] as [*, D]."""
     return t if len(dim) == 1 else t.reshape(*t.shape[: t.dim() - len(dim)], math.prod(dim))
+
+
+def finish(parts: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, accumulator: Any = None) -> Tensor | None:
+    """Partial sums [P, D] as a gradient [*D] of the given dtype; unrounded where the accumulator is as wide as they."""
+    if parts is None:
+        return None
+    total = parts.sum(0)
+    if len(dim) > 1:
+        total = total.reshape(dim)
+    if isinstance(accumulator, Tensor) and accumulator.element_size() >= total.element_size():
+        return total
+    return total if total.dtype is dtype else total.to(dtype)

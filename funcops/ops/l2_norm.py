@@ -2,7 +2,7 @@
 
     r = (sum_j(x_j^2) + eps)^(-1/2)        y = x * r        dx = r * (dy - y * sum_j(dy_j * y_j))
 
-x, y, dy, dx: [*, D] of one float dtype; r: [*], float32 (float64 for float64). Kept: x, an alias, and r: 4 bytes a row.
+x, y, dy, dx: [*, D] of one float dtype; r: [*, 1], float32 (float64 for float64). Kept: x, an alias, and r: 4 bytes a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from funcops.errors import check, check_dtypes, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
+from funcops.ops._norm import FLOATS, check_eps
 from funcops.schema import DGRAD, residuals, saved
 
 DTYPES = frozenset((d,) for d in FLOATS)
@@ -29,14 +29,14 @@ class L2NormConfig:
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        require(isinstance(self.dim, int) and self.dim >= 1, "L2NormConfig", "dim", "at least 1", self.dim)
-        require(self.eps >= 0, "L2NormConfig", "eps", "at least 0", self.eps)
+        require(type(self.dim) is int and self.dim >= 1, "L2NormConfig", "dim", "a size of at least 1", repr(self.dim))
+        check_eps("L2NormConfig", self.eps)
 
 
 @residuals
 class L2NormResiduals:
     x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD)
-    rstd: Tensor = saved("[*]", needed_by=DGRAD, recompute_from=("x",))
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
 
 
 @forward(L2NormConfig)

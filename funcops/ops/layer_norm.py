@@ -6,8 +6,10 @@ With g = dy * w (1 + w with zero_centered_gamma):
 
     dx = r * (g - mean_j(g_j) - n * mean_j(g_j * n_j))    dw = sum over rows of dy * n    db = sum over rows of dy
 
-x, y, dy, dx: [*, *D] of one float dtype; w, b: [*D], of x's dtype or float32; m, r: [*], float32 (float64 for float64).
-Kept: x and w, aliases, m and r: 8 bytes a row. dgrad sums dw and db on its way, so pending holds [*D] each.
+x, y, dy, dx: [*, *D] of one float dtype; w, b: [*D], of x's dtype or float32; m, r: [*, 1], float32
+(float64 for float64).
+Kept: x and w, both aliases, m and r: 8 bytes a row. dgrad reads dy and x anyway, so it leaves dw and db as partial sums
+[P, D] each. Where only db is wanted, nothing is kept but the shape.
 arXiv:1607.06450.
 """
 
@@ -18,13 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
-from funcops.errors import check, require
-from funcops.kernels import linear as linear_kernels
+from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
-from funcops.ops._norm import check_norm, flat, normalized
+from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -39,7 +39,7 @@ class LayerNormConfig:
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
-        normalized(self, "LayerNormConfig")
+        check_sizes("LayerNormConfig", self)
 
 
 @tree
@@ -51,16 +51,17 @@ class LayerNormParams:
 @residuals
 class LayerNormResiduals:
     x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD, of=("x", "params.weight"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD, of=("x", "params.weight"))
-    mean: Tensor = saved("[*]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
-    rstd: Tensor = saved("[*]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD)
+    mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    like: Any = static()  # shape and dtype of x where x is not kept
     weight_dtype: Any = static()
 
 
 @pending
-class LayerNormPending:
-    dw: Tensor = saved("[*D]", needed_by=WGRAD, of=("params.weight",))  # in float32 (float64 for float64)
-    db: Tensor | None = saved("[*D]", needed_by=WGRAD, of=("params.bias",))
+class LayerNormPending:  # over blocks of rows; float32 (float64 for float64)
+    dw_parts: Tensor | None = saved("[P, D]", needed_by=WGRAD, of=("params.weight",))
+    db_parts: Tensor | None = saved("[P, D]", needed_by=WGRAD, of=("params.bias",))
     weight_dtype: Any = static()
 
 
@@ -78,53 +79,57 @@ def layer_norm_fwd(
     params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, Any]:
     """x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    w, b = params.weight, params.bias
-    check_norm("layer_norm_fwd", x, cfg.dim, w)
+    w, b, dim = params.weight, params.bias, cfg.dim
+    check_norm("layer_norm_fwd", x, w, dim)
     if cfg.bias:
-        check("layer_norm_fwd", "params.bias", b, cfg.dim, w.dtype, x)
-    else:
-        require(b is None, "layer_norm_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
-    flat_b = None if b is None else flat(b, cfg.dim)
+        check("layer_norm_fwd", "params.bias", b, dim, w.dtype, x)
+    elif b is not None:
+        require(False, "layer_norm_fwd", "params.bias", "None (cfg.bias is False)", describe(b))
     y, mean, rstd = kernels.layer_norm_fwd(
-        flat(x, cfg.dim), flat(w, cfg.dim), flat_b, cfg.eps, cfg.zero_centered_gamma
+        flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma
     )
-    kept = LayerNormResiduals.keep(cfg, needs, x=x, weight=w, mean=mean, rstd=rstd, weight_dtype=w.dtype)
-    return y if len(cfg.dim) == 1 else y.reshape(x.shape), kept
+    like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
+    kept = LayerNormResiduals.keep(
+        cfg, needs, x=x, weight=w, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
+    )
+    return y if len(dim) == 1 else y.reshape(x.shape), kept
 
 
 @dgrad_of(LayerNormResiduals)
 def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[Tensor | None, Any]:
     """dx: [*, *D], and the pending sums for dw and db."""
-    x, w, needs = residuals.x, residuals.weight, residuals.needs
-    if x is None:  # only db is wanted
-        check("layer_norm_dgrad", "dy", dy, (..., *cfg.dim))
-        _, db = linear_kernels.linear_wgrad(flat(dy, cfg.dim).to(wide(dy.dtype)), None, True)
-        return None, LayerNormPending.keep(cfg, needs, db=db, weight_dtype=residuals.weight_dtype)
+    x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
+    db = cfg.bias and needs.param("bias")
+    if x is None:
+        check("layer_norm_dgrad", "dy", dy, *residuals.like)
+        db_parts = kernels.row_sums(flat(dy, dim)) if db else None
+        return None, LayerNormPending.keep(cfg, needs, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
     check("layer_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
-    wanted = bool(needs.x), needs.param("weight"), cfg.bias and needs.param("bias")
-    dx, dw, db = kernels.layer_norm_bwd(
-        flat(dy, cfg.dim),
-        flat(x, cfg.dim),
-        flat(w, cfg.dim),
+    dx, dw_parts, db_parts = kernels.layer_norm_bwd(
+        flat(dy, dim),
+        flat(x, dim),
+        None if w is None else flat(w, dim),
         residuals.mean,
         residuals.rstd,
         cfg.zero_centered_gamma,
-        *wanted,
+        bool(needs.x),
+        needs.param("weight"),
+        db,
     )
-    dx = dx if dx is None or len(cfg.dim) == 1 else dx.reshape(x.shape)
-    return dx, LayerNormPending.keep(cfg, needs, dw=dw, db=db, weight_dtype=residuals.weight_dtype)
+    if dx is not None and len(dim) > 1:
+        dx = dx.reshape(x.shape)
+    return dx, LayerNormPending.keep(
+        cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype
+    )
 
 
 @wgrad_of(LayerNormPending, LayerNormParams)
 def layer_norm_wgrad(pending: Any, cfg: LayerNormConfig, *, into: LayerNormParams | None = None) -> LayerNormParams:
-    """dw and db: [*D]; added to `into` where that is given, unrounded."""
-
-    def finish(total: Tensor | None) -> Tensor | None:
-        if total is None:
-            return None
-        return total.reshape(cfg.dim) if into is not None else total.reshape(cfg.dim).to(pending.weight_dtype)
-
-    return accumulate("layer_norm_wgrad", LayerNormParams(finish(pending.dw), finish(pending.db)), into)
+    """dw and db: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    dtype, target = pending.weight_dtype, into or LayerNormParams()
+    dw = finish(pending.dw_parts, cfg.dim, dtype, target.weight)
+    db = finish(pending.db_parts, cfg.dim, dtype, target.bias)
+    return accumulate("layer_norm_wgrad", LayerNormParams(dw, db), into)
 
 
 layer_norm = make_op(

@@ -6,8 +6,8 @@ With g = dy * w:
 
     dx = r * (g - n * mean_j(g_j * n_j))    dw = sum over rows of dy * n
 
-x, y, dy, dx: [*, *D] of one float dtype; w, dw: [*D], of x's dtype or float32; r: [*], float32 (float64 for float64).
-Kept: x and w, both aliases, and r: 4 bytes a row. dgrad has dy and n at hand, so pending holds the sum for dw.
+x, y, dy, dx: [*, *D] of one float dtype; w, dw: [*D], of x's dtype or float32; r: [*, 1], float32 (float64 for float64).
+Kept: x and w, both aliases, and r: 4 bytes a row. dgrad reads dy and x anyway, so it leaves dw as partial sums [P, D].
 arXiv:1910.07467.
 """
 
@@ -22,7 +22,7 @@ from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
-from funcops.ops._norm import check_norm, flat, normalized
+from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -36,7 +36,7 @@ class RMSNormConfig:
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
-        normalized(self, "RMSNormConfig")
+        check_sizes("RMSNormConfig", self)
 
 
 @tree
@@ -48,13 +48,13 @@ class RMSNormParams:
 class RMSNormResiduals:
     x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD, of=("x", "params"))
     weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD)
-    rstd: Tensor = saved("[*]", needed_by=DGRAD, of=("x", "params"), recompute_from=("x",))
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params"), recompute_from=("x",))
     weight_dtype: Any = static()
 
 
 @pending
 class RMSNormPending:
-    dw: Tensor = saved("[*D]", needed_by=WGRAD)  # in float32 (float64 for float64)
+    parts: Tensor = saved("[P, D]", needed_by=WGRAD)  # of dw, over blocks of rows; float32 (float64 for float64)
     weight_dtype: Any = static()
 
 
@@ -72,7 +72,7 @@ def rms_norm_fwd(
 ) -> tuple[Tensor, Any]:
     """`y = x * rstd * w`. x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w = params.weight
-    check_norm("rms_norm_fwd", x, cfg.dim, w)
+    check_norm("rms_norm_fwd", x, w, cfg.dim)
     y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), flat(w, cfg.dim), cfg.eps, cfg.zero_centered_gamma)
     kept = RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
     return y if len(cfg.dim) == 1 else y.reshape(x.shape), kept
@@ -80,23 +80,28 @@ def rms_norm_fwd(
 
 @dgrad_of(RMSNormResiduals)
 def rms_norm_dgrad(residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Any]:
-    """dx: [*, *D], and the pending sum for dw."""
-    x, w, rstd, needs = residuals.x, residuals.weight, residuals.rstd, residuals.needs
+    """dx: [*, *D], and the pending sums for dw."""
+    x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     check("rms_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
-    dw = bool(needs.params)
-    w = None if w is None else flat(w, cfg.dim)
-    dx, dw = kernels.rms_norm_bwd(
-        flat(dy, cfg.dim), flat(x, cfg.dim), w, rstd, cfg.zero_centered_gamma, bool(needs.x), dw
+    dx, parts = kernels.rms_norm_bwd(
+        flat(dy, dim),
+        flat(x, dim),
+        None if w is None else flat(w, dim),
+        residuals.rstd,
+        cfg.zero_centered_gamma,
+        bool(needs.x),
+        bool(needs.params),
     )
-    dx = dx if dx is None or len(cfg.dim) == 1 else dx.reshape(x.shape)
-    return dx, RMSNormPending.keep(cfg, needs, dw=dw, weight_dtype=residuals.weight_dtype)
+    if dx is not None and len(dim) > 1:
+        dx = dx.reshape(x.shape)
+    return dx, RMSNormPending.keep(cfg, needs, parts=parts, weight_dtype=residuals.weight_dtype)
 
 
 @wgrad_of(RMSNormPending, RMSNormParams)
 def rms_norm_wgrad(pending: Any, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> RMSNormParams:
-    """dw: [*D]; added to `into` where that is given, unrounded."""
-    dw = pending.dw if len(cfg.dim) == 1 else pending.dw.reshape(cfg.dim)
-    return accumulate("rms_norm_wgrad", RMSNormParams(dw if into is not None else dw.to(pending.weight_dtype)), into)
+    """dw: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    dw = finish(pending.parts, cfg.dim, pending.weight_dtype, None if into is None else into.weight)
+    return accumulate("rms_norm_wgrad", RMSNormParams(dw), into)
 
 
 rms_norm = make_op(

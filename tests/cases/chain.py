@@ -1,0 +1,138 @@
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from funcops import (
+    AddConfig,
+    ChainConfig,
+    DropoutConfig,
+    ForkConfig,
+    GLUConfig,
+    LinearConfig,
+    RMSNormConfig,
+    Step,
+    WithExtras,
+    add,
+    chain,
+    chain_fwd,
+    dropout,
+    fork,
+    glu,
+    linear,
+    rms_norm,
+)
+from funcops.testing import Case, Error
+
+
+def mlp(dim, hidden):
+    return ChainConfig(
+        steps=(
+            Step("norm", rms_norm, RMSNormConfig(dim)),
+            Step("up", linear, LinearConfig(dim, 2 * hidden, bias=False)),
+            Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
+            Step("down", linear, LinearConfig(hidden, dim)),
+        )
+    )
+
+
+def mlp_reference(params, x, cfg):
+    n = F.rms_norm(x, x.shape[-1:], params["norm"].weight, 1e-6)
+    gate, up = F.linear(n, params["up"].weight).chunk(2, -1)
+    return F.linear(F.silu(gate) * up, params["down"].weight, params["down"].bias)
+
+
+def case(rows, dim, hidden):
+    return Case(
+        op=chain,
+        cfg=mlp(dim, hidden),
+        x=lambda d: d.randn(*rows, dim),
+        reference=mlp_reference,
+        name=f"chain-mlp-{rows}-{dim}-{hidden}",
+    )
+
+
+EXTRAS = ChainConfig(
+    steps=(
+        Step("split", fork, ForkConfig(), gives=("stream",)),
+        Step("a", linear, LinearConfig(3, 3)),
+        Step("join", add, AddConfig(), takes=("stream",)),
+        Step("more", add, AddConfig(), takes=("given",)),
+        Step("again", add, AddConfig(), takes=("stream",)),
+        Step("drop", dropout, DropoutConfig(0.0), takes=("key",)),
+    ),
+    extras=("given", "key"),
+)
+TIED = ChainConfig(
+    steps=(
+        Step("a", linear, LinearConfig(3, 3)),
+        Step("b", linear, LinearConfig(3, 3)),
+    ),
+    ties={"b.weight": "a.weight"},
+)
+
+
+def tied_reference(params, x, cfg):
+    w = params["a"].weight
+    return F.linear(F.linear(x, w, params["a"].bias), w, params["b"].bias)
+
+
+CASES = [
+    case((2, 5), 8, 6),
+    case((0,), 4, 3),
+    case((), 3, 1),
+    Case(
+        op=chain,
+        cfg=EXTRAS,
+        x=lambda d: WithExtras(d.randn(2, 3), {"given": d.randn(2, 3), "key": d.key()}),
+        reference=lambda p, x, cfg: F.linear(x.main, p["a"].weight, p["a"].bias) + 2 * x.main + x.extras["given"],
+        name="chain-extras",
+    ),
+    Case(op=chain, cfg=TIED, x=lambda d: d.randn(4, 3), reference=tied_reference, name="chain-tied"),
+]
+
+
+@st.composite
+def drawn(draw):
+    return case(tuple(draw(st.lists(st.integers(0, 4), max_size=2))), draw(st.integers(1, 6)), draw(st.integers(1, 6)))
+
+
+LIN = LinearConfig(3, 3)
+PARAMS = chain.init(TIED, key=None, device="meta")
+ERRORS = [
+    Error(call=lambda: ChainConfig(steps=()), match="ChainConfig: steps must be at least one Step"),
+    Error(
+        call=lambda: ChainConfig(steps=(Step("a", linear, LIN), Step("a", linear, LIN))),
+        match="ChainConfig: steps must be uniquely named",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(Step("a", add, AddConfig(), takes=("skp",)),)),
+        match="ChainConfig: takes of step 'a' must be names made before it ([]), got 'skp'",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(Step("a", fork, ForkConfig(), gives=("s",)),)),
+        match="ChainConfig: every extra must be taken by a later step, got unused ['s']",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(Step("a", linear, LIN),), extras=("s",)),
+        match="ChainConfig: every extra must be taken by a later step, got unused ['s']",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(Step("a", linear, LIN),), ties={"a.weight": "b.weight"}),
+        match="ChainConfig: ties must be paths among a.weight, a.bias, got 'b.weight'",
+    ),
+    Error(call=lambda: Step("a", linear, RMSNormConfig(3)), match="Step 'a': cfg must be LinearConfig", error=TypeError),
+    Error(call=lambda: Step("not a name", linear, LIN), match="Step: name must be an identifier"),
+    Error(
+        call=lambda: chain_fwd({"a": None}, torch.ones(2, 3), TIED),
+        match="chain_fwd: params must be a dict with the steps a, b, got missing ['b'], extra []",
+    ),
+    Error(
+        call=lambda: chain_fwd({"a": 1, "b": 2, "c": 3}, torch.ones(2, 3), TIED),
+        match="got missing [], extra ['c']",
+    ),
+    Error(
+        call=lambda: chain_fwd({s.name: None for s in EXTRAS.steps}, torch.ones(2, 3), EXTRAS),
+        match="chain_fwd: x must be WithExtras with extras ['given', 'key']",
+        error=TypeError,
+    ),
+]

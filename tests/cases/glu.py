@@ -1,0 +1,72 @@
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from funcops import GLUConfig, glu, glu_fwd
+from funcops.testing import Case, Error
+
+GATES = {
+    "glu": torch.sigmoid,
+    "reglu": F.relu,
+    "squared_reglu": lambda x: F.relu(x) ** 2,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_geglu": lambda x: x * torch.sigmoid(1.702 * x),
+    "swiglu": F.silu,
+}
+
+
+def reference(params, x, cfg):
+    t, scales = x if cfg.scaled else (x, None)
+    gate, linear = t.chunk(2, -1) if cfg.gate == "first" else t.chunk(2, -1)[::-1]
+    if cfg.kind == "clamped_swiglu":
+        gate, linear = gate.clamp(max=cfg.limit), linear.clamp(-cfg.limit, cfg.limit)
+        y = gate * torch.sigmoid(cfg.alpha * gate) * (linear + cfg.offset)
+    else:
+        y = GATES[cfg.kind](gate) * linear
+    return y if scales is None else y * scales[..., None]
+
+
+def case(kind, gate, rows=(2, 3), h=5, scaled=False, **options):
+    def x(d):
+        return (d.randn(*rows, 2 * h), d.randn(*rows)) if scaled else d.randn(*rows, 2 * h)
+
+    return Case(
+        op=glu,
+        cfg=GLUConfig(kind=kind, gate=gate, scaled=scaled, **options),
+        x=x,
+        reference=reference,
+        name=f"glu-{kind}-{gate}-{rows}-{h}-{scaled}",
+    )
+
+
+CASES = [case(kind, gate) for kind in GATES for gate in ("first", "second")] + [
+    case("clamped_swiglu", "first", limit=0.7),
+    case("clamped_swiglu", "second", limit=0.7, scaled=True),
+    case("swiglu", "first", scaled=True),
+    case("reglu", "second", rows=(0,), h=3, scaled=True),
+    case("swiglu", "first", rows=(), h=1),
+    case("swiglu", "first", rows=(1, 69), h=69),
+]
+
+
+@st.composite
+def drawn(draw):
+    rows = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    kind = draw(st.sampled_from([*sorted(GATES), "clamped_swiglu"]))
+    return case(kind, draw(st.sampled_from(["first", "second"])), rows, draw(st.integers(1, 6)), draw(st.booleans()))
+
+
+SWIGLU = GLUConfig(kind="swiglu", gate="first")
+ERRORS = [
+    Error(call=lambda: GLUConfig(kind="silu", gate="first"), match="GLUConfig: kind must be one of glu"),
+    Error(call=lambda: GLUConfig(kind="swiglu", gate="left"), match="GLUConfig: gate must be 'first' or 'second'"),
+    Error(call=lambda: GLUConfig(kind="swiglu"), match="gate", error=TypeError),
+    Error(call=lambda: GLUConfig(kind="clamped_swiglu", gate="first", limit=0), match="GLUConfig: limit must be above 0"),
+    Error(call=lambda: glu_fwd(None, torch.ones(2, 3), SWIGLU), match="glu_fwd: x must be [..., 2H]"),
+    Error(
+        call=lambda: glu_fwd(None, torch.ones(2, 4), GLUConfig(kind="swiglu", gate="first", scaled=True)),
+        match="glu_fwd: x must be a tuple (x, scales)",
+        error=TypeError,
+    ),
+]

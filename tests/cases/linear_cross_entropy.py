@@ -1,0 +1,49 @@
+import importlib.util
+from pathlib import Path
+
+from hypothesis import strategies as st
+
+from funcops import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops.testing import Case, Error
+
+_spec = importlib.util.spec_from_file_location("cases_loss", Path(__file__).with_name("cross_entropy.py"))
+_loss = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_loss)
+
+
+def case(rows, features, vocab, **options):
+    cfg = LinearCrossEntropyConfig(features, vocab, **options)
+    return Case(
+        op=linear_cross_entropy,
+        cfg=cfg,
+        x=lambda d: (d.randn(*rows, features), d.integers(0, vocab, *rows)),
+        reference=lambda params, x, cfg: _loss.loss(x[0] @ params.weight.T, x[1], cfg),
+        name=f"linear_cross_entropy-{rows}-{features}-{vocab}-{options}",
+    )
+
+
+CASES = [
+    case((3, 5), 4, 69),
+    case((3, 5), 4, 7, chunk_bytes=112),  # two rows a chunk
+    case((7,), 3, 5, chunk_bytes=1, label_smoothing=0.1, z_loss=0.01),
+    case((2,), 1, 1, reduction="sum"),
+    case((4,), 3, 6, reduction="none", chunk_bytes=100),
+    case((0,), 3, 4, reduction="sum"),
+]
+
+
+@st.composite
+def drawn(draw):
+    rows = tuple(draw(st.lists(st.integers(1, 4), max_size=2)))
+    options = dict(
+        chunk_bytes=draw(st.sampled_from([1, 200, 2**20])), reduction=draw(st.sampled_from(["mean", "sum", "none"]))
+    )
+    return case(rows, draw(st.integers(1, 5)), draw(st.integers(1, 9)), **options)
+
+
+ERRORS = [
+    Error(
+        call=lambda: LinearCrossEntropyConfig(4, 5, chunk_bytes=0),
+        match="LinearCrossEntropyConfig: chunk_bytes must be at least 1, got 0",
+    ),
+]

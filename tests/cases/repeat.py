@@ -1,0 +1,39 @@
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from funcops import LinearConfig, RepeatConfig, SkipConfig, linear, repeat, repeat_fwd, skip
+from funcops.testing import Case, Error
+
+
+def reference(params, x, cfg):
+    for i in range(cfg.times):
+        w, b = (params.weight[i], params.bias[i]) if cfg.stacked else (params[i].weight, params[i].bias)
+        x = x + F.linear(x, w, b)
+    return x
+
+
+def case(rows, dim, times, stacked=False):
+    return Case(
+        op=repeat,
+        cfg=RepeatConfig(skip, SkipConfig(linear, LinearConfig(dim, dim)), times, stacked=stacked),
+        x=lambda d: d.randn(*rows, dim),
+        reference=reference,
+        name=f"repeat-{rows}-{dim}-{times}-{stacked}",
+    )
+
+
+CASES = [case((2, 5), 7, 3), case((0,), 3, 2), case((), 1, 1)]
+
+
+@st.composite
+def drawn(draw):
+    rows = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
+    return case(rows, draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+
+
+CFG = RepeatConfig(linear, LinearConfig(2, 2), 2)
+ERRORS = [
+    Error(call=lambda: RepeatConfig(linear, LinearConfig(2, 2), 0), match="RepeatConfig: times must be an int of at least 1"),
+    Error(call=lambda: repeat_fwd((), torch.ones(2), CFG), match="repeat_fwd: params must be a tuple of 2 layers", error=TypeError),
+]

@@ -1,0 +1,55 @@
+import torch
+from hypothesis import strategies as st
+
+from funcops import RMSNormConfig, RMSNormParams, rms_norm, rms_norm_fwd
+from funcops.testing import Case, Error
+
+
+def reference(params, x, cfg):
+    dims = tuple(range(-len(cfg.dim), 0))
+    w = params.weight + 1 if cfg.zero_centered_gamma else params.weight
+    return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + cfg.eps) * w
+
+
+def case(rows, dim, **options):
+    cfg = RMSNormConfig(dim, **options)
+    return Case(
+        op=rms_norm,
+        cfg=cfg,
+        x=lambda d: d.randn(*rows, *cfg.dim),
+        reference=reference,
+        name=f"rms_norm-{rows}-{dim}-{options}",
+    )
+
+
+CASES = [
+    case((2, 5), 69),
+    case((), 3),
+    case((0,), 4),
+    case((1,), 1, eps=0.3),
+    case((2,), (3, 5), zero_centered_gamma=True),
+    case((3,), 512),
+]
+
+
+@st.composite
+def drawn(draw):
+    rows = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    dim = tuple(draw(st.lists(st.integers(1, 7), min_size=1, max_size=2)))
+    return case(rows, dim, eps=0.1, zero_centered_gamma=draw(st.booleans()))
+
+
+CFG = RMSNormConfig(4)
+ERRORS = [
+    Error(
+        call=lambda: rms_norm_fwd(RMSNormParams(torch.ones(4)), torch.ones(2, 3), CFG),
+        match="rms_norm_fwd: x must be [..., 4], got [2, 3]",
+    ),
+    Error(
+        call=lambda: rms_norm_fwd(RMSNormParams(torch.ones(4, dtype=torch.float64)), torch.ones(2, 4), CFG),
+        match="rms_norm_fwd: params.weight must be of dtype float32 or float32, got float64",
+        error=TypeError,
+    ),
+    Error(call=lambda: RMSNormConfig(0), match="RMSNormConfig: dim must be a size of at least 1"),
+    Error(call=lambda: RMSNormConfig(4, eps=-1.0), match="RMSNormConfig: eps must be at least 0"),
+]
