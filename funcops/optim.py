@@ -124,11 +124,11 @@ def adamw_update(
     require_type(where, "cfg", cfg, AdamWConfig)
     require_type(where, "state", state, AdamWState)
     trees = (params, grads, state.exp_avg, state.exp_avg_sq)
+    rows, wanted, decayed = _open(where, trees, ("params", "grads", "state.exp_avg", "state.exp_avg_sq"), decay, in_place)
+    step, rate = state.step, _rate(where, cfg.lr if lr is None else lr)
+    if not isinstance(step, Tensor) or step.shape != (len(wanted),) or step.dtype is not torch.float32:
+        fail(where, "state.step", f"float32[{len(wanted)}]", describe(step))
     with torch.no_grad():
-        rows, wanted, decayed = _open(where, trees, ("params", "grads", "state.exp_avg", "state.exp_avg_sq"), decay, in_place)
-        step = state.step
-        if not isinstance(step, Tensor) or step.shape != (len(wanted),):
-            fail(where, "state.step", f"a tensor [{len(wanted)}]", describe(step))
         whole = len(rows[0]) == len(wanted)
         if not in_place:
             rows = _copied(rows)
@@ -139,8 +139,7 @@ def adamw_update(
         if not whole and rows[0]:
             steps = [s for s, w in zip(steps, wanted, strict=True) if w]
             torch._foreach_add_(steps, 1)
-        rate = _rate(where, cfg.lr if lr is None else lr)
-        run = _foreach_adamw_ if tracing() else _fused_adamw_
+        run = _fused_adamw_ if _fusable(rows) else _foreach_adamw_
         for device, decays, (p, g, m, v, t) in _groups((*rows, steps), decayed):
             t = [s.to(device) for s in t] if t[0].device != device else t
             run(p, _like(g, p), m, v, t, _on(rate, device), cfg, cfg.weight_decay if decays else 0.0)
@@ -177,12 +176,12 @@ def sgd_update(
     require_type(where, "cfg", cfg, SGDConfig)
     require_type(where, "state", state, SGDState)
     trees = (params, grads, state.momentum) if cfg.momentum else (params, grads)
+    rows, _, decayed = _open(where, trees, ("params", "grads", "state.momentum"), decay, in_place)
+    rate = _rate(where, cfg.lr if lr is None else lr)
     with torch.no_grad():
-        rows, _, decayed = _open(where, trees, ("params", "grads", "state.momentum"), decay, in_place)
         if not in_place:
             rows = _copied(rows)
-        rate = _rate(where, cfg.lr if lr is None else lr)
-        run = _foreach_sgd_ if tracing() else _fused_sgd_
+        run = _fused_sgd_ if _fusable(rows) else _foreach_sgd_
         for device, decays, (p, g, *u) in _groups(rows, decayed):
             run(p, _like(g, p), u[0] if u else [], _on(rate, device), cfg, cfg.weight_decay if decays else 0.0)
     if in_place:
@@ -229,7 +228,7 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
             new = list(torch._foreach_mul(old, factor))
         elif factors:
             new = [g * factors[g.device] for g in old]
-    return _rebuilt(grads, old, new), norm
+    return _rebuilt(grads, leaves(grads), new), norm
 
 
 def warmup_cosine(
@@ -323,12 +322,17 @@ def _on(rate: Any, device: torch.device) -> Any:
 
 
 def _like(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Gradients in the dtype of their params: a fused op takes one dtype."""
+    """Contiguous gradients in the dtype of their params, as a fused op takes them."""
     dtype = params[0].dtype
     for g in grads:
-        if g.dtype is not dtype:
-            return [g.to(dtype) for g in grads]
+        if g.dtype is not dtype or not g.is_contiguous():
+            return [g.to(dtype).contiguous() for g in grads]
     return grads
+
+
+def _fusable(rows: list[Sequence[Tensor]]) -> bool:
+    """Whether the fused op serves. It has no functional form that traces, and it walks memory, whatever the strides."""
+    return not tracing() and all([t.is_contiguous() for i, row in enumerate(rows) if i != 1 for t in row])
 
 
 # From trees to lists and back.
@@ -343,8 +347,13 @@ def _open(
     params, grads = lists[0], lists[1]
     kept = [row for row in zip(*lists, strict=True) if row[1] is not None]
     rows: list[Sequence[Tensor]] = list(zip(*kept, strict=True)) if kept else [() for _ in lists]
-    if not _right(rows) or (not in_place and torch.is_grad_enabled() is None):
+    if not _right(rows):
         _explain(where, trees, names)
+    if not in_place and torch.is_grad_enabled() and any([p.requires_grad for p in rows[0]]):
+        raise GradModeError(
+            f"{where}: params must be tensors that do not require grad, got some that do, in grad mode. Pass in_place=True "
+            "to update leaves of autograd, or call under torch.no_grad()"
+        )
     wanted = [g is not None for p, g in zip(params, grads, strict=True) if p is not None]
     if decay is None:
         return rows, wanted, None
@@ -460,4 +469,93 @@ def _changed(trees: tuple[Any, ...], rows: list[Sequence[Tensor]]) -> list[tuple
 
 
 def _rebuilt(tree: T, places: Sequence[Any], values: Sequence[Any]) -> T:
-    raise NotImplementedError
+    """The tree with `values`, in order, at the leaves where `places` is not None."""
+    present, new = iter(places), iter(values)
+    return tree_map(lambda old: old if next(present) is None else next(new), tree)
+
+
+def _lists(where: str, trees: tuple[Any, ...], names: tuple[str, ...]) -> list[list[Any]]:
+    """The leaves of trees that must have one structure; the error names the paths that differ."""
+    if not tracing():
+        for read in _readers:
+            lists = [read(tree) for tree in trees]
+            if None not in lists:
+                return lists
+    for tree, name in zip(trees[1:], names[1:], strict=False):
+        if not same_structure(trees[0], tree):
+            _differ(where, trees[0], tree, names[0], name)
+    if not tracing():
+        _remember(trees[0])
+    return [leaves(tree) for tree in trees]
+
+
+def _differ(where: str, a: Any, b: Any, name_a: str, name_b: str) -> None:
+    have, got = paths(a), paths(b)
+    missing, extra = [k for k in have if k not in got], [k for k in got if k not in have]
+    said = [f"{what} {', '.join(which)}" for what, which in (("without", missing), ("with also", extra)) if which]
+    said = said or [f"other containers, {describe(b)} for {describe(a)}"]
+    fail(where, name_b, f"a tree like {name_a}", "one " + " and ".join(said))
+
+
+# Reading the leaves of a tree whose nodes are Python classes costs the tree library about a microsecond a node, and an
+# update reads four trees. So the walk over a structure seen before is written out as source, as dataclasses do: it checks
+# every container and returns the leaves, or None for a tree of any other structure.
+
+_readers: list[Callable[[Any], list[Any] | None]] = []
+_READERS_KEPT = 8
+
+
+def _remember(tree: Any) -> None:
+    read = _written_reader(tree)
+    if read is not None:
+        _readers.insert(0, read)
+        del _readers[_READERS_KEPT:]
+
+
+def _written_reader(tree: Any) -> Callable[[Any], list[Any] | None] | None:
+    """A fast `leaves` for trees of this structure; None where the tree holds containers that this does not know."""
+    lines: list[str] = []
+    found: list[str] = []
+    scope: dict[str, Any] = {"Tensor": Tensor, "known": (Tensor, type(None)), "map": map, "set": set}
+
+    def constant(value: Any) -> str:
+        name = f"c{len(scope)}"
+        scope[name] = value
+        return name
+
+    def walk(node: Any, expression: str) -> bool:
+        if node is None or isinstance(node, Tensor):
+            found.append(expression)
+            return True
+        name = f"n{len(lines)}"
+        test = f"type({name}) is not {constant(type(node))}"
+        children: list[tuple[Any, str]] = []
+        if type(node) is dict:
+            if not all(isinstance(k, str) for k in node):
+                return False
+            test += f" or {name}.keys() != {constant(set(node))}"
+            children = [(node[k], f"{name}[{k!r}]") for k in sorted(node)]
+        elif isinstance(node, (tuple, list)):
+            test += f" or len({name}) != {len(node)}"
+            children = [(child, f"{name}[{i}]") for i, child in enumerate(node)]
+        elif dataclasses.is_dataclass(node):
+            for field in dataclasses.fields(node):
+                if field.metadata.get("static"):
+                    test += f" or {name}.{field.name} != {constant(getattr(node, field.name))}"
+                elif not field.metadata.get("hidden"):
+                    children.append((getattr(node, field.name), f"{name}.{field.name}"))
+        else:
+            return False
+        lines.append(f"    {name} = {expression}\n    if {test}: return None")
+        return all([walk(*child) for child in children])
+
+    if tree is None or isinstance(tree, Tensor) or not walk(tree, "tree"):
+        return None
+    lines.append(f"    found = [{', '.join(found)}]")
+    lines.append("    for kind in set(map(type, found)):\n        if not issubclass(kind, known): return None")
+    lines.append("    return found")
+    exec("def read(tree):\n" + "\n".join(lines), scope)
+    read = scope["read"]
+    right, expected = read(tree), leaves(tree)
+    same = right is not None and len(right) == len(expected) and all(a is b for a, b in zip(right, expected, strict=True))
+    return read if same else None

@@ -36,7 +36,8 @@ def test_every_exported_op_has_a_case():
 @pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=lambda v: str(v))
 def test_law(law, case, dtype):
-    LAWS[law](case, dtype)
+    if law not in case.exempt:
+        LAWS[law](case, dtype)
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)

@@ -154,7 +154,7 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     _check_names("chain_fwd", "params", params, cfg)
     if cfg.ties:
         params = _tied("chain_fwd", params, cfg)
-    main, given = split_x("chain_fwd", x, cfg.extras)
+    main, given = split_x("chain_fwd", x, cfg)
     extras = dict(given)
     kept = ChainResiduals(cfg=cfg, needs=needs)
     for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):

@@ -97,7 +97,7 @@ def parallel_fwd(
 ) -> tuple[tuple[Any, ...], Any]:
     """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras."""
     _check_names("parallel_fwd", "params", params, cfg)
-    main, extras = split_x("parallel_fwd", x, cfg.extras)
+    main, extras = split_x("parallel_fwd", x, cfg)
     kept = ParallelResiduals(cfg=cfg, needs=needs)
     outputs = []
     for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs), strict=True):

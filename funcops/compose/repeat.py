@@ -34,7 +34,7 @@ from funcops.compose.step import (
 )
 from funcops.errors import describe, fail, require
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, config, dgrad_of, make_op, positional
+from funcops.op import Op, check_needs, config, dgrad_of, make_op, positional
 from funcops.schema import open_node
 from funcops.trees import leaves, tree_map
 
@@ -130,8 +130,10 @@ def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any,
 def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """Run the body `times` times. x: what the body takes and gives, in `WithExtras` where it has extras."""
     _check_cfg("repeat_fwd", cfg)
+    if needs is not Needs.ALL:
+        check_needs("repeat_fwd", needs, params)
     layers = _layers("repeat_fwd", "params", params, cfg)
-    main, extras = split_x("repeat_fwd", x, cfg.extras)
+    main, extras = split_x("repeat_fwd", x, cfg)
     kept = RepeatResiduals(cfg=cfg, needs=needs)
     for i, (layer, wanted) in enumerate(zip(layers, needs_of_layers(cfg, needs), strict=True)):
         layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.errors import DonatedError, describe, fail, require, require_type
+from funcops.errors import DonatedError, check, describe, fail, require, require_type
 from funcops.needs import Mask, Needs, sub_mask
 from funcops.op import Op, config, positional
 from funcops.residuals.donate import donate
@@ -112,8 +113,9 @@ def abstract_params(op: Op, cfg: Any) -> Any:
     return op.init(cfg, key=None, device="meta")
 
 
-def split_x(where: str, x: Any, extras: tuple[str, ...]) -> tuple[Any, dict[str, Any]]:
-    """The main value and the extras of a combinator's x, after a check of their names."""
+def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:
+    """The main value and the extras of a combinator's x, after a check of their names and of the random keys."""
+    extras = cfg.extras
     if not extras:
         if type(x) is WithExtras:
             fail(where, "x", "without extras (the config declares none)", f"extras {sorted(x.extras)}")
@@ -122,6 +124,8 @@ def split_x(where: str, x: Any, extras: tuple[str, ...]) -> tuple[Any, dict[str,
         fail(where, "x", f"WithExtras with extras {sorted(extras)}", describe(x), TypeError)
     if x.extras.keys() != set(extras):
         fail(where, "x.extras", str(sorted(extras)), sorted(x.extras))
+    for name in cfg.keys:
+        check(where, f"x.extras.{name} (a random key)", x.extras[name], (2,), torch.int64)
     return x.main, x.extras
 
 

@@ -22,7 +22,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     if q.numel() == 0 or k.numel() == 0:
         lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.promote_types(q.dtype, torch.float32))
         return torch.zeros_like(q), lse
-    heads = q.transpose(1, 2), *(_grouped(t, q.shape[2] if q.is_cuda else t.shape[2]) for t in (k, v))
+    heads = _rows(q).transpose(1, 2), *(_grouped(t, q.shape[2] if q.is_cuda else t.shape[2]) for t in (k, v))
     if not q.is_cuda:
         out, lse = _CPU(*heads, 0.0, causal, scale=scale)
         return out.transpose(1, 2), lse
@@ -42,8 +42,8 @@ def attention_bwd(
     """dq, dk, dv from out and logsumexp: the probabilities are recomputed."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    heads = q.transpose(1, 2), *(_grouped(t, q.shape[2] if q.is_cuda else t.shape[2]) for t in (k, v))
-    d_y, y = dy.transpose(1, 2), out.transpose(1, 2)
+    heads = _rows(q).transpose(1, 2), *(_grouped(t, q.shape[2] if q.is_cuda else t.shape[2]) for t in (k, v))
+    d_y, y = _rows(dy).transpose(1, 2), out.transpose(1, 2)
     if not q.is_cuda:
         grads = _CPU_BACKWARD(d_y, *heads, y, logsumexp, 0.0, causal, scale=scale)
     elif q.dtype is torch.float32:
@@ -61,9 +61,14 @@ def attention_bwd(
     return dq, _sum_groups(dk, k.shape[2]), _sum_groups(dv, k.shape[2])
 
 
+def _rows(t: Tensor) -> Tensor:
+    """`t` with a last dimension of stride 1: the flash kernels read it so without looking at the stride."""
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
 def _grouped(t: Tensor, heads: int) -> Tensor:
     """[B, S, K, D] as [B, heads, S, D], each key head repeated for its group of query heads."""
-    t = t.transpose(1, 2)
+    t = _rows(t).transpose(1, 2)
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
 
 

@@ -11,11 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, describe, fail
+from funcops.errors import check, check_dtypes, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
+from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
+
+DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -33,6 +36,7 @@ class ForkResiduals:
 def fork_fwd(params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = (x, x)`, the same tensor twice."""
     check("fork_fwd", "x", x, (...,))
+    check_dtypes("fork_fwd", DTYPES, x=x)
     return (x, x), ForkResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

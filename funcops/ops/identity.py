@@ -11,10 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check
+from funcops.errors import check, check_dtypes
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
+from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
+
+DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -32,6 +35,7 @@ class IdentityResiduals:
 def identity_fwd(params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = x`, the same tensor."""
     check("identity_fwd", "x", x, (...,))
+    check_dtypes("identity_fwd", DTYPES, x=x)
     return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

@@ -21,7 +21,7 @@ from funcops.errors import check, require
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
-from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved
+from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -48,6 +48,7 @@ class LinearParams:
 class LinearResiduals:
     x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
     weight: Tensor = saved("[O, I]", alias="params.weight", needed_by=DGRAD)
+    dtype: Any = static()
 
 
 LinearPending = derive_pending("LinearPending", LinearResiduals, dy="[*, O]")
@@ -76,14 +77,15 @@ def linear_fwd(
         check("linear_fwd", "params.bias", bias, (cfg.out_features,), x.dtype, x)
     elif bias is not None:
         require(False, "linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
-    return kernels.linear_fwd(x, weight, bias), LinearResiduals.keep(cfg, needs, x=x, weight=weight)
+    return kernels.linear_fwd(x, weight, bias), LinearResiduals.keep(cfg, needs, x=x, weight=weight, dtype=x.dtype)
 
 
 @dgrad_of(LinearResiduals)
 def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor | None, Any]:
     """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
-    check("linear_dgrad", "dy", dy, (..., cfg.out_features))  # rows: see residuals.rows
+    rows = (...,) if x is None else x.shape[:-1]
+    check("linear_dgrad", "dy", dy, (*rows, cfg.out_features), residuals.dtype, weight if x is None else x)
     dx = kernels.linear_dgrad(dy, weight) if needs.x else None
     return dx, LinearPending.keep(cfg, needs, x=x, dy=dy)
 

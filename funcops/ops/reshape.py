@@ -12,10 +12,13 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, require
+from funcops.errors import check, check_dtypes, require
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
+
+DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -44,6 +47,7 @@ class ReshapeResiduals:
 def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """x: [*, *in] -> y: [*, *out]."""
     check("reshape_fwd", "x", x, (..., *cfg.in_shape))
+    check_dtypes("reshape_fwd", DTYPES, x=x)
     rows = x.shape[: x.dim() - len(cfg.in_shape)]
     return x.reshape(*rows, *cfg.out_shape), ReshapeResiduals.keep(cfg, needs, rows=rows, dtype=x.dtype)
 

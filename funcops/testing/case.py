@@ -48,6 +48,8 @@ class Case:
     params: Callable[[Draw], Any] | None = None
     dtypes: tuple[torch.dtype, ...] = FLOATS
     name: str = ""
+    free: tuple[str, ...] = ()  # paths, such as "x" or "x.0", of leaves that may have any size
+    exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
 
     def __str__(self) -> str:
         return self.name or f"{self.op.name}-{self.cfg}"

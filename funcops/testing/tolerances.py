@@ -5,7 +5,7 @@ A result that sums n terms in a dtype with unit roundoff u carries an error of a
 
     |got - want| <= u * factor * sqrt(n) * (scale + |want|)
 
-where scale is the largest absolute value of `want` (terms may cancel down to nothing), n the reduction length and
+where scale is the largest absolute value in the whole tree `want` (a leaf's terms may cancel down to nothing), n the reduction length and
 factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded once a
 kernel, so n is 1 for them and an op that chains kernels rounds a few times: factor 16.
 """
@@ -23,8 +23,7 @@ ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.
 FACTOR = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 16.0, torch.float16: 16.0}
 
 
-def bound(want: Tensor, dtype: torch.dtype, length: int) -> Tensor:
-    scale = want.abs().max() if want.numel() else want.new_zeros(())
+def bound(want: Tensor, scale: float, dtype: torch.dtype, length: int) -> Tensor:
     n = length if dtype in (torch.float64, torch.float32) else 1
     return ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5 * (scale + want.abs()) + ROUNDOFF[dtype]
 
@@ -33,6 +32,8 @@ def assert_close(got: Any, want: Any, *, dtype: torch.dtype, length: int = 256, 
     """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound."""
     got_paths, want_paths = paths(got), paths(want)
     problems = []
+    sizes = [float(w.double().nan_to_num().abs().max()) for w in want_paths.values() if w is not None and w.numel()]
+    scale = max(sizes, default=0.0)
     if got_paths.keys() != want_paths.keys():
         problems.append(f"structure: {sorted(got_paths)} instead of {sorted(want_paths)}")
     for path in got_paths.keys() & want_paths.keys():
@@ -45,7 +46,7 @@ def assert_close(got: Any, want: Any, *, dtype: torch.dtype, length: int = 256, 
             problems.append(f"{path or 'value'}: shape {list(g.shape)} instead of {list(w.shape)}")
             continue
         g, w = g.double(), w.double()
-        error, allowed = (g - w).abs(), bound(w, dtype, length)
+        error, allowed = (g - w).abs(), bound(w, scale, dtype, length)
         bad = ~((error <= allowed) | (g == w) | (g.isnan() & w.isnan()))
         if bad.any():
             at = int(torch.where(bad, error.nan_to_num(float("inf")), -1.0).flatten().argmax())

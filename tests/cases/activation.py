@@ -23,6 +23,7 @@ def case(kind, shape):
         cfg=ActivationConfig(kind),
         x=lambda d: d.randn(*shape),
         reference=lambda params, x, cfg: REFERENCES[kind](x),
+        free=("x",),
         name=f"activation-{kind}-{shape}",
     )
 

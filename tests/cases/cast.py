@@ -11,6 +11,7 @@ def case(shape):
         cfg=CastConfig(torch.float64),
         x=lambda d: d.randn(*shape),
         reference=lambda params, x, cfg: x.to(torch.float64),
+        free=("x",),
         name=f"cast-{shape}",
     )
 

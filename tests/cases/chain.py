@@ -27,7 +27,7 @@ from funcops.testing import Case, Error
 def mlp(dim, hidden):
     return ChainConfig(
         steps=(
-            Step("norm", rms_norm, RMSNormConfig(dim)),
+            Step("norm", rms_norm, RMSNormConfig(dim, eps=0.1)),
             Step("up", linear, LinearConfig(dim, 2 * hidden, bias=False)),
             Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
             Step("down", linear, LinearConfig(hidden, dim)),
@@ -36,7 +36,7 @@ def mlp(dim, hidden):
 
 
 def mlp_reference(params, x, cfg):
-    n = F.rms_norm(x, x.shape[-1:], params["norm"].weight, 1e-6)
+    n = F.rms_norm(x, x.shape[-1:], params["norm"].weight, 0.1)
     gate, up = F.linear(n, params["up"].weight).chunk(2, -1)
     return F.linear(F.silu(gate) * up, params["down"].weight, params["down"].bias)
 

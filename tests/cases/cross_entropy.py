@@ -30,6 +30,7 @@ def case(rows, vocab, ignored=False, **options):
         cfg=CrossEntropyConfig(**options),
         x=x,
         reference=lambda params, x, cfg: loss(*x, cfg),
+        free=() if rows else ("x.0",),
         name=f"cross_entropy-{rows}-{vocab}-{ignored}-{options}",
     )
 

@@ -21,6 +21,7 @@ def case(shape, p, train=True):
         cfg=DropoutConfig(p, train=train),
         x=lambda d: (d.randn(*shape), d.key()),
         reference=reference,
+        free=("x.0",),
         name=f"dropout-{shape}-{p}-{train}",
     )
 

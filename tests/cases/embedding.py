@@ -12,6 +12,8 @@ def case(rows, vocab, dim, padding_idx=None):
         cfg=EmbeddingConfig(vocab, dim, padding_idx=padding_idx),
         x=lambda d: d.integers(0, vocab, *rows),
         reference=lambda params, x, cfg: F.embedding(x, params.weight, cfg.padding_idx),
+        free=("x",),
+        exempt=() if padding_idx is None else ("finite_differences",),  # defined as 0, not the derivative
         name=f"embedding-{rows}-{vocab}-{dim}-{padding_idx}",
     )
 

@@ -11,6 +11,7 @@ def case(shape):
         cfg=ForkConfig(),
         x=lambda d: d.randn(*shape),
         reference=lambda params, x, cfg: (x * 1.0, x * 1.0),
+        free=("x",),
         name=f"fork-{shape}",
     )
 

@@ -11,6 +11,7 @@ def case(shape, factor=-2.5):
         cfg=ScaleConfig(factor),
         x=lambda d: d.randn(*shape),
         reference=lambda params, x, cfg: factor * x,
+        free=("x",),
         name=f"scale-{shape}",
     )
 

@@ -1,0 +1,156 @@
+"""Params trees in safetensors files: one entry a leaf, named by its dotted path.
+
+    save(params, "model.safetensors", metadata={"step": "1000"})
+    params = load("model.safetensors", like=params)
+    read_metadata("model.safetensors")                             # {'step': '1000'}
+
+Leaves that are None have no entry, and stay None. A tensor that stands at two paths is written twice, so that a file can
+be read by path with nothing else known. Needs the safetensors package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.errors import describe, require_type, short
+from funcops.trees import leaves, paths, tree_map_with_path
+
+T = TypeVar("T")
+CODES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+
+
+class CheckpointError(ValueError):
+    """A tree cannot be written, or a file does not hold the tree that was asked for."""
+
+
+def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> None:
+    """Write every tensor of a tree to `path`, whole or not at all: to a file beside it first, which then takes its name.
+
+    Raises `CheckpointError` for leaves that are neither tensors nor None and for paths that occur twice, `TypeError` for
+    metadata that are not strings, `OSError` where the file cannot be written.
+    """
+    safetensors = _safetensors()
+    for key, value in (metadata or {}).items():
+        require_type("save", "metadata", key, str)
+        require_type("save", f"metadata[{key!r}]", value, str)
+    found = _named("save", "tree", tree)
+    entries: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, t in found.items():
+        if t is None:
+            continue
+        kept = t.detach().to("cpu").contiguous()
+        if kept.untyped_storage().data_ptr() in storages:
+            kept = kept.clone()
+        storages.add(kept.untyped_storage().data_ptr())
+        entries[name] = kept
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    try:
+        safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}))
+        _sync(beside)
+        os.replace(beside, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        raise
+    if os.name == "posix":
+        _sync(target.parent)  # the rename itself
+
+
+def load(path: str | os.PathLike[str], like: T) -> T:
+    """The tree in a file, with the structure, dtypes and devices of `like` (meta or fake tensors will do: then on CPU).
+
+    Raises `CheckpointError`, before any tensor is read, that lists every leaf that is missing, extra, of another shape or
+    of another dtype; `FileNotFoundError` where there is no file.
+    """
+    wanted = _named("load", "like", like)
+    with _opened("load", path) as file:
+        there = set(file.keys())
+        wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
+        for name, t in wanted.items():
+            if t is None:
+                continue
+            if name not in there:
+                wrong["missing"].append(f"{name} {describe(t)}")
+                continue
+            entry = file.get_slice(name)
+            shape, code = list(entry.get_shape()), entry.get_dtype()
+            if shape != list(t.shape):
+                wrong["mis-shaped"].append(f"{name} {list(t.shape)}, got {shape}")
+            if CODES.get(code) is not t.dtype:
+                got = short(CODES[code]) if code in CODES else code
+                wrong["mis-typed"].append(f"{name} {short(t.dtype)}, got {got}")
+        wrong["extra"] = sorted(name for name in there if wanted.get(name) is None)
+        said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
+        if said:
+            raise CheckpointError(f"load: {os.fspath(path)} must hold the tree of like, got{said}")
+        return tree_map_with_path(lambda name, t: None if t is None else _read(file, name, t), like)
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The strings that were given to `save`."""
+    with _opened("read_metadata", path) as file:
+        return dict(file.metadata() or {})
+
+
+def _read(file: Any, name: str, like: Tensor) -> Tensor:
+    # Cloned: what comes out of the file may be a view of the mapped file itself.
+    t: Tensor = file.get_tensor(name).clone()
+    return t if type(like).__name__ == "FakeTensor" or like.device.type == "meta" else t.to(like.device)
+
+
+def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
+    found = paths(tree)
+    if len(found) != len(leaves(tree)):
+        raise CheckpointError(f"{where}: {name} must be a tree with one leaf a path, got keys with dots that make two equal")
+    for path, t in found.items():
+        if t is not None and not isinstance(t, Tensor):
+            raise CheckpointError(f"{where}: {name}.{path} must be a tensor or None, got {describe(t)}")
+        if t is not None and not path:
+            raise CheckpointError(f"{where}: {name} must be a tree whose leaves have names, got a bare tensor")
+    return found
+
+
+@contextlib.contextmanager
+def _opened(where: str, path: str | os.PathLike[str]) -> Any:
+    safetensors = _safetensors()
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"{where}: path must be an existing file, got {os.fspath(path)!r}")
+    try:
+        opened = safetensors.safe_open(os.fspath(path), framework="pt", device="cpu")
+    except safetensors.SafetensorError as error:
+        raise CheckpointError(f"{where}: {os.fspath(path)} must be a safetensors file, got {error}") from error
+    with opened as file:
+        yield file
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or a directory's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+        import safetensors.torch
+    except ImportError as error:
+        raise ImportError("funcops.checkpoint needs the safetensors package: pip install funcops[examples]") from error
+    return safetensors

@@ -1,0 +1,147 @@
+"""Mixed precision: 16-bit compute with float32 master weights, loss scaling, and steps that are skipped when not finite.
+
+The recipe, for a model `op` with `cfg`; nothing in it waits for the device:
+
+    params = op.init(cfg, key=key)                                  # float32 master weights
+    state = adamw_init(params, adamw)                               # float32 means
+    main_grads = tree_map(torch.zeros_like, params)                 # float32 accumulators (None leaves stay None)
+
+    compute = cast(params, torch.bfloat16)                          # funcops.trees.cast, once a step
+    for x in microbatches:
+        y, residuals = op.fwd(compute, x, cfg)                      # bfloat16
+        op.bwd(donate(residuals), dy, cfg, into=main_grads)         # bfloat16 products, summed in float32
+    grads, norm = clip_by_global_norm(main_grads, 1.0)
+    ok = all_finite(grads)
+    new_params, new_state = adamw_update(params, grads, state, adamw)
+    params, state = select_step(ok, (new_params, new_state), (params, state))
+
+bfloat16 has the range of float32 and needs no loss scale. float16 does: start the backward from `dy * loss_scale.scale`,
+put `grads = unscale(main_grads, loss_scale)` before the clipping, and end the step with
+`loss_scale = loss_scale_update(loss_scale, ok, scaling)`. When a step is bad, `nonfinite(grads)` says where.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, describe, fail, require, require_type
+from funcops.op import config
+from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
+
+T = TypeVar("T")
+
+
+@config
+class LossScaleConfig:
+    """The scale starts at `initial`, grows by `growth` after `interval` good steps in a row, and is multiplied by
+    `backoff` after a bad one. The defaults are those of torch.amp.GradScaler."""
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+
+    def __post_init__(self) -> None:
+        where = "LossScaleConfig"
+        require(self.initial > 0 and math.isfinite(self.initial), where, "initial", "positive and finite", self.initial)
+        require(self.growth >= 1, where, "growth", "at least 1", self.growth)
+        require(0 < self.backoff <= 1, where, "backoff", "in (0, 1]", self.backoff)
+        require(self.interval >= 1, where, "interval", "at least 1", self.interval)
+
+
+@tree
+class LossScale:
+    scale: Tensor = leaf("[], float32")
+    good_steps: Tensor = leaf("[], int32")
+
+
+def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
+    require_type("loss_scale_init", "cfg", cfg, LossScaleConfig)
+    return LossScale(torch.tensor(cfg.initial, device=device), torch.zeros((), dtype=torch.int32, device=device))
+
+
+def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -> LossScale:
+    """The scale for the next step; `ok` is a 0-d bool, from `all_finite`. No host sync. A scale never grows to infinity.
+
+    >>> scale = loss_scale_init(LossScaleConfig(initial=8.0))
+    >>> loss_scale_update(scale, torch.tensor(False), LossScaleConfig()).scale
+    tensor(4.)
+    """
+    where = "loss_scale_update"
+    require_type(where, "cfg", cfg, LossScaleConfig)
+    require_type(where, "loss_scale", loss_scale, LossScale)
+    check(where, "ok", ok, (), torch.bool)
+    scale, good = loss_scale.scale, loss_scale.good_steps + 1
+    due = good >= cfg.interval
+    grown = scale * cfg.growth
+    grown = torch.where(due & torch.isfinite(grown), grown, scale)
+    return LossScale(
+        torch.where(ok, grown, scale * cfg.backoff),
+        torch.where(ok & ~due, good, torch.zeros_like(good)),
+    )
+
+
+def unscale(grads: T, loss_scale: LossScale) -> T:
+    """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below."""
+    require_type("unscale", "loss_scale", loss_scale, LossScale)
+    by = loss_scale.scale.reciprocal()
+    return tree_map_tensors(lambda g: (g.float() if g.element_size() < 4 else g) * by, grads)
+
+
+def all_finite(grads: Any) -> Tensor:
+    """A 0-d bool tensor: no infinity and no NaN in any floating tensor of the tree. No host sync.
+
+    >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
+    tensor(False)
+    """
+    given = [t for t in tensors(grads) if t.is_floating_point() and t.numel()]
+    with torch.no_grad():
+        if not given:
+            found = tensors(grads)
+            return torch.ones((), dtype=torch.bool, device=found[0].device if found else None)
+        # The largest magnitude carries both infinities and NaN, and cannot overflow as a sum of squares can.
+        device = given[0].device
+        if all([t.device == device for t in given]):
+            largest = list(torch._foreach_norm(given, float("inf")))
+        else:
+            largest = [torch.linalg.vector_norm(t, float("inf")).to(device) for t in given]
+        return torch.isfinite(torch.stack(largest)).all()
+
+
+def nonfinite(grads: Any) -> str | None:
+    """The dotted path of the first leaf that holds an infinity or a NaN, or None. Waits for the device.
+
+    >>> nonfinite({"a": torch.ones(2), "b": (torch.tensor(float("nan")),)})
+    'b.0'
+    """
+    if bool(all_finite(grads)):
+        return None
+    return next(path for path, t in paths(grads).items() if isinstance(t, Tensor) and not bool(torch.isfinite(t).all()))
+
+
+def select_step(ok: Tensor, new: T, old: T) -> T:
+    """`new` where the 0-d bool `ok` holds, else `old`: trees of params and state, leaf by leaf, without a host sync.
+
+    >>> select_step(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+    {'w': tensor([0., 0.])}
+    """
+    where = "select_step"
+    check(where, "ok", ok, (), torch.bool)
+    if not same_structure(new, old):
+        a, b = paths(new), paths(old)
+        apart = [path for path in (*a, *b) if path not in a or path not in b]
+        fail(where, "new", "a tree like old", f"one that differs at {', '.join(apart) or 'its containers'}")
+    if not torch.compiler.is_compiling():
+        before = paths(old)
+        for path, a in paths(new).items():
+            b = before[path]
+            if isinstance(a, Tensor) != isinstance(b, Tensor):
+                fail(where, f"new.{path}", describe(b), describe(a), TypeError)
+            if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape != b.shape or a.dtype is not b.dtype):
+                fail(where, f"new.{path}", describe(b), describe(a))
+    with torch.no_grad():
+        return tree_map(lambda a, b: a if a is b or not isinstance(a, Tensor) else torch.where(ok, a, b), new, old)

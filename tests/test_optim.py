@@ -1,0 +1,351 @@
+"""Optimisers against torch.optim, bit for bit where the same fused op runs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcops import optim
+from funcops.errors import GradModeError
+from funcops.optim import (
+    AdamWConfig,
+    AdamWState,
+    SGDConfig,
+    adamw_init,
+    adamw_update,
+    clip_by_global_norm,
+    decay_mask,
+    global_norm,
+    sgd_init,
+    sgd_update,
+    warmup_cosine,
+)
+from funcops.trees import leaf, leaves, nothing_like, paths, tensors, tree, tree_map, tree_map_tensors
+
+
+@tree
+class Layer:
+    weight: Tensor = leaf("[O, I]")
+    bias: Tensor | None = leaf("[O]")
+
+
+def model(dtype=torch.float32, seed=0):
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=g, dtype=torch.float32).to(dtype)
+
+    return {
+        "norm": Layer(draw(3), None),
+        "blocks": ({"up": Layer(draw(5, 3), draw(5))}, {"up": Layer(draw(5, 3), None)}),
+        "head": Layer(draw(7, 5), draw(7)),
+        "empty": draw(0, 3),
+    }
+
+
+def gradients(params, seed, dtype=None):
+    g = torch.Generator().manual_seed(1000 + seed)
+    return tree_map_tensors(lambda p: torch.randn(p.shape, generator=g).to(dtype or p.dtype), params)
+
+
+def equal(a, b):
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x is y for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+def close(a, b, tol=2e-6):
+    for x, y in zip(tensors(a), tensors(b), strict=True):
+        torch.testing.assert_close(x, y, rtol=tol, atol=tol)
+
+
+ADAMW = AdamWConfig(lr=0.01, weight_decay=0.1)
+SGDS = [
+    SGDConfig(lr=0.01),
+    SGDConfig(lr=0.01, momentum=0.9, weight_decay=0.1),
+    SGDConfig(lr=0.01, momentum=0.9, nesterov=True, weight_decay=0.1),
+]
+OPTIMISERS = [(adamw_init, adamw_update, ADAMW), *[(sgd_init, sgd_update, cfg) for cfg in SGDS]]
+
+
+def torch_optimiser(ps, cfg):
+    if isinstance(cfg, AdamWConfig):
+        return torch.optim.AdamW(ps, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
+    return torch.optim.SGD(
+        ps, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, weight_decay=cfg.weight_decay, fused=True
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_twenty_steps_are_those_of_torch(init, update, cfg, in_place, dtype):
+    params = model(dtype)
+    ps = [torch.nn.Parameter(p.clone()) for p in tensors(params)]
+    theirs = torch_optimiser(ps, cfg)
+    state = init(params, cfg)
+    for step in range(20):
+        grads = gradients(params, step)
+        for i, (p, g) in enumerate(zip(ps, tensors(grads), strict=True)):
+            p.grad = None if i == 1 and step % 3 == 1 else g.clone()  # one gradient is absent now and then
+        if step % 3 == 1:
+            grads = missing(grads, 1)
+        params, state = update(params, grads, state, cfg, in_place=in_place)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(params), ps, strict=True))
+
+
+def missing(grads, index):
+    """Without the gradient of the index-th tensor."""
+    count = iter(range(100))
+    return tree_map(lambda g: g if g is None or next(count) != index else None, grads)
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_pure_leaves_its_arguments_alone_and_in_place_does_not(init, update, cfg):
+    params = model()
+    state, grads = init(params, cfg), gradients(params, 0)
+    before = copy.deepcopy((params, grads, state))
+    new_params, new_state = update(params, grads, state, cfg)
+    assert equal((params, grads, state), before)
+    assert not equal(new_params, params)
+    again = update(params, grads, state, cfg)
+    assert equal((new_params, new_state), again)
+    held = [*leaves(params), *leaves(state)]
+    done = update(params, grads, state, cfg, in_place=True)
+    assert done[0] is params and done[1] is state
+    assert all(a is b for a, b in zip(held, [*leaves(params), *leaves(state)], strict=True))
+    assert equal(done, again) and equal(grads, before[1])
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_bfloat16_gradients_of_float32_master_weights(init, update, cfg):
+    params = model()
+    state, grads = init(params, cfg), gradients(params, 0, torch.bfloat16)
+    wide = tree_map_tensors(lambda g: g.float(), grads)
+    assert equal(update(params, grads, state, cfg), update(params, wide, state, cfg))
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_strides_do_not_matter(init, update, cfg):
+    params = {"a": torch.randn(4, 3), "b": torch.randn(2, 5)}
+    grads = {"a": torch.randn(4, 3), "b": torch.randn(2, 5)}
+    turned = tree_map(lambda g: g.t().contiguous().t(), grads)
+    expected = update(params, grads, init(params, cfg), cfg)
+    assert equal(update(params, turned, init(params, cfg), cfg), expected)
+    sliced = tree_map(lambda p: torch.cat([p, p], 1)[:, : p.shape[1]], params)
+    close(update(sliced, turned, init(sliced, cfg), cfg), expected)
+    turned_params = tree_map(lambda p: p.t().contiguous().t(), params)
+    close(update(turned_params, grads, init(turned_params, cfg), cfg, in_place=True), expected)
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiles_whole(init, update, cfg, in_place):
+    params = model()
+    mask = decay_mask(params)
+
+    def step(params, grads, state, lr):
+        grads, norm = clip_by_global_norm(grads, 1.0)
+        return *update(params, grads, state, cfg, lr=lr, decay=mask, in_place=in_place), norm
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    state = init(params, cfg)
+    ours, theirs = copy.deepcopy((params, state)), (params, state)
+    for i in range(3):
+        grads, lr = missing(gradients(params, i), 1), torch.tensor(0.01 * (i + 1))
+        *ours, norm = step(ours[0], grads, ours[1], lr)
+        *theirs, norm2 = compiled(theirs[0], grads, theirs[1], lr)
+        close(ours, theirs)
+        close(norm, norm2)
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_decay_only_where_the_mask_says(init, update, cfg):
+    params = model()
+    mask = decay_mask(params)
+    assert {k for k, v in paths(mask).items() if not v} == {
+        "norm.weight", "norm.bias", "blocks.0.up.bias", "blocks.1.up.bias", "head.bias",
+    }  # fmt: skip
+    ps = dict(zip([k for k, p in paths(params).items() if p is not None], tensors(params), strict=True))
+    ps = {k: torch.nn.Parameter(p.clone()) for k, p in ps.items()}
+    flags = paths(mask)
+    theirs = torch_optimiser(
+        [
+            {"params": [p for k, p in ps.items() if flags[k]]},
+            {"params": [p for k, p in ps.items() if not flags[k]], "weight_decay": 0.0},
+        ],
+        cfg,
+    )
+    state = init(params, cfg)
+    for step in range(3):
+        grads = gradients(params, step)
+        for p, g in zip(ps.values(), tensors(grads), strict=True):
+            p.grad = g
+        theirs.step()
+        params, state = update(params, grads, state, cfg, decay=mask)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(params), ps.values(), strict=True))
+
+
+def test_lr_overrides_as_a_number_or_a_tensor():
+    params = model()
+    state, grads = adamw_init(params, ADAMW), gradients(params, 0)
+    expected = adamw_update(params, grads, state, AdamWConfig(lr=0.25, weight_decay=0.1))
+    assert equal(adamw_update(params, grads, state, ADAMW, lr=0.25), expected)
+    assert equal(adamw_update(params, grads, state, ADAMW, lr=torch.tensor(0.25)), expected)
+
+
+def test_absent_gradients_skip_the_leaf():
+    params = model()
+    state = adamw_init(params, ADAMW)
+    grads = nothing_like(params)
+    new, new_state = adamw_update(params, grads, state, ADAMW)
+    assert all(a is b for a, b in zip(leaves(new), leaves(params), strict=True))
+    assert equal(new_state, state)
+    new, new_state = adamw_update(params, missing(gradients(params, 0), 1), state, ADAMW)
+    assert new_state.step.tolist() == [1.0, 0.0, *[1.0] * (len(tensors(params)) - 2)]
+
+
+def test_leaves_of_autograd():
+    params = {"w": torch.ones(3, requires_grad=True)}
+    grads = {"w": torch.ones(3)}
+    state = adamw_init(params, ADAMW)
+    with pytest.raises(GradModeError, match="adamw_update: params must be tensors that do not require grad"):
+        adamw_update(params, grads, state, ADAMW)
+    adamw_update(params, grads, state, ADAMW, in_place=True)
+    assert params["w"].requires_grad and params["w"].is_leaf
+    assert not state.exp_avg["w"].requires_grad
+
+
+def test_a_bare_tensor_is_a_tree():
+    p, state = adamw_update(torch.ones(2), torch.ones(2), adamw_init(torch.ones(2), ADAMW), ADAMW)
+    assert p.shape == (2,) and state.exp_avg.shape == (2,)
+
+
+def test_state_pickles():
+    params = model()
+    _, state = adamw_update(params, gradients(params, 0), adamw_init(params, ADAMW), ADAMW)
+    assert equal(pickle.loads(pickle.dumps(state)), state)
+
+
+def test_a_written_reader_reads_as_the_tree_library_and_knows_other_trees():
+    params = model()
+    read = optim._written_reader(params)
+    assert read is not None
+    assert all(a is b for a, b in zip(read(params), leaves(params), strict=True))
+    others = [
+        {**params, "more": torch.ones(1)},
+        {**params, "head": {"weight": torch.ones(1), "bias": None}},
+        {**params, "empty": (torch.ones(1),)},
+        {**params, "empty": 3},
+        {**params, "blocks": list(params["blocks"])},
+        {**params, "blocks": params["blocks"][:1]},
+        {k: v for k, v in params.items() if k != "head"},
+        torch.ones(2),
+        None,
+    ]
+    assert [read(other) for other in others] == [None] * len(others)
+    assert optim._written_reader({3: torch.ones(1)}) is None
+
+
+def _bad(**changes):
+    params = model()
+    arguments = {"params": params, "grads": gradients(params, 0), "state": adamw_init(params, ADAMW), "cfg": ADAMW}
+    arguments |= {k: v(arguments) for k, v in changes.items()}
+    return lambda: adamw_update(**arguments)
+
+
+def _without(tree, key):
+    return {k: v for k, v in tree.items() if k != key}
+
+
+ERRORS = [
+    (_bad(grads=lambda a: _without(a["grads"], "head")), ValueError,
+     "adamw_update: grads must be a tree like params, got one without head.weight, head.bias"),
+    (_bad(grads=lambda a: {**a["grads"], "tail": torch.ones(2)}), ValueError, "got one with also tail"),
+    (_bad(grads=lambda a: {**a["grads"], "blocks": list(a["grads"]["blocks"])}), ValueError, "other containers"),
+    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(3)}), ValueError,
+     "adamw_update: grads.empty must be [0, 3], got [3]"),
+    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, dtype=torch.int64)}), TypeError,
+     "grads.empty must be a float tensor, got int64[0, 3]"),
+    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, dtype=torch.float64)}), TypeError,
+     "grads.empty must be float32 or a narrower dtype, got float64"),
+    (_bad(grads=lambda a: {**a["grads"], "empty": 3.0}), TypeError, "grads.empty must be a float tensor, got 3.0"),
+    (_bad(grads=lambda a: {**a["grads"], "empty": torch.ones(0, 3, device="meta")}), ValueError,
+     "grads.empty must be on device cpu, got meta"),
+    (_bad(grads=lambda a: {**a["grads"], "norm": Layer(torch.ones(3), torch.ones(3))}), TypeError,
+     "grads.norm.bias must be None, as params.norm.bias is no tensor, got float32[3]"),
+    (_bad(state=lambda a: adamw_init(_without(a["params"], "head"), ADAMW)), ValueError,
+     "state.exp_avg must be a tree like params, got one without head.weight"),
+    (_bad(state=lambda a: adamw_init({**a["params"], "empty": torch.ones(1)}, ADAMW)), ValueError,
+     "state.exp_avg.empty must be [0, 3], got [1]"),
+    (_bad(state=lambda a: adamw_init({**a["params"], "empty": torch.ones(0, 3).double()}, ADAMW)), TypeError,
+     "state.exp_avg.empty must be float32, got float64"),
+    (_bad(state=lambda a: AdamWState(torch.zeros(()), a["state"].exp_avg, a["state"].exp_avg_sq)), ValueError,
+     "state.step must be float32[7], got float32[]"),
+    (_bad(state=lambda a: None), TypeError, "state must be AdamWState, got None"),
+    (_bad(cfg=lambda a: SGDConfig()), TypeError, "cfg must be AdamWConfig, got SGDConfig"),
+    (_bad(lr=lambda a: "1"), TypeError, "lr must be float or int, got '1'"),
+    (_bad(lr=lambda a: torch.ones(2)), ValueError, "lr must be a number or a float tensor of one element, got float32[2]"),
+    (_bad(decay=lambda a: _without(decay_mask(a["params"]), "head")), ValueError,
+     "decay must be a tree like params, got one without head.weight"),
+    (_bad(decay=lambda a: a["params"]), TypeError, "decay must be a tree of bools"),
+    (lambda: adamw_init({"n": torch.ones(2, dtype=torch.int64)}, ADAMW), TypeError,
+     "adamw_init: params.n must be a float tensor or None, got int64[2]"),
+    (lambda: sgd_init((w := torch.ones(2), w), SGDConfig()), ValueError,
+     "sgd_init: params.1 must be a tensor of its own, got the tensor at 0"),
+    (lambda: AdamWConfig(lr=-1.0), ValueError, "AdamWConfig: lr must be finite and not negative, got -1.0"),
+    (lambda: AdamWConfig(betas=(0.9, 1.0)), ValueError, "AdamWConfig: betas must be a pair of numbers in [0, 1)"),
+    (lambda: AdamWConfig(eps="x"), TypeError, "AdamWConfig: eps must be float or int, got 'x'"),
+    (lambda: SGDConfig(nesterov=True), ValueError, "SGDConfig: momentum must be positive for nesterov, got 0.0"),
+    (lambda: decay_mask(model(), ("*.gamma",)), ValueError, "exclude must be globs that match paths among"),
+    (lambda: decay_mask(model(), "*norm*"), TypeError, "exclude must be a sequence of globs, got '*norm*'"),
+    (lambda: clip_by_global_norm(model(), -1.0), ValueError, "max_norm must be finite and not negative, got -1.0"),
+    (lambda: global_norm({"a": torch.ones(2, dtype=torch.int32)}), TypeError, "global_norm: a must be a float tensor"),
+    (lambda: warmup_cosine(0, peak=1.0, warmup=5, total=4), ValueError, "warmup must be from 0 to total (4), got 5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), ERRORS, ids=[e[2][:50] for e in ERRORS])
+def test_errors(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("max_norm", [1.0, 1e6])
+def test_clipping_is_that_of_torch(dtype, max_norm):
+    grads = model(dtype)
+    ps = [torch.nn.Parameter(torch.zeros_like(g)) for g in tensors(grads)]
+    for p, g in zip(ps, tensors(grads), strict=True):
+        p.grad = g.clone()
+    norm = torch.nn.utils.clip_grad_norm_(ps, max_norm)
+    before = copy.deepcopy(grads)
+    clipped, ours = clip_by_global_norm(grads, max_norm)
+    assert equal(grads, before)
+    tol = 1e-2 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(ours, norm.to(ours.dtype), rtol=tol, atol=tol)
+    close(clipped, [p.grad for p in ps], tol)
+    same, again = clip_by_global_norm(grads, max_norm, in_place=True)
+    assert same is grads and equal(grads, clipped) and torch.equal(again, ours)
+
+
+def test_norm_of_nothing():
+    assert global_norm({"a": None}).item() == 0
+    grads, norm = clip_by_global_norm({"a": None}, 1.0)
+    assert grads == {"a": None} and norm.item() == 0
+    assert global_norm((torch.ones(4), torch.ones(5).double())).dtype is torch.float64
+
+
+@pytest.mark.parametrize("warmup", [0, 3, 10])
+def test_schedule_as_numbers_and_tensors(warmup):
+    kw = {"peak": 0.5, "warmup": warmup, "total": 10, "final": 0.1}
+    numbers = [warmup_cosine(s, **kw) for s in range(13)]
+    ours = warmup_cosine(torch.arange(13), **kw)
+    torch.testing.assert_close(ours, torch.tensor(numbers))
+    assert numbers[10:] == [0.1] * 3 and max(numbers) == 0.5
+    if warmup:
+        assert numbers[0] == pytest.approx(0.5 / warmup) and numbers[warmup - 1] == 0.5
+    assert numbers[warmup:] == sorted(numbers[warmup:], reverse=True)
