@@ -59,13 +59,17 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
         entries[name] = kept
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
     try:
         safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}))
         _sync(beside)
         os.replace(beside, target)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             beside.unlink()
+        if isinstance(error, safetensors.SafetensorError):
+            raise OSError(f"save: {os.fspath(path)!r} could not be written: {error}") from error
         raise
     if os.name == "posix":
         _sync(target.parent)  # the rename itself

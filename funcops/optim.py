@@ -33,7 +33,7 @@ from torch import Tensor
 from funcops.backend import tracing, wide
 from funcops.errors import GradModeError, describe, fail, require, require_type, short
 from funcops.op import config
-from funcops.trees import leaf, leaves, paths, same_structure, tree, tree_map, tree_map_with_path
+from funcops.trees import leaf, leaves, paths, same_structure, tree, tree_map, tree_map_with_path, with_leaves
 
 T = TypeVar("T")
 FLOATS = frozenset((torch.float64, torch.float32, torch.bfloat16, torch.float16))
@@ -470,8 +470,9 @@ def _changed(trees: tuple[Any, ...], rows: list[Sequence[Tensor]]) -> list[tuple
 
 def _rebuilt(tree: T, places: Sequence[Any], values: Sequence[Any]) -> T:
     """The tree with `values`, in order, at the leaves where `places` is not None."""
-    present, new = iter(places), iter(values)
-    return tree_map(lambda old: old if next(present) is None else next(new), tree)
+    new = iter(values)
+    old = leaves(tree)
+    return with_leaves(tree, [a if place is None else next(new) for a, place in zip(old, places, strict=True)])
 
 
 def _lists(where: str, trees: tuple[Any, ...], names: tuple[str, ...]) -> list[list[Any]]:

@@ -155,6 +155,15 @@ def structure(tree: Any) -> Any:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
+def with_leaves(tree: T, values: Iterable[Any]) -> T:
+    """A tree of the same structure with other leaves, in the order of `leaves`.
+
+    >>> with_leaves({"a": (1, None)}, [3, 4])
+    {'a': (3, 4)}
+    """
+    return optree.tree_unflatten(structure(tree), values)  # type: ignore[return-value]
+
+
 def nbytes(tree: Any) -> int:
     """Bytes of the distinct storages behind the tree's tensors: an alias counts once."""
     storages = {}

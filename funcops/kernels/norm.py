@@ -51,15 +51,15 @@ def rms_norm_bwd(
 
     LayerNorm's backward about a mean of zero computes both in one pass, less rstd * mean(g), which is added back.
     """
-    dtype, size = wide(x.dtype), x.shape[-1]
+    narrow, dtype, size = x.dtype, rstd.dtype, x.shape[-1]
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
-    dy = _to(dy, dtype)
-    d_x, d_w, _ = _backward(
-        dy, _to(x, dtype), [size], torch.zeros_like(rstd), rstd, scale, None, [dx, dw, False]
-    )
+    if narrow is not dtype:
+        dy, x = dy.to(dtype), x.to(dtype)
+    zero = torch.zeros_like(rstd)
+    d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
     if dx:
-        d_x = _to(d_x.addcmul_(torch.matmul(dy, scale).unsqueeze(-1), rstd, value=1.0 / size), x.dtype)
-    return d_x if dx else None, d_w.unsqueeze(0) if dw else None
+        d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
+    return _to(d_x, narrow) if dx else None, d_w.unsqueeze(0) if dw else None
 
 
 @kernel()

@@ -1,0 +1,47 @@
+"""One step against an independent plain PyTorch version of the model, in float64."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.trees import paths
+from lm.step import Settings, loss_and_grads
+
+
+def plain_name(path: str) -> str:
+    """The plain model's name for a path of ours."""
+    return path.replace(".qkv.", ".").replace(".proj.", ".")
+
+
+def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, args: Any) -> tuple[float, str]:
+    """The largest error of the loss and of any gradient, relative to that tensor's largest value, and where it is."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    from plain_llama import PlainLlama
+
+    sizes = args.sizes
+    plain = PlainLlama(
+        dim=sizes.dim,
+        n_layers=sizes.layers,
+        n_heads=sizes.heads,
+        n_kv_heads=sizes.kv_heads,
+        hidden=sizes.hidden,
+        context=args.context,
+        tied=sizes.tied,
+    ).to(torch.float64)
+    ours = {plain_name(path): t for path, t in paths(params).items() if t is not None}
+    plain.load_state_dict(ours)
+    want = plain(x, labels)
+    want.backward()
+    loss, grads = loss_and_grads(params, x, labels, s)
+    worst = float((loss - want.detach()).abs() / want.detach().abs()), "loss"
+    gradients = {plain_name(path): g for path, g in paths(grads).items() if g is not None}
+    for name, parameter in plain.named_parameters():
+        assert parameter.grad is not None
+        error = float((gradients[name] - parameter.grad).abs().max() / parameter.grad.abs().max())
+        worst = max(worst, (error, name))
+    return worst

@@ -1,0 +1,148 @@
+"""The decoder as data: a chain of steps, and its params.
+
+    embed -> n_layers x [ x + attention(norm(x)), x + swiglu(norm(x)) ] -> norm -> head -> cross entropy
+
+Two extras come from the caller: positions [T] for the rotary embedding, labels [B, T] for the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import (
+    AttentionConfig,
+    ChainConfig,
+    CrossEntropyConfig,
+    EmbeddingConfig,
+    GLUConfig,
+    LinearConfig,
+    ParallelConfig,
+    RepeatConfig,
+    ReshapeConfig,
+    RMSNormConfig,
+    RopeConfig,
+    SkipConfig,
+    Step,
+    attention,
+    chain,
+    cross_entropy,
+    embedding,
+    glu,
+    linear,
+    parallel,
+    random,
+    repeat,
+    reshape,
+    rms_norm,
+    rope,
+    skip,
+)
+from funcops.trees import tree_map_with_path
+
+VOCAB = 256
+
+
+@dataclass(frozen=True)
+class Sizes:
+    dim: int = 192
+    layers: int = 4
+    heads: int = 3
+    kv_heads: int = 1
+    hidden: int = 512
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if value < 1 and name != "tied":
+                raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise ValueError(f"--dim: expected an even multiple of --heads {self.heads}, got {self.dim}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"--kv-heads: expected a divisor of --heads {self.heads}, got {self.kv_heads}")
+
+
+def _projection(dim: int, heads: int, size: int, turned: bool) -> ChainConfig:
+    steps = (
+        Step("proj", linear, LinearConfig(dim, heads * size, bias=False)),
+        Step("heads", reshape, ReshapeConfig((heads * size,), (heads, size))),
+        Step("rope", rope, RopeConfig(size), takes=("positions",)),
+    )
+    return ChainConfig(steps=steps if turned else steps[:2], extras=("positions",) if turned else ())
+
+
+def block(sizes: Sizes) -> ChainConfig:
+    dim, size = sizes.dim, sizes.dim // sizes.heads
+    qkv = ParallelConfig(
+        branches=(
+            Step("q", chain, _projection(dim, sizes.heads, size, turned=True)),
+            Step("k", chain, _projection(dim, sizes.kv_heads, size, turned=True)),
+            Step("v", chain, _projection(dim, sizes.kv_heads, size, turned=False)),
+        )
+    )
+    attn = ChainConfig(
+        steps=(
+            Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)),
+            Step("qkv", parallel, qkv),
+            Step("mix", attention, AttentionConfig(causal=True)),
+            Step("merge", reshape, ReshapeConfig((sizes.heads, size), (dim,))),
+            Step("out", linear, LinearConfig(dim, dim, bias=False)),
+        ),
+        extras=("positions",),
+    )
+    mlp = ChainConfig(
+        steps=(
+            Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)),
+            Step("up", linear, LinearConfig(dim, 2 * sizes.hidden, bias=False)),
+            Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
+            Step("down", linear, LinearConfig(sizes.hidden, dim, bias=False)),
+        )
+    )
+    steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
+    return ChainConfig(steps=steps, extras=("positions",))
+
+
+def body(sizes: Sizes) -> tuple[Step, ...]:
+    return (
+        Step("embed", embedding, EmbeddingConfig(VOCAB, sizes.dim)),
+        Step("blocks", repeat, RepeatConfig(chain, block(sizes), sizes.layers)),
+        Step("norm", rms_norm, RMSNormConfig(sizes.dim, eps=1e-5)),
+        Step("head", linear, LinearConfig(sizes.dim, VOCAB, bias=False)),
+    )
+
+
+def ties(sizes: Sizes) -> dict[str, str]:
+    return {"head.weight": "embed.weight"} if sizes.tied else {}
+
+
+def predictor(sizes: Sizes) -> ChainConfig:
+    """Bytes [B, T] to logits [B, T, 256]."""
+    return ChainConfig(steps=body(sizes), extras=("positions",), ties=ties(sizes))
+
+
+def model(sizes: Sizes) -> ChainConfig:
+    """Bytes [B, T] and labels [B, T] to the mean loss, in nats per byte."""
+    loss = Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))
+    return ChainConfig(steps=(*body(sizes), loss), extras=("positions", "labels"), ties=ties(sizes))
+
+
+def init(sizes: Sizes, *, seed: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:
+    """Matrices normal with variance 1/fan_in, those that write into the stream divided by sqrt(2 layers) besides."""
+    params = chain.init(model(sizes), key=random.key(seed), dtype=dtype, device="cpu")
+    into_stream = (2 * sizes.layers) ** -0.5
+
+    def draw(path: str, t: Tensor | None) -> Tensor | None:
+        if t is None or t.dim() < 2:
+            return None if t is None else t.to(device)
+        std = t.shape[1] ** -0.5
+        if path == "embed.weight":
+            std = std if sizes.tied else 0.5
+        elif path.endswith(("out.weight", "down.weight")):
+            std *= into_stream
+        key = random.fold_in(random.key(seed + 1), random.path_id(path))
+        return random.normal(key, tuple(t.shape), std=std, dtype=dtype).to(device)
+
+    return tree_map_with_path(draw, params)

@@ -1,0 +1,65 @@
+"""One training step as a pure function of params, optimiser state and a batch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops import ChainConfig, WithExtras, chain_bwd, chain_dgrad, chain_fwd, chain_wgrad, donate
+from funcops.needs import Needs
+from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
+from funcops.trees import cast
+
+NEEDS = Needs(x=False)
+
+
+class Settings(NamedTuple):
+    """All that is static in a step."""
+
+    model: ChainConfig
+    optimiser: AdamWConfig
+    decay: Any
+    clip: float
+    dtype: torch.dtype
+    delay_wgrad: bool
+    in_place: bool
+
+
+def inputs(x: Tensor, labels: Tensor) -> WithExtras:
+    positions = torch.arange(x.shape[1], device=x.device)
+    return WithExtras(x, {"positions": positions, "labels": labels})
+
+
+def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings) -> tuple[Tensor, Any]:
+    """The loss, and the gradient of every parameter in the parameter's own dtype."""
+    loss, residuals = chain_fwd(cast(params, s.dtype), inputs(x, labels), s.model, needs=NEEDS)
+    dloss = torch.ones_like(loss)
+    if s.delay_wgrad:
+        _, pending = chain_dgrad(donate(residuals), dloss, s.model)
+        grads = chain_wgrad(donate(pending), s.model)
+    else:
+        grads, _ = chain_bwd(donate(residuals), dloss, s.model)
+    return loss, cast(grads, torch.float64 if s.dtype is torch.float64 else torch.float32)
+
+
+def train_step(
+    params: Any, state: AdamWState, x: Tensor, labels: Tensor, lr: Any, s: Settings
+) -> tuple[Any, AdamWState, Tensor, Tensor]:
+    """New params and state, the loss, and the norm of the gradients before clipping."""
+    loss, grads = loss_and_grads(params, x, labels, s)
+    grads, norm = clip_by_global_norm(grads, s.clip, in_place=s.in_place)
+    params, state = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay, in_place=s.in_place)
+    return params, state, loss, norm
+
+
+def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int) -> float:
+    """The mean loss over windows, without residuals."""
+    compute = cast(params, s.dtype)
+    total = 0.0
+    for i in range(0, len(x), batch):
+        part = inputs(x[i : i + batch], labels[i : i + batch])
+        loss, _ = chain_fwd(compute, part, s.model, needs=Needs.NONE)
+        total += float(loss) * len(part.main)
+    return total / len(x)

@@ -1,0 +1,129 @@
+"""Checkpoints: what comes back, what is refused, and that nothing is written by halves."""
+
+from __future__ import annotations
+
+import builtins
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcops.checkpoint import CheckpointError, load, read_metadata, save
+from funcops.optim import AdamWConfig, adamw_init
+from funcops.trees import leaf, paths, same_structure, tree
+
+pytest.importorskip("safetensors")
+
+
+@tree
+class Layer:
+    weight: Tensor = leaf("[O, I]")
+    bias: Tensor | None = leaf("[O]")
+
+
+def model():
+    shared = torch.randn(4, 3)
+    return {
+        "embed": shared,
+        "blocks": (Layer(torch.randn(3, 4).t(), None), Layer(torch.randn(2, 2).bfloat16(), torch.zeros(0))),
+        "head": shared,
+        "view": shared[1:],
+        "part": torch.randn(10, 10)[2:4, 3:5],
+        "counts": {"steps": torch.tensor(7), "flags": torch.tensor([True, False])},
+        "grad": torch.ones(2, dtype=torch.float64, requires_grad=True),
+    }
+
+
+def same(a, b):
+    assert same_structure(a, b)
+    other = paths(b)
+    for path, t in paths(a).items():
+        assert other[path] is None if t is None else (torch.equal(t, other[path]) and t.dtype is other[path].dtype), path
+
+
+def test_round_trip(tmp_path):
+    params = model()
+    save(params, tmp_path / "a.safetensors", metadata={"step": "10", "note": "a b"})
+    back = load(tmp_path / "a.safetensors", params)
+    same(params, back)
+    assert not back["grad"].requires_grad
+    assert back["embed"].untyped_storage().data_ptr() != back["head"].untyped_storage().data_ptr()
+    assert read_metadata(tmp_path / "a.safetensors") == {"step": "10", "note": "a b"}
+    back["embed"].add_(1)  # its own memory
+    same(params, load(str(tmp_path / "a.safetensors"), params))
+    assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_into_a_tree_on_meta_and_a_state(tmp_path):
+    params = {"a": torch.randn(2, 3), "b": None}
+    state = adamw_init(params, AdamWConfig())
+    save((params, state), tmp_path / "s", metadata=None)
+    with torch.device("meta"):
+        like = {"a": torch.empty(2, 3), "b": None}
+        like_state = adamw_init(like, AdamWConfig())
+    same((params, state), load(tmp_path / "s", (like, like_state)))
+    assert read_metadata(tmp_path / "s") == {}
+
+
+def test_every_fault_is_listed_at_once(tmp_path):
+    save({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(4), "x": torch.ones(1), "n": torch.ones(1)}, tmp_path / "f")
+    like = {"a": torch.ones(2), "b": torch.ones(3, 1), "c": torch.ones(4).bfloat16(), "m": torch.ones(5), "n": None}
+    with pytest.raises(CheckpointError) as caught:
+        load(tmp_path / "f", like)
+    assert str(caught.value) == (
+        f"load: {tmp_path / 'f'} must hold the tree of like, got\n"
+        "  missing: m float32[5]\n"
+        "  extra: n; x\n"
+        "  mis-shaped: b [3, 1], got [3]\n"
+        "  mis-typed: c bfloat16, got float32"
+    )
+
+
+def test_a_failed_save_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    save({"a": torch.ones(2)}, path)
+
+    def broken(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.fsync", broken)
+    with pytest.raises(OSError, match="disk full"):
+        save({"a": torch.zeros(2)}, path)
+    monkeypatch.undo()
+    assert torch.equal(load(path, {"a": torch.empty(2)})["a"], torch.ones(2))
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_errors(tmp_path):
+    path = tmp_path / "f"
+    with pytest.raises(CheckpointError, match="save: tree.a must be a tensor or None, got 3"):
+        save({"a": 3}, path)
+    with pytest.raises(CheckpointError, match="one leaf a path, got keys with dots"):
+        save({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, path)
+    with pytest.raises(CheckpointError, match="leaves have names, got a bare tensor"):
+        save(torch.ones(1), path)
+    with pytest.raises(TypeError, match=r"save: metadata\['step'\] must be str, got 3"):
+        save({"a": torch.ones(1)}, path, metadata={"step": 3})
+    with pytest.raises(FileNotFoundError, match="load: path must be an existing file"):
+        load(path, {})
+    with pytest.raises(FileNotFoundError):
+        save({"a": torch.ones(1)}, tmp_path / "nowhere" / "f")
+    path.write_bytes(b"no tensors here")
+    with pytest.raises(CheckpointError, match="must be a safetensors file, got"):
+        load(path, {})
+    with pytest.raises(CheckpointError, match="read_metadata: .* must be a safetensors file"):
+        read_metadata(path)
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+
+
+def test_without_safetensors(tmp_path, monkeypatch):
+    real = builtins.__import__
+
+    def missing(name, *args, **kwargs):
+        if name.startswith("safetensors"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ImportError, match=r"pip install funcops\[examples\]"):
+        save({"a": torch.ones(1)}, tmp_path / "f")

@@ -1,0 +1,98 @@
+"""Loss scaling against torch's, non-finite detection, skipped steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from funcops.optim import AdamWConfig, adamw_init, adamw_update
+from funcops.precision import (
+    LossScale,
+    LossScaleConfig,
+    all_finite,
+    loss_scale_init,
+    loss_scale_update,
+    nonfinite,
+    select_step,
+    unscale,
+)
+from funcops.trees import leaves
+
+
+@pytest.mark.parametrize("initial", [8.0, 1e38])
+def test_loss_scale_is_that_of_torch(initial):
+    cfg = LossScaleConfig(initial=initial, growth=2.0, backoff=0.5, interval=3)
+    ours = loss_scale_init(cfg)
+    scale, tracker = torch.tensor(initial), torch.zeros((), dtype=torch.int32)
+    for ok in [True] * 7 + [False, False] + [True] * 9:
+        before = (ours.scale.clone(), ours.good_steps.clone())
+        new = loss_scale_update(ours, torch.tensor(ok), cfg)
+        assert torch.equal(ours.scale, before[0]) and torch.equal(ours.good_steps, before[1])
+        ours = new
+        torch._amp_update_scale_(scale, tracker, torch.tensor(0.0 if ok else 1.0), 2.0, 0.5, 3)
+        assert ours.scale.item() == scale.item() and ours.good_steps.item() == tracker.item()
+        assert ours.scale.dtype is torch.float32 and ours.good_steps.dtype is torch.int32
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_nonfinite_names_the_first_bad_path(bad, dtype):
+    big = torch.finfo(dtype).max  # its square overflows
+    grads = {"a": torch.full((3,), big, dtype=dtype), "b": (None, torch.tensor([1, 2])), "c": torch.zeros(0), "d": torch.ones(2)}
+    assert all_finite(grads).item() is True and nonfinite(grads) is None
+    grads["b"] = (torch.tensor([1.0, bad], dtype=dtype), None)
+    grads["d"] = torch.tensor(bad)
+    assert all_finite(grads).item() is False and nonfinite(grads) == "b.0"
+
+
+def test_nothing_is_finite():
+    for nothing in ({}, {"a": None}, {"a": torch.zeros(0)}, {"a": torch.tensor([1, 2])}):
+        assert all_finite(nothing).item() is True and nonfinite(nothing) is None
+
+
+def test_unscale_widens_what_is_narrow():
+    grads = unscale({"a": torch.tensor([6e4], dtype=torch.float16), "b": None}, LossScale(torch.tensor(2.0**20), torch.zeros(())))
+    assert grads["b"] is None and grads["a"].dtype is torch.float32
+    torch.testing.assert_close(grads["a"], torch.tensor([6e4]).half().float() / 2**20)
+
+
+def test_a_bad_step_changes_nothing():
+    cfg = AdamWConfig()
+    params = {"w": torch.ones(3), "b": None}
+    state = adamw_init(params, cfg)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def step(params, grads, state):
+        ok = all_finite(grads)
+        new = adamw_update(params, grads, state, cfg)
+        return select_step(ok, new, (params, state)), ok
+
+    eager = step._torchdynamo_orig_callable
+    for run in (eager, step):
+        same, ok = run(params, {"w": torch.tensor([1.0, float("nan"), 1.0]), "b": None}, state)
+        assert not ok
+        assert all(b is None if a is None else torch.equal(a, b) for a, b in zip(leaves((params, state)), leaves(same), strict=True))
+        (moved, moved_state), ok = run(params, {"w": torch.ones(3), "b": None}, state)
+        assert ok and not torch.equal(moved["w"], params["w"]) and moved_state.step.item() == 1
+
+
+ERRORS = [
+    (lambda: select_step(True, 1, 1), TypeError, "select_step: ok must be a tensor [], got True"),
+    (lambda: select_step(torch.ones(()), 1, 1), TypeError, "select_step: ok must be bool, got float32"),
+    (lambda: select_step(torch.tensor(True), {"a": 1}, {"b": 1}), ValueError, "one that differs at a, b"),
+    (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(3)}), ValueError,
+     "select_step: new.a must be float32[3], got float32[2]"),
+    (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": None}), TypeError, "new.a must be None, got float32[2]"),
+    (lambda: loss_scale_update(None, torch.tensor(True), LossScaleConfig()), TypeError, "loss_scale must be LossScale, got None"),
+    (lambda: LossScaleConfig(initial=0.0), ValueError, "LossScaleConfig: initial must be positive and finite, got 0.0"),
+    (lambda: LossScaleConfig(growth=0.5), ValueError, "growth must be at least 1, got 0.5"),
+    (lambda: LossScaleConfig(backoff=0.0), ValueError, "backoff must be in (0, 1], got 0.0"),
+    (lambda: LossScaleConfig(interval=0), ValueError, "interval must be at least 1, got 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "text"), ERRORS, ids=[e[2][:50] for e in ERRORS])
+def test_errors(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
