@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing, wide
+from funcops.backend import tracing
 from funcops.errors import GradModeError, describe, fail, require, require_type, short
 from funcops.op import config
 from funcops.trees import leaf, leaves, paths, same_structure, tree, tree_map, tree_map_with_path, with_leaves
@@ -82,6 +82,7 @@ class AdamWState:
     step: Tensor = leaf("[tensors in params], float32")
     exp_avg: Any = None
     exp_avg_sq: Any = None
+    _unbound: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})  # step, and its elements
 
 
 @tree
@@ -124,7 +125,9 @@ def adamw_update(
     require_type(where, "cfg", cfg, AdamWConfig)
     require_type(where, "state", state, AdamWState)
     trees = (params, grads, state.exp_avg, state.exp_avg_sq)
-    rows, wanted, decayed = _open(where, trees, ("params", "grads", "state.exp_avg", "state.exp_avg_sq"), decay, in_place)
+    rows, wanted, decayed = _open(
+        where, trees, ("params", "grads", "state.exp_avg", "state.exp_avg_sq"), decay, in_place
+    )
     step, rate = state.step, _rate(where, cfg.lr if lr is None else lr)
     if not isinstance(step, Tensor) or step.shape != (len(wanted),) or step.dtype is not torch.float32:
         fail(where, "state.step", f"float32[{len(wanted)}]", describe(step))
@@ -135,7 +138,7 @@ def adamw_update(
             step = step + 1 if whole else step.clone()
         elif whole:
             step.add_(1)
-        steps: Sequence[Tensor] = step.unbind()
+        steps = _elements(state, step) if in_place else step.unbind()
         if not whole and rows[0]:
             steps = [s for s, w in zip(steps, wanted, strict=True) if w]
             torch._foreach_add_(steps, 1)
@@ -201,9 +204,11 @@ def global_norm(tree: Any) -> Tensor:
         return torch.zeros(())
     dtype = torch.float64 if any(t.dtype is torch.float64 for t in given) else torch.float32
     with torch.no_grad():
-        norms = torch._foreach_norm(given, 2, dtype=dtype) if _alike(given) else [
-            torch.linalg.vector_norm(t, dtype=dtype).to(given[0].device) for t in given
-        ]
+        norms = (
+            torch._foreach_norm(given, 2, dtype=dtype)
+            if _alike(given)
+            else [torch.linalg.vector_norm(t, dtype=dtype).to(given[0].device) for t in given]
+        )
         return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -231,9 +236,7 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
     return _rebuilt(grads, leaves(grads), new), norm
 
 
-def warmup_cosine(
-    step: int | Tensor, *, peak: float, warmup: int, total: int, final: float = 0.0
-) -> Any:
+def warmup_cosine(step: int | Tensor, *, peak: float, warmup: int, total: int, final: float = 0.0) -> Any:
     """Learning rate of update `step` (from 0): linear up to `peak` at the last of `warmup` steps, then half a cosine down
     to `final`, which it is from step `total` on. A tensor step gives a float32 tensor, without a host sync.
 
@@ -264,7 +267,9 @@ def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
     known = list(paths(params))
     for glob in exclude if tuple(exclude) != NO_DECAY else ():
         if not any(fnmatchcase(path, glob) for path in known):
-            fail("decay_mask", "exclude", f"globs that match paths among {', '.join(known) or '(no leaves)'}", repr(glob))
+            fail(
+                "decay_mask", "exclude", f"globs that match paths among {', '.join(known) or '(no leaves)'}", repr(glob)
+            )
     return tree_map_with_path(lambda path, _: not any(fnmatchcase(path, glob) for glob in exclude), params)
 
 
@@ -310,7 +315,13 @@ def _foreach_sgd_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float)
 
 def _rate(where: str, lr: Any) -> Any:
     if isinstance(lr, Tensor):
-        require(lr.numel() == 1 and lr.is_floating_point(), where, "lr", "a number or a float tensor of one element", describe(lr))
+        require(
+            lr.numel() == 1 and lr.is_floating_point(),
+            where,
+            "lr",
+            "a number or a float tensor of one element",
+            describe(lr),
+        )
         return lr.reshape(())
     require_type(where, "lr", lr, float, int)
     return float(lr)
@@ -330,9 +341,20 @@ def _like(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]
     return grads
 
 
+def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
+    """Views of the elements of `state.step`, made once: they are a fifth of an update's host time."""
+    if tracing():
+        return step.unbind()
+    kept = state._unbound
+    if kept is None or kept[0] is not step or (kept[1] and kept[1][0].data_ptr() != step.data_ptr()):
+        state._unbound = step, step.unbind()
+    elements: Sequence[Tensor] = state._unbound[1]
+    return elements
+
+
 def _fusable(rows: list[Sequence[Tensor]]) -> bool:
     """Whether the fused op serves. It has no functional form that traces, and it walks memory, whatever the strides."""
-    return not tracing() and all([t.is_contiguous() for i, row in enumerate(rows) if i != 1 for t in row])
+    return not tracing() and all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1])
 
 
 # From trees to lists and back.
@@ -370,17 +392,24 @@ def _right(rows: list[Sequence[Tensor]]) -> bool:
     launch path."""
     try:
         params, grads, *state = rows
-        shapes = [p.shape for p in params]
-        kinds = [(p.dtype, p.device) for p in params]
-        if any([shapes != [t.shape for t in row] for row in (grads, *state)]):
+        shapes, dtypes, devices = _traits(params)
+        for row in state:
+            if _traits(row) != (shapes, dtypes, devices):
+                return False
+        if not FLOATS.issuperset(dtypes):
             return False
-        if any([kinds != [(t.dtype, t.device) for t in row] for row in state]) or not {k[0] for k in kinds} <= FLOATS:
+        grad_shapes, grad_dtypes, grad_devices = _traits(grads)
+        if grad_shapes != shapes or grad_devices != devices:
             return False
-        if kinds == [(g.dtype, g.device) for g in grads]:
+        if grad_dtypes == dtypes:
             return True
         return all([_fits(g, p) for g, p in zip(grads, params, strict=True)])
     except AttributeError:
         return False
+
+
+def _traits(row: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    return [t.shape for t in row], [t.dtype for t in row], [t.device for t in row]
 
 
 def _fits(grad: Tensor, param: Tensor) -> bool:
@@ -420,7 +449,12 @@ def _check_params(where: str, params: Any) -> list[Tensor]:
         if not isinstance(p, Tensor) or p.dtype not in FLOATS:
             fail(where, f"params.{path}", "a float tensor or None", describe(p), TypeError)
         if id(p) in seen:
-            fail(where, f"params.{path}", "a tensor of its own", f"the tensor at {seen[id(p)]}, which would be updated twice")
+            fail(
+                where,
+                f"params.{path}",
+                "a tensor of its own",
+                f"the tensor at {seen[id(p)]}, which would be updated twice",
+            )
         seen[id(p)] = path
         given.append(p)
     return given
@@ -433,7 +467,9 @@ def _zeros_like(params: Any) -> Any:
 def _float_tensors(where: str, tree: Any) -> list[Tensor]:
     given = [t for t in leaves(tree) if t is not None]
     if not all([isinstance(t, Tensor) and t.dtype in FLOATS for t in given]):
-        path, t = next((k, t) for k, t in paths(tree).items() if t is not None and getattr(t, "dtype", None) not in FLOATS)
+        path, t = next(
+            (k, t) for k, t in paths(tree).items() if t is not None and getattr(t, "dtype", None) not in FLOATS
+        )
         fail(where, path or "tree", "a float tensor or None", describe(t), TypeError)
     return given
 
@@ -448,6 +484,9 @@ def _groups(rows: Sequence[Sequence[Tensor]], decayed: list[bool] | None) -> lis
     if not params:
         return []
     if decayed is None:
+        _, dtypes, devices = _traits(params)
+        if dtypes.count(dtypes[0]) == len(dtypes) and devices.count(devices[0]) == len(devices):
+            return [(devices[0], True, rows)]
         decayed = [True] * len(params)
     found: dict[Any, list[int]] = {}
     for i, (p, decays) in enumerate(zip(params, decayed, strict=True)):
@@ -482,10 +521,10 @@ def _lists(where: str, trees: tuple[Any, ...], names: tuple[str, ...]) -> list[l
             lists = [read(tree) for tree in trees]
             if None not in lists:
                 return lists
-    for tree, name in zip(trees[1:], names[1:], strict=False):
-        if not same_structure(trees[0], tree):
-            _differ(where, trees[0], tree, names[0], name)
-    if not tracing():
+    for other, name in zip(trees[1:], names[1:], strict=False):
+        if not same_structure(trees[0], other):
+            _differ(where, trees[0], other, names[0], name)
+    if not tracing() and not any([read(trees[0]) for read in _readers]):
         _remember(trees[0])
     return [leaves(tree) for tree in trees]
 
@@ -517,7 +556,7 @@ def _written_reader(tree: Any) -> Callable[[Any], list[Any] | None] | None:
     """A fast `leaves` for trees of this structure; None where the tree holds containers that this does not know."""
     lines: list[str] = []
     found: list[str] = []
-    scope: dict[str, Any] = {"Tensor": Tensor, "known": (Tensor, type(None)), "map": map, "set": set}
+    scope: dict[str, Any] = {"Tensor": Tensor, "known": (Tensor, bool, type(None)), "map": map, "set": set}
 
     def constant(value: Any) -> str:
         name = f"c{len(scope)}"
@@ -525,7 +564,7 @@ def _written_reader(tree: Any) -> Callable[[Any], list[Any] | None] | None:
         return name
 
     def walk(node: Any, expression: str) -> bool:
-        if node is None or isinstance(node, Tensor):
+        if node is None or isinstance(node, (Tensor, bool)):
             found.append(expression)
             return True
         name = f"n{len(lines)}"
@@ -558,5 +597,7 @@ def _written_reader(tree: Any) -> Callable[[Any], list[Any] | None] | None:
     exec("def read(tree):\n" + "\n".join(lines), scope)
     read = scope["read"]
     right, expected = read(tree), leaves(tree)
-    same = right is not None and len(right) == len(expected) and all(a is b for a, b in zip(right, expected, strict=True))
+    same = (
+        right is not None and len(right) == len(expected) and all(a is b for a, b in zip(right, expected, strict=True))
+    )
     return read if same else None

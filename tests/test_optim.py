@@ -53,7 +53,9 @@ def gradients(params, seed, dtype=None):
 
 
 def equal(a, b):
-    return all(torch.equal(x, y) if isinstance(x, Tensor) else x is y for x, y in zip(leaves(a), leaves(b), strict=True))
+    return all(
+        torch.equal(x, y) if isinstance(x, Tensor) else x is y for x, y in zip(leaves(a), leaves(b), strict=True)
+    )
 
 
 def close(a, b, tol=2e-6):
@@ -228,6 +230,10 @@ def test_state_pickles():
     params = model()
     _, state = adamw_update(params, gradients(params, 0), adamw_init(params, ADAMW), ADAMW)
     assert equal(pickle.loads(pickle.dumps(state)), state)
+    adamw_update(params, gradients(params, 1), state, ADAMW, in_place=True)
+    for copied in (pickle.loads(pickle.dumps(state)), copy.deepcopy(state)):
+        ours = adamw_update(copy.deepcopy(params), gradients(params, 2), copied, ADAMW, in_place=True)
+        assert equal(ours, adamw_update(params, gradients(params, 2), state, ADAMW))
 
 
 def test_a_written_reader_reads_as_the_tree_library_and_knows_other_trees():

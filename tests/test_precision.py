@@ -38,7 +38,12 @@ def test_loss_scale_is_that_of_torch(initial):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_nonfinite_names_the_first_bad_path(bad, dtype):
     big = torch.finfo(dtype).max  # its square overflows
-    grads = {"a": torch.full((3,), big, dtype=dtype), "b": (None, torch.tensor([1, 2])), "c": torch.zeros(0), "d": torch.ones(2)}
+    grads = {
+        "a": torch.full((3,), big, dtype=dtype),
+        "b": (None, torch.tensor([1, 2])),
+        "c": torch.zeros(0),
+        "d": torch.ones(2),
+    }
     assert all_finite(grads).item() is True and nonfinite(grads) is None
     grads["b"] = (torch.tensor([1.0, bad], dtype=dtype), None)
     grads["d"] = torch.tensor(bad)
@@ -51,7 +56,9 @@ def test_nothing_is_finite():
 
 
 def test_unscale_widens_what_is_narrow():
-    grads = unscale({"a": torch.tensor([6e4], dtype=torch.float16), "b": None}, LossScale(torch.tensor(2.0**20), torch.zeros(())))
+    grads = unscale(
+        {"a": torch.tensor([6e4], dtype=torch.float16), "b": None}, LossScale(torch.tensor(2.0**20), torch.zeros(()))
+    )
     assert grads["b"] is None and grads["a"].dtype is torch.float32
     torch.testing.assert_close(grads["a"], torch.tensor([6e4]).half().float() / 2**20)
 
@@ -71,7 +78,10 @@ def test_a_bad_step_changes_nothing():
     for run in (eager, step):
         same, ok = run(params, {"w": torch.tensor([1.0, float("nan"), 1.0]), "b": None}, state)
         assert not ok
-        assert all(b is None if a is None else torch.equal(a, b) for a, b in zip(leaves((params, state)), leaves(same), strict=True))
+        assert all(
+            b is None if a is None else torch.equal(a, b)
+            for a, b in zip(leaves((params, state)), leaves(same), strict=True)
+        )
         (moved, moved_state), ok = run(params, {"w": torch.ones(3), "b": None}, state)
         assert ok and not torch.equal(moved["w"], params["w"]) and moved_state.step.item() == 1
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from funcops.backend import kernel, wide
 
+_vector_norm = torch.linalg.vector_norm
 _backward = torch.ops.aten.native_layer_norm_backward.default
 
 
@@ -28,7 +29,7 @@ def _scale(w: Tensor, centred: bool, dtype: torch.dtype) -> Tensor:
 
 def _rstd(x: Tensor, alpha: float, eps: float, dtype: torch.dtype) -> Tensor:
     """(alpha * sum(x^2) + eps)^(-1/2), in one pass over x."""
-    norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=dtype)
+    norm = _vector_norm(x, 2, -1, True, dtype=dtype)
     shift = torch.scalar_tensor(eps, dtype=dtype, device=x.device)
     return torch.addcmul(shift, norm, norm, value=alpha).rsqrt_()
 
@@ -49,7 +50,7 @@ def rms_norm_bwd(
     """dx = rstd * (g - n * mean(g n)) with g = dy * w, n = x * rstd; dw = sum over rows of dy * n. w may be None
     without dx.
 
-    LayerNorm's backward about a mean of zero computes both in one pass, less rstd * mean(g), which is added back.
+    LayerNorm's backward with a mean of zero gives dw, and dx less rstd * mean(g), in one pass; that term is added back.
     """
     narrow, dtype, size = x.dtype, rstd.dtype, x.shape[-1]
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)

@@ -89,9 +89,7 @@ def layer_norm_fwd(
         flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma
     )
     like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
-    kept = LayerNormResiduals.keep(
-        cfg, needs, x=x, weight=w, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
-    )
+    kept = LayerNormResiduals.keep(cfg, needs, x=x, weight=w, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
     return y if len(dim) == 1 else y.reshape(x.shape), kept
 
 

@@ -73,12 +73,9 @@ def rms_norm_fwd(
     """`y = x * rstd * w`. x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w = params.weight
     check_norm("rms_norm_fwd", x, w, cfg.dim)
-    if len(cfg.dim) == 1:
-        y, rstd = kernels.rms_norm_fwd(x, w, cfg.eps, cfg.zero_centered_gamma)
-    else:
-        y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), w.reshape(-1), cfg.eps, cfg.zero_centered_gamma)
-        y = y.reshape(x.shape)
-    return y, RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
+    y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), flat(w, cfg.dim), cfg.eps, cfg.zero_centered_gamma)
+    kept = RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
+    return y if len(cfg.dim) == 1 else y.reshape(x.shape), kept
 
 
 @dgrad_of(RMSNormResiduals)

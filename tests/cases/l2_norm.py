@@ -1,7 +1,7 @@
 import torch
 from hypothesis import strategies as st
 
-from funcops import L2NormConfig, l2_norm
+from funcops import L2NormConfig, l2_norm, l2_norm_fwd
 from funcops.testing import Case, Error
 
 
@@ -23,4 +23,13 @@ def drawn(draw):
     return case(tuple(draw(st.lists(st.integers(0, 4), max_size=3))), draw(st.integers(1, 9)), 0.1)
 
 
-ERRORS = [Error(call=lambda: L2NormConfig(0), match="L2NormConfig: dim must be at least 1, got 0")]
+ERRORS = [
+    Error(call=lambda: L2NormConfig(0), match="L2NormConfig: dim must be a size of at least 1, got 0"),
+    Error(
+        call=lambda: L2NormConfig(4, eps=-1.0), match="L2NormConfig: eps must be a finite number, at least 0, got -1.0"
+    ),
+    Error(
+        call=lambda: l2_norm_fwd(None, torch.ones(2, 3), L2NormConfig(4)),
+        match="l2_norm_fwd: x must be [..., 4], got [2, 3]",
+    ),
+]

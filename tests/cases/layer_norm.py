@@ -11,14 +11,20 @@ def reference(params, x, cfg):
     return F.layer_norm(x, cfg.dim, w, params.bias, cfg.eps)
 
 
-def case(rows, dim, **options):
+def case(rows, dim, master=False, **options):
+    """`master`: bfloat16 x beside float32 params."""
     cfg = LayerNormConfig(dim, **options)
+    extra = {}
+    if master:
+        extra["params"] = lambda d: LayerNormParams(d.randn(*cfg.dim).float(), d.randn(*cfg.dim).float())
+        extra["dtypes"] = (torch.bfloat16,)
     return Case(
         op=layer_norm,
         cfg=cfg,
         x=lambda d: d.randn(*rows, *cfg.dim),
         reference=reference,
-        name=f"layer_norm-{rows}-{dim}-{options}",
+        name=f"layer_norm-{rows}-{dim}-{options}{'-master' * master}",
+        **extra,
     )
 
 
@@ -29,6 +35,7 @@ CASES = [
     case((1,), 5, eps=0.3, bias=False),
     case((2,), (3, 5), zero_centered_gamma=True),
     case((3,), 512),
+    case((2, 3), (2, 8), master=True, zero_centered_gamma=True),
 ]
 
 

@@ -1,4 +1,5 @@
 import torch
+import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from funcops import RMSNormConfig, RMSNormParams, rms_norm, rms_norm_fwd
@@ -6,19 +7,24 @@ from funcops.testing import Case, Error
 
 
 def reference(params, x, cfg):
-    dims = tuple(range(-len(cfg.dim), 0))
     w = params.weight + 1 if cfg.zero_centered_gamma else params.weight
-    return x * torch.rsqrt(x.square().mean(dims, keepdim=True) + cfg.eps) * w
+    return F.rms_norm(x, cfg.dim, w, cfg.eps)
 
 
-def case(rows, dim, **options):
+def case(rows, dim, master=False, **options):
+    """`master`: bfloat16 x beside a float32 weight."""
     cfg = RMSNormConfig(dim, **options)
+    extra = {}
+    if master:
+        extra["params"] = lambda d: RMSNormParams(d.randn(*cfg.dim).float())
+        extra["dtypes"] = (torch.bfloat16,)
     return Case(
         op=rms_norm,
         cfg=cfg,
         x=lambda d: d.randn(*rows, *cfg.dim),
         reference=reference,
-        name=f"rms_norm-{rows}-{dim}-{options}",
+        name=f"rms_norm-{rows}-{dim}-{options}{'-master' * master}",
+        **extra,
     )
 
 
@@ -29,6 +35,7 @@ CASES = [
     case((1,), 1, eps=0.3),
     case((2,), (3, 5), zero_centered_gamma=True),
     case((3,), 512),
+    case((2, 3), (2, 8), master=True, zero_centered_gamma=True),
 ]
 
 
@@ -47,9 +54,25 @@ ERRORS = [
     ),
     Error(
         call=lambda: rms_norm_fwd(RMSNormParams(torch.ones(4, dtype=torch.float64)), torch.ones(2, 4), CFG),
-        match="rms_norm_fwd: params.weight must be of dtype float32 or float32, got float64",
+        match="rms_norm_fwd: params.weight must be float32 beside float32 x, got float64",
         error=TypeError,
     ),
     Error(call=lambda: RMSNormConfig(0), match="RMSNormConfig: dim must be a size of at least 1"),
-    Error(call=lambda: RMSNormConfig(4, eps=-1.0), match="RMSNormConfig: eps must be at least 0"),
+    Error(
+        call=lambda: RMSNormConfig(4, eps=-1.0),
+        match="RMSNormConfig: eps must be a finite number, at least 0, got -1.0",
+    ),
+    Error(
+        call=lambda: RMSNormConfig((4, 0)),
+        match="RMSNormConfig: dim must be a size of at least 1, or a tuple of them, got (4, 0)",
+    ),
+    Error(
+        call=lambda: RMSNormConfig(4.0),
+        match="RMSNormConfig: dim must be a size of at least 1, or a tuple of them, got 4.0",
+    ),
+    Error(
+        call=lambda: rms_norm_fwd(RMSNormParams(torch.ones(4)), torch.ones(2, 4).long(), CFG),
+        match="rms_norm_fwd: x must be float64 or float32 or bfloat16 or float16, got int64",
+        error=TypeError,
+    ),
 ]

@@ -1,0 +1,106 @@
+"""The main job's promises, on a tiny model and a text of its own."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+TINY = "--dim 32 --layers 2 --heads 2 --hidden 48 --context 32 --batch 2 --warmup 2 --eval-every 4 --sample 5".split()
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "funcops" / "schema.py").read_bytes() * 3)
+    return path
+
+
+def run(*flags, code=0):
+    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    assert done.returncode == code, done.stderr
+    return done.stdout + done.stderr
+
+
+def losses(folder):
+    with (folder / "metrics.csv").open() as file:
+        return [(row["step"], row["loss"], row["val_loss"], row["norm"]) for row in csv.DictReader(file)]
+
+
+def test_trains_and_leaves_its_results(text, tmp_path):
+    said = run(*TINY, "--text", text, "--steps", 12, "--out", tmp_path)
+    assert "mlp.act.x" in said and "baseline" in said and "sample:" in said
+    rows = losses(tmp_path)
+    assert len(rows) == 12 and float(rows[-1][1]) < float(rows[0][1])
+    assert (tmp_path / "loss.png").stat().st_size > 5000
+
+
+def test_delayed_wgrad_gives_the_same_bits(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "a")
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--delay-wgrad")
+    assert len(losses(tmp_path / "a")) == 50
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+def test_resume_gives_the_same_bits(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "a")
+    said = run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--stop-at", 25)
+    assert "stopped after step 25" in said
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--resume")
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+
+
+@pytest.mark.parametrize("tied", [(), ("--tied",)])
+def test_check_against_plain_pytorch(text, tied):
+    said = run(*TINY, "--text", text, "--check", "--kv-heads", 1, *tied)
+    assert float(said.split("float64: ")[1].split()[0]) < 1e-9
+
+
+def test_bfloat16_trains(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 12, "--out", tmp_path, "--dtype", "bfloat16")
+    rows = losses(tmp_path)
+    assert float(rows[-1][1]) < float(rows[0][1])
+
+
+@pytest.mark.slow
+def test_compiled_step_gives_the_same_losses(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "a")
+    run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "b", "--compile")
+    for eager, compiled in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
+        assert float(compiled[1]) == pytest.approx(float(eager[1]), rel=1e-4)
+
+
+BAD_FLAGS = [
+    (("--dim", "0"), "--dim"),
+    (("--dim", "30", "--heads", "4"), "--dim: expected an even multiple of --heads 4, got 30"),
+    (("--heads", "4", "--dim", "32", "--kv-heads", "3"), "--kv-heads: expected a divisor of --heads 4, got 3"),
+    (("--steps", "0"), "--steps: expected at least 1, got 0"),
+    (("--batch", "-1"), "--batch: expected at least 1, got -1"),
+    (("--context", "0"), "--context: expected at least 1, got 0"),
+    (("--warmup", "-2"), "--warmup: expected at least 0, got -2"),
+    (("--lr", "0"), "--lr: expected a number above 0, got 0.0"),
+    (("--lr", "nan"), "--lr: expected a number above 0, got nan"),
+    (("--clip", "-1"), "--clip: expected a number above 0, got -1.0"),
+    (("--dtype", "int8"), "--dtype"),
+    (("--device", "nowhere"), "--device: expected a device of this machine, got 'nowhere'"),
+    (("--resume",), "--resume: expected a checkpoint in --out"),
+    (("--text", "missing.txt"), "--text: expected a file or a folder, got 'missing.txt'"),
+    (("--typo",), "--typo"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")
+def test_bad_flags_end_with_one_line_and_write_nothing(flags, message, tmp_path):
+    out = tmp_path / "out"
+    said = run("--out", out, *flags, code=2)
+    assert message in said.splitlines()[-1]
+    assert not out.exists()
+
+
+def test_empty_text_ends_with_one_line(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    said = run("--out", tmp_path / "out", "--text", tmp_path / "empty.txt", code=2)
+    assert "which is empty" in said and not (tmp_path / "out").exists()
