@@ -114,7 +114,7 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
     masks: list[Needs] = [Needs(x=True, params=False), Needs(x=False, params=True)]
     masks += [Needs(x=False, params=[path]) for path, t in paths(params).items() if t is not None and path]
     for needs in masks:
-        if not needs.params and not tensors(params) and needs.x is False:
+        if not needs.x and not tensors(params):
             continue
         _, kept = case.op.fwd(params, x, case.cfg, needs=needs)
         assert len(tensors(kept)) <= full, f"{needs} keeps more than all"

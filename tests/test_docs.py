@@ -1,0 +1,32 @@
+"""Every python block of the docs runs, in order, the blocks of a page sharing their names; so do all doctests."""
+
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import funcops
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+MODULES = sorted(m.name for m in pkgutil.walk_packages(funcops.__path__, "funcops.") if not m.name.endswith("__main__"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_code_blocks_run(page):
+    names = {"__name__": "page"}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
+        exec(compile(block, str(page), "exec", dont_inherit=True), names)
+
+
+def test_there_are_pages():
+    assert {"README.md", "CONTRIBUTING.md", "your-own-op.md"} <= {p.name for p in PAGES}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_doctests(name):
+    found = doctest.testmod(importlib.import_module(name))
+    assert found.failed == 0

@@ -1,0 +1,68 @@
+"""Files import from layers above their own, and what is confined stays confined."""
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+LAYERS = (
+    "errors",
+    "trees",
+    "needs",
+    "schema",
+    "backend",
+    "random",
+    "kernels",
+    "op",
+    "residuals",
+    "ops",
+    "compose",
+    "optim",
+    "precision",
+    "checkpoint",
+    "testing",
+    "bench",
+)
+ANYWHERE = ("testing", "bench")
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def wrong(package):
+    """Every import that points downwards or leaves its confinement."""
+    for path in sorted(package.rglob("*.py")):
+        name = path.relative_to(package).parts[0].removesuffix(".py")
+        if name in ("__init__", *ANYWHERE):
+            continue
+        for target in imports(path):
+            top = target.split(".")
+            if top[0] == "funcops" and len(top) > 1 and top[1] in LAYERS and LAYERS.index(top[1]) > LAYERS.index(name):
+                yield f"{name} imports {target}"
+            if top[0] == "triton" and name not in ("kernels", "backend"):
+                yield f"{name} imports {target}"
+            if top[0] == "optree" and name != "trees":
+                yield f"{name} imports {target}"
+            if target.startswith("torch.autograd") or target.startswith("torch.nn.modules") or target == "torch.nn.Module":
+                yield f"{name} imports {target}"
+        if "os.environ" in path.read_text() and path.relative_to(package) != Path("backend/select.py"):
+            yield f"{path.name} reads os.environ"
+
+
+def test_layers_of_the_package():
+    assert {p.name.removesuffix(".py") for p in (ROOT / "funcops").iterdir() if p.name[0] != "_" and p.suffix != ".typed"} <= set(LAYERS)
+    assert list(wrong(ROOT / "funcops")) == []
+
+
+def test_a_violation_is_caught(tmp_path):
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "ops" / "bad.py").write_text("from funcops.compose.chain import chain\nimport optree\nimport triton\n")
+    (tmp_path / "errors.py").write_text("import os\nfrom funcops import trees\nos.environ['X']\n")
+    found = list(wrong(tmp_path))
+    assert "ops imports funcops.compose.chain" in found and "ops imports optree" in found and "ops imports triton" in found
+    assert "errors imports funcops.trees" in found and "errors.py reads os.environ" in found
