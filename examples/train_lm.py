@@ -17,6 +17,12 @@ import time
 from typing import Any
 
 import torch
+from lm.check import largest_relative_error
+from lm.data import TextError, batch, load_corpus, trigram_loss, windows
+from lm.flags import parse
+from lm.model import block, init, model, predictor
+from lm.results import Row, load_run, plot, save_run, text_of
+from lm.step import Settings, evaluate, loss_and_grads, train_step
 from torch import Tensor
 from tqdm import tqdm
 
@@ -25,12 +31,6 @@ from funcops.needs import Needs
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
 from funcops.trees import cast, tensors
-from lm.check import largest_relative_error
-from lm.data import TextError, batch, load_corpus, trigram_loss, windows
-from lm.flags import parse
-from lm.model import block, init, model, predictor
-from lm.results import Row, load_run, plot, save_run, text_of
-from lm.step import Settings, evaluate, loss_and_grads, train_step
 
 VALIDATION_WINDOWS = 256
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any, ClassVar
 
 from funcops.errors import fail
@@ -57,7 +57,7 @@ class Needs:
         return mask if mask is True else _covers(mask, str(path))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _intern(x: Mask, params: Mask) -> Needs:
     needs = object.__new__(Needs)
     needs.x, needs.params = x, params
@@ -90,7 +90,7 @@ def _covers(mask: Mask, path: str) -> bool:
     return any(path == m or path.startswith(m + ".") or m.startswith(path + ".") for m in mask)
 
 
-@lru_cache(maxsize=None)
+@cache
 def sub_mask(mask: Mask, name: str) -> Mask:
     """The part of a mask that lies under `name`."""
     if isinstance(mask, bool):

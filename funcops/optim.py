@@ -520,7 +520,7 @@ def _lists(where: str, trees: tuple[Any, ...], names: tuple[str, ...]) -> list[l
         for read in _readers:
             lists = [read(tree) for tree in trees]
             if None not in lists:
-                return lists
+                return lists  # type: ignore[return-value]
     for other, name in zip(trees[1:], names[1:], strict=False):
         if not same_structure(trees[0], other):
             _differ(where, trees[0], other, names[0], name)

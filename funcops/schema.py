@@ -69,14 +69,14 @@ class Inputs(NamedTuple):
     """The shape of a tuple-valued x, so that dx mirrors it: a plain tuple or a named tuple."""
 
     make: Callable[[Any], Any]
-    count: int
+    parts: int
 
     @staticmethod
     def of(x: tuple[Any, ...]) -> Inputs:
         return Inputs(getattr(type(x), "_make", tuple), len(x))
 
     def nothing(self) -> Any:
-        return self.make((None,) * self.count)
+        return self.make((None,) * self.parts)
 
 
 class Gone:

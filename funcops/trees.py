@@ -122,7 +122,8 @@ def paths(tree: Any) -> dict[str, Any]:
 
 def tree_map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`."""
-    return optree.tree_map(fn, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
+    given: Any = tree
+    return optree.tree_map(fn, given, *rest, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[return-value]
 
 
 def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
@@ -132,8 +133,13 @@ def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
 
 def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     """As `tree_map`; `fn` gets the leaf's dotted path first."""
-    return optree.tree_map_with_path(
-        lambda path, *values: fn(".".join(map(str, path)), *values), tree, *rest, none_is_leaf=True, namespace=NAMESPACE
+    given: Any = tree
+
+    def named(path: Any, *values: Any) -> Any:
+        return fn(".".join(map(str, path)), *values)
+
+    return optree.tree_map_with_path(  # type: ignore[return-value]
+        named, given, *rest, none_is_leaf=True, namespace=NAMESPACE
     )
 
 

@@ -4,6 +4,8 @@ import doctest
 import importlib
 import pkgutil
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages(funcops.__path__, "funcop
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_code_blocks_run(page):
-    names = {"__name__": "page"}
+def test_code_blocks_run(page, monkeypatch):
+    module = types.ModuleType("page_" + re.sub(r"\W", "_", page.stem))
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    names = module.__dict__
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
 

@@ -33,7 +33,7 @@ from funcops.trees import leaf, tree
 class LayerNormConfig:
     """`dim`: the size, or sizes, of the normalised trailing dimensions; `bias` adds b; `zero_centered_gamma`: 1 + w."""
 
-    dim: int | tuple[int, ...] = positional()
+    dim: Any = positional()  # int or tuple of ints, kept as a tuple
     eps: float = 1e-5
     bias: bool = True
     zero_centered_gamma: bool = False
@@ -44,7 +44,7 @@ class LayerNormConfig:
 
 @tree
 class LayerNormParams:
-    weight: Tensor = leaf("[*D]")
+    weight: Tensor | None = leaf("[*D]")
     bias: Tensor | None = leaf("[*D]")
 
 
@@ -124,7 +124,7 @@ def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[
 @wgrad_of(LayerNormPending, LayerNormParams)
 def layer_norm_wgrad(pending: Any, cfg: LayerNormConfig, *, into: LayerNormParams | None = None) -> LayerNormParams:
     """dw and db: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
-    dtype, target = pending.weight_dtype, into or LayerNormParams()
+    dtype, target = pending.weight_dtype, into or LayerNormParams(None, None)
     dw = finish(pending.dw_parts, cfg.dim, dtype, target.weight)
     db = finish(pending.db_parts, cfg.dim, dtype, target.bias)
     return accumulate("layer_norm_wgrad", LayerNormParams(dw, db), into)

@@ -31,7 +31,7 @@ from funcops.trees import leaf, tree
 class RMSNormConfig:
     """`dim`: the size, or sizes, of the normalised trailing dimensions; `zero_centered_gamma` scales by 1 + w."""
 
-    dim: int | tuple[int, ...] = positional()
+    dim: Any = positional()  # int or tuple of ints, kept as a tuple
     eps: float = 1e-6
     zero_centered_gamma: bool = False
 
@@ -41,7 +41,7 @@ class RMSNormConfig:
 
 @tree
 class RMSNormParams:
-    weight: Tensor = leaf("[*D]")
+    weight: Tensor | None = leaf("[*D]")
 
 
 @residuals

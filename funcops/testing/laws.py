@@ -263,8 +263,8 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
             if side != "dy":
                 yield f"{name} None", lambda p=path, s=tree, c=call: c(changed(s, p, lambda t: None))
                 if several:
-                    yield f"{name} on another device", lambda p=path, s=tree, c=call: c(changed(s, p, lambda t: t.to("meta")))
-            yield f"{name} complex", lambda p=path, s=tree, c=call: c(changed(s, p, lambda t: t.to(torch.complex64)))
+                    yield f"{name} on another device", lambda p=path, s=tree, c=call: c(changed(s, p, _to_meta))
+            yield f"{name} complex", lambda p=path, s=tree, c=call: c(changed(s, p, _to_complex))
             if t.dim() and name not in case.free:
                 yield f"{name} too large", lambda p=path, s=tree, c=call: c(changed(s, p, _larger))
             if t.is_floating_point():
@@ -292,6 +292,14 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
 
 class Foreign:
     """Stands for the residuals of another op."""
+
+
+def _to_meta(t: Tensor) -> Tensor:
+    return t.to("meta")
+
+
+def _to_complex(t: Tensor) -> Tensor:
+    return t.to(torch.complex64)
 
 
 def _larger(t: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
+import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_fwd
 from funcops.testing import Case, Draw, Error
-
-import torch
 
 
 def case(rows, i, o, bias=True):
