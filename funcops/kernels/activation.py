@@ -1,43 +1,83 @@
-"""Elementwise activations and their derivatives. x, y, dy, dx: [*]. 16-bit inputs compute in float32 inside aten."""
+"""Elementwise activations and their derivatives. x, y, dy, dx: [*]. 16-bit inputs compute in float32 and round once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel
+from funcops.backend import kernel, wide
 
 _aten = torch.ops.aten
 _QUICK = 1.702
 
 
 class Activation(NamedTuple):
-    """`forward(x)` and `backward(dy, x)`, both giving fresh tensors."""
+    """`forward(x, out=None)` gives y, and `backward(dy, x, y, out=None)` dx; y = f(x) is None unless `reads_y`.
 
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    Without `out` the result is a fresh tensor; `out` may be dy itself.
+    """
+
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
+    reads_y: bool = False
 
 
-def _quick_gelu_backward(dy: Tensor, x: Tensor) -> Tensor:
-    gate = torch.sigmoid(x * _QUICK)
-    return dy * (gate + x * _QUICK * gate * (1 - gate))
+def _either(fresh: Any, into: Any, name: str) -> Callable[..., Tensor]:
+    """An aten operator as one function: its fresh overload, or the one that writes to its argument `name`."""
+
+    def call(*args: Any, out: Optional[Tensor] = None, **options: Any) -> Tensor:
+        return fresh(*args, **options) if out is None else into(*args, **options, **{name: out})
+
+    return call
+
+
+def _into(value: Tensor, dtype: torch.dtype, out: Optional[Tensor]) -> Tensor:
+    return value.to(dtype) if out is None else out.copy_(value)
+
+
+def _squared_relu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    return torch.mul(torch.relu(x).mul_(2), dy, out=out)
+
+
+def _quick_gelu(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    """x sigmoid(c x) = silu(c x) / c."""
+    return _into(_silu(x.to(wide(x.dtype)) * _QUICK).mul_(1 / _QUICK), x.dtype, out)
+
+
+def _quick_gelu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+    """The derivative of silu(c x) / c is silu'(c x)."""
+    dtype = wide(x.dtype)
+    return _into(_silu_backward(dy.to(dtype), x.to(dtype) * _QUICK), x.dtype, out)
+
+
+_silu = _either(_aten.silu.default, _aten.silu.out, "out")
+_silu_backward = _either(_aten.silu_backward.default, _aten.silu_backward.grad_input, "grad_input")
+_gelu = _either(_aten.gelu.default, _aten.gelu.out, "out")
+_gelu_backward = _either(_aten.gelu_backward.default, _aten.gelu_backward.grad_input, "grad_input")
+_relu_backward = _either(_aten.threshold_backward.default, _aten.threshold_backward.grad_input, "grad_input")
+_tanh_backward = _either(_aten.tanh_backward.default, _aten.tanh_backward.grad_input, "grad_input")
+_sigmoid_backward = _either(_aten.sigmoid_backward.default, _aten.sigmoid_backward.grad_input, "grad_input")
+
+
+def _relu(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    return torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)
 
 
 ACTIVATIONS = {
-    "relu": Activation(torch.relu, lambda dy, x: _aten.threshold_backward.default(dy, x, 0)),
-    "squared_relu": Activation(lambda x: torch.relu(x).square_(), lambda dy, x: torch.relu(x).mul_(2).mul_(dy)),
-    "gelu": Activation(_aten.gelu.default, _aten.gelu_backward.default),
+    "relu": Activation(_relu, lambda dy, x, y, out=None: _relu_backward(dy, x, 0, out=out)),
+    "squared_relu": Activation(lambda x, out=None: _relu(x, out).square_(), _squared_relu_backward),
+    "gelu": Activation(_gelu, lambda dy, x, y, out=None: _gelu_backward(dy, x, out=out)),
     "gelu_tanh": Activation(
-        lambda x: _aten.gelu.default(x, approximate="tanh"),
-        lambda dy, x: _aten.gelu_backward.default(dy, x, approximate="tanh"),
+        lambda x, out=None: _gelu(x, approximate="tanh", out=out),
+        lambda dy, x, y, out=None: _gelu_backward(dy, x, approximate="tanh", out=out),
     ),
-    "quick_gelu": Activation(lambda x: torch.sigmoid(x * _QUICK).mul_(x), _quick_gelu_backward),
-    "silu": Activation(_aten.silu.default, _aten.silu_backward.default),
-    "tanh": Activation(torch.tanh, lambda dy, x: _aten.tanh_backward.default(dy, torch.tanh(x))),
-    "sigmoid": Activation(torch.sigmoid, lambda dy, x: _aten.sigmoid_backward.default(dy, torch.sigmoid(x))),
+    "quick_gelu": Activation(_quick_gelu, _quick_gelu_backward),
+    "silu": Activation(_silu, lambda dy, x, y, out=None: _silu_backward(dy, x, out=out)),
+    "tanh": Activation(torch.tanh, lambda dy, x, y, out=None: _tanh_backward(dy, y, out=out), reads_y=True),
+    "sigmoid": Activation(torch.sigmoid, lambda dy, x, y, out=None: _sigmoid_backward(dy, y, out=out), reads_y=True),
 }
 
 
@@ -50,4 +90,5 @@ def activation_fwd(x: Tensor, kind: str) -> Tensor:
 @kernel()
 def activation_bwd(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     """dx = dy * f'(x); f' is 0 where relu has its corner."""
-    return ACTIVATIONS[kind].backward(dy, x)
+    f = ACTIVATIONS[kind]
+    return f.backward(dy, x, f.forward(x) if f.reads_y else None)

@@ -44,18 +44,19 @@ def glu_bwd(
     """d gate = dy scale linear f'(gate), d linear = dy scale f(gate); dscales = sum over H of dy f(gate) linear."""
     gate, linear = _halves(x, first)
     f = ACTIVATIONS[GATES[kind]]
-    active = f.forward(gate)
-    d_scales = _row_sums(dy, active * linear) if dscales else None
+    d_scales = _row_sums(dy, f.forward(gate).mul_(linear)) if dscales else None
     if not dx:
         return None, d_scales
     d = dy if scales is None else dy * scales.unsqueeze(-1)
     if tracing():
-        parts = (f.backward(d * linear, gate), d * active)
+        active = f.forward(gate)
+        parts = (f.backward(d * linear, gate, active), d * active)
         return torch.cat(parts if first else parts[::-1], -1), d_scales
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_gate, d_linear = _halves(d_x, first)
-    torch.mul(d, active, out=d_linear)
-    d_gate.copy_(f.backward(torch.mul(d, linear, out=active), gate))
+    active = f.forward(gate, out=d_linear)  # each half of d_x is the only scratch of its own gradient
+    f.backward(torch.mul(d, linear, out=d_gate), gate, active, out=d_gate)
+    d_linear.mul_(d)
     return d_x, d_scales
 
 
@@ -82,7 +83,7 @@ def clamped_swiglu_bwd(
     dx: bool,
     dscales: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    """The gradient is zero where a half was clamped."""
+    """(g sigmoid(alpha g))' = silu'(alpha g). The gradient is zero where a half was clamped."""
     dtype = wide(x.dtype)
     raw_gate, raw_linear = _halves(x.to(dtype), first)
     gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit)
@@ -93,7 +94,7 @@ def clamped_swiglu_bwd(
         return None, d_scales
     if scales is not None:
         d = d * scales.unsqueeze(-1)
-    d_gate = d * (linear + offset) * (s + alpha * gate * s * (1 - s)) * (raw_gate <= limit)
+    d_gate = torch.ops.aten.silu_backward.default(d * (linear + offset), alpha * gate) * (raw_gate <= limit)
     d_linear = d * gate * s * (raw_linear.abs() <= limit)
     return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1).to(x.dtype), d_scales
 

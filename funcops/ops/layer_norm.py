@@ -44,7 +44,7 @@ class LayerNormConfig:
 
 @tree
 class LayerNormParams:
-    weight: Tensor | None = leaf("[*D]")
+    weight: Any = leaf("[*D]")
     bias: Tensor | None = leaf("[*D]")
 
 

@@ -41,7 +41,7 @@ class RMSNormConfig:
 
 @tree
 class RMSNormParams:
-    weight: Tensor | None = leaf("[*D]")
+    weight: Any = leaf("[*D]")
 
 
 @residuals

@@ -1,0 +1,54 @@
+"""Host time of forward + backward at sizes where compute is negligible, against torch.nn and autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from funcops import LinearConfig, RMSNormConfig, WithExtras, chain, linear, random, rms_norm
+from funcops.bench.measure import PlainBlock, PlainMLP, Row, block_config, interleaved, mlp_config, summary
+
+DIM, LENGTH = 16, 3
+
+
+def _cases() -> list[tuple[str, Any, Any, nn.Module]]:
+    return [
+        ("linear", linear, LinearConfig(DIM, DIM), nn.Linear(DIM, DIM)),
+        ("rms_norm", rms_norm, RMSNormConfig(DIM), nn.RMSNorm(DIM)),
+        ("swiglu mlp", chain, mlp_config(DIM, 24), PlainMLP(DIM, 24)),
+        ("llama block", chain, block_config(DIM, 2, 24), PlainBlock(DIM, 2, 24, LENGTH)),
+    ]
+
+
+def run() -> list[Row]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [row for case in _cases() for row in _measure(*case)]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
+    torch.manual_seed(0)
+    data, dy = torch.randn(2, LENGTH, DIM), torch.randn(2, LENGTH, DIM)
+    params = op.init(cfg, key=random.key(0), dtype=torch.float32)
+    x: Any = WithExtras(data, {"positions": torch.arange(LENGTH)}) if getattr(cfg, "extras", ()) else data
+    leaf = data.clone().requires_grad_()
+    inputs = [leaf, *module.parameters()]
+
+    def ours() -> Any:
+        _, residuals = op.fwd(params, x, cfg)
+        return op.bwd(residuals, dy, cfg)
+
+    def backward() -> None:
+        module(leaf).backward(dy)
+
+    def grad() -> Any:
+        return torch.autograd.grad(module(leaf), inputs, dy)
+
+    calls = 400 if name in ("linear", "rms_norm") else 60
+    samples = interleaved({"funcops": ours, ".backward()": backward, "autograd.grad": grad}, rounds=25, calls=calls)
+    return summary("overhead", name, samples, "funcops")
