@@ -1,0 +1,114 @@
+"""Residuals as data: printed, edited, aliased, guarded, given away."""
+
+import pytest
+import torch
+
+from funcops import (
+    DonatedError,
+    GradModeError,
+    LinearConfig,
+    LinearParams,
+    Needs,
+    StaleResidualError,
+    donate,
+    linear_bwd,
+    linear_dgrad,
+    linear_fwd,
+    linear_wgrad,
+    report,
+)
+from funcops.trees import nbytes, paths, replace, tree_map_tensors
+
+CFG = LinearConfig(4, 3)
+DY = torch.ones(2, 3)
+
+
+def fresh():
+    params = LinearParams(torch.randn(3, 4), torch.randn(3))
+    x = torch.randn(2, 4)
+    return params, x, linear_fwd(params, x, CFG)[1]
+
+
+def test_residuals_are_the_inputs_themselves():
+    params, x, residuals = fresh()
+    assert residuals.x is x and residuals.weight is params.weight
+    assert repr(residuals) == "LinearResiduals(x=float32[2, 4], weight=float32[3, 4])"
+    assert list(paths(residuals)) == ["x", "weight"]
+    assert nbytes(residuals) == 4 * (8 + 12)
+    table = report(residuals, params, x)
+    assert (table.kept_bytes, [row.alias_of for row in table.rows]) == (0, ["x", "params.weight"])
+    assert "<table>" in table._repr_html_() and table.dicts()[0]["path"] == "x"
+
+
+@pytest.mark.parametrize("which", ["x", "weight"])
+def test_a_change_in_place_is_seen(which):
+    params, x, residuals = fresh()
+    (x if which == "x" else params.weight).add_(1)
+    with pytest.raises(StaleResidualError, match=f"linear_bwd: residuals.{which} must be as the forward left it"):
+        linear_bwd(residuals, DY, CFG)
+
+
+def test_pending_is_guarded_too():
+    _, _, residuals = fresh()
+    dy = DY.clone()
+    _, pending = linear_dgrad(residuals, dy, CFG)
+    dy.mul_(2)
+    with pytest.raises(StaleResidualError, match="linear_wgrad: pending.dy must be as the forward left it"):
+        linear_wgrad(pending, CFG)
+
+
+def test_an_edit_is_no_change_in_place():
+    params, x, residuals = fresh()
+    x.add_(1)
+    edited = replace(residuals, x=x.clone())
+    assert torch.equal(linear_bwd(edited, DY, CFG)[0].weight, DY.t() @ x)
+    mapped = tree_map_tensors(torch.clone, linear_fwd(params, x, CFG)[1])
+    assert torch.equal(linear_bwd(mapped, DY, CFG)[1], DY @ params.weight)
+
+
+def test_donation_empties_and_is_used_once():
+    _, _, residuals = fresh()
+    cell = donate(residuals)
+    with pytest.raises(DonatedError, match="LinearResiduals.x was given away"):
+        residuals.x.shape  # noqa: B018
+    linear_bwd(cell, DY, CFG)
+    assert repr(cell) == "Donated(spent)"
+    with pytest.raises(DonatedError, match="linear_bwd: donated residuals must be unused"):
+        linear_bwd(cell, DY, CFG)
+    with pytest.raises(DonatedError, match="donate: residuals must be unused"):
+        donate(residuals)
+    with pytest.raises(TypeError, match="donate: kept must be residuals or pending of an op, got 3.0"):
+        donate(3.0)
+    assert donate(None) is None
+
+
+def test_grad_mode_is_refused():
+    params, x, _ = fresh()
+    with pytest.raises(GradModeError, match="linear_fwd: x must be a tensor that does not require grad"):
+        linear_fwd(params, x.requires_grad_(), CFG)
+    with torch.no_grad():
+        linear_fwd(params, x, CFG)
+
+
+def test_another_config_is_refused():
+    _, _, residuals = fresh()
+    with pytest.raises(ValueError, match="linear_bwd: cfg must be the config of the forward"):
+        linear_bwd(residuals, DY, LinearConfig(4, 3, bias=False))
+    assert linear_bwd(residuals, DY, LinearConfig(4, 3))[1].shape == (2, 4)  # equal is as good as identical
+
+
+def test_inference_mode_works():
+    with torch.inference_mode():
+        params, x, residuals = fresh()
+        assert torch.equal(linear_bwd(residuals, DY, CFG)[1], DY @ params.weight)
+
+
+def test_needs():
+    assert Needs(params={"weight": True, "bias": False}) is Needs(params=["weight"])
+    assert Needs(x=False, params=[]) is Needs.NONE and not Needs.NONE
+    assert Needs(params="blocks.0").param("blocks.0.weight") and not Needs(params="blocks.0").param("blocks.1")
+    params, x, _ = fresh()
+    with pytest.raises(ValueError, match="linear_fwd: needs.params must be paths among weight, bias, got 'wieght'"):
+        linear_fwd(params, x, CFG, needs=Needs(params="wieght"))
+    with pytest.raises(TypeError, match="linear_fwd: needs must be a Needs, got True"):
+        linear_fwd(params, x, CFG, needs=True)
