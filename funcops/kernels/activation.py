@@ -1,4 +1,7 @@
-"""Elementwise activations and their derivatives. x, y, dy, dx: [*]. 16-bit inputs compute in float32 and round once."""
+"""Elementwise activations and their derivatives. x, y, dy, dx: [*].
+
+16-bit inputs compute in float32 and round once; only the derivatives of tanh and sigmoid read the rounded y, as autograd's.
+"""
 
 from __future__ import annotations
 

@@ -66,9 +66,9 @@ def clamped_swiglu_fwd(
 ) -> Tensor:
     """g = min(gate, limit), l = clamp(linear, ±limit): y = g sigmoid(alpha g) (l + offset) (* scales)."""
     gate, linear = _halves(x.to(wide(x.dtype)), first)
-    gate, linear = gate.clamp(max=limit), linear.clamp(-limit, limit)
-    y = gate * torch.sigmoid(alpha * gate) * (linear + offset)
-    return (y if scales is None else y * scales.unsqueeze(-1)).to(x.dtype)
+    gate = gate.clamp(max=limit)
+    y = torch.sigmoid(gate * alpha).mul_(gate).mul_(linear.clamp(-limit, limit).add_(offset))
+    return (y if scales is None else y.mul_(scales.unsqueeze(-1))).to(x.dtype)
 
 
 @kernel()
@@ -86,17 +86,18 @@ def clamped_swiglu_bwd(
     """(g sigmoid(alpha g))' = silu'(alpha g). The gradient is zero where a half was clamped."""
     dtype = wide(x.dtype)
     raw_gate, raw_linear = _halves(x.to(dtype), first)
-    gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit)
-    s = torch.sigmoid(alpha * gate)
+    gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit).add_(offset)
+    scaled_gate = gate * alpha
+    active = torch.sigmoid(scaled_gate).mul_(gate)
     d = dy.to(dtype)
-    d_scales = (d * gate * s * (linear + offset)).sum(-1).to(x.dtype) if dscales else None
+    d_scales = (active * linear).mul_(d).sum(-1).to(x.dtype) if dscales else None
     if not dx:
         return None, d_scales
     if scales is not None:
         d = d * scales.unsqueeze(-1)
-    d_gate = torch.ops.aten.silu_backward.default(d * (linear + offset), alpha * gate) * (raw_gate <= limit)
-    d_linear = d * gate * s * (raw_linear.abs() <= limit)
-    return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1).to(x.dtype), d_scales
+    d_gate = torch.ops.aten.silu_backward.default(linear.mul_(d), scaled_gate).mul_(raw_gate <= limit).to(x.dtype)
+    d_linear = active.mul_(d).mul_(raw_linear.abs() <= limit).to(x.dtype)
+    return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), d_scales
 
 
 def _row_sums(dy: Tensor, y: Tensor) -> Tensor:
