@@ -20,7 +20,7 @@ import torch
 from lm.check import largest_relative_error
 from lm.data import TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import parse
-from lm.model import block, init, model, predictor
+from lm.model import block, init, model, predictor, rotation
 from lm.results import Row, load_run, plot, save_run, text_of
 from lm.step import Settings, evaluate, loss_and_grads, train_step
 from torch import Tensor
@@ -37,6 +37,7 @@ VALIDATION_WINDOWS = 256
 
 def settings_of(args: Any, params: Any) -> Settings:
     return Settings(
+        sizes=args.sizes,
         model=model(args.sizes),
         optimiser=AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay),
         decay=decay_mask(params, ("*norm.weight",)),
@@ -51,8 +52,7 @@ def print_block_report(params: Any, x: Tensor, args: Any) -> None:
     """What one block keeps for its backward."""
     compute = cast(params, args.dtype)
     h = torch.zeros((*x.shape, args.sizes.dim), dtype=args.dtype, device=x.device)
-    positions = torch.arange(x.shape[1], device=x.device)
-    given = WithExtras(h, {"positions": positions})
+    given = WithExtras(h, {"rotation": rotation(x.shape[1], args.sizes, like=h)})
     _, residuals = chain_fwd(compute["blocks"][0], given, block(args.sizes))
     print(f"One block keeps, for its backward:\n{report(residuals, compute['blocks'][0], given)}\n")
 
@@ -64,8 +64,8 @@ def sample(params: Any, prompt: Tensor, args: Any) -> Tensor:
     ids = prompt
     for _ in range(args.sample):
         x = ids[-args.context :][None].to(args.device)
-        given = WithExtras(x, {"positions": torch.arange(x.shape[1], device=x.device)})
-        logits, _ = chain_fwd(compute, given, cfg, needs=Needs.NONE)
+        table = rotation(x.shape[1], args.sizes, like=compute["embed"].weight)
+        logits, _ = chain_fwd(compute, WithExtras(x, {"rotation": table}), cfg, needs=Needs.NONE)
         p = (logits[0, -1].float().cpu() / 0.8).softmax(-1)
         ids = torch.cat((ids, torch.multinomial(p, 1, generator=generator)))
     return ids[len(prompt) :]

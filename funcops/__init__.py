@@ -201,6 +201,7 @@ from funcops.ops.rope import rope_bwd as rope_bwd
 from funcops.ops.rope import rope_dgrad as rope_dgrad
 from funcops.ops.rope import rope_fwd as rope_fwd
 from funcops.ops.rope import rope_init as rope_init
+from funcops.ops.rope import rope_table as rope_table
 from funcops.ops.rope import rope_wgrad as rope_wgrad
 from funcops.ops.scale import ScaleConfig as ScaleConfig
 from funcops.ops.scale import ScaleResiduals as ScaleResiduals

@@ -2,7 +2,8 @@
 
     embed -> n_layers x [ x + attention(norm(x)), x + swiglu(norm(x)) ] -> norm -> head -> cross entropy
 
-Two extras come from the caller: positions [T] for the rotary embedding, labels [B, T] for the loss.
+Two extras come from the caller: the rotation table [T, K] of the rotary embedding, made once for all layers, and labels
+[B, T] for the loss.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from funcops import (
     reshape,
     rms_norm,
     rope,
+    rope_table,
     skip,
 )
 from funcops.trees import tree_map_with_path
@@ -65,22 +67,33 @@ class Sizes:
             raise ValueError(f"--kv-heads: expected a divisor of --heads {self.heads}, got {self.kv_heads}")
 
 
-def _projection(dim: int, heads: int, size: int, turned: bool) -> ChainConfig:
+def rotation(length: int, sizes: Sizes, like: Tensor) -> Tensor:
+    """The rotary table of positions 0..length - 1, for activations of the dtype and device of `like`."""
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return rope_table(torch.arange(length, device=like.device), _rope(sizes), dtype=wide)
+
+
+def _rope(sizes: Sizes) -> RopeConfig:
+    return RopeConfig(sizes.dim // sizes.heads)
+
+
+def _projection(sizes: Sizes, heads: int, turned: bool) -> ChainConfig:
+    width = heads * sizes.dim // sizes.heads
     steps = (
-        Step("proj", linear, LinearConfig(dim, heads * size, bias=False)),
-        Step("heads", reshape, ReshapeConfig((heads * size,), (heads, size))),
-        Step("rope", rope, RopeConfig(size), takes=("positions",)),
+        Step("proj", linear, LinearConfig(sizes.dim, width, bias=False)),
+        Step("heads", reshape, ReshapeConfig((width,), (heads, width // heads))),
+        Step("rope", rope, _rope(sizes), takes=("rotation",)),
     )
-    return ChainConfig(steps=steps if turned else steps[:2], extras=("positions",) if turned else ())
+    return ChainConfig(steps=steps if turned else steps[:2], extras=("rotation",) if turned else ())
 
 
 def block(sizes: Sizes) -> ChainConfig:
     dim, size = sizes.dim, sizes.dim // sizes.heads
     qkv = ParallelConfig(
         branches=(
-            Step("q", chain, _projection(dim, sizes.heads, size, turned=True)),
-            Step("k", chain, _projection(dim, sizes.kv_heads, size, turned=True)),
-            Step("v", chain, _projection(dim, sizes.kv_heads, size, turned=False)),
+            Step("q", chain, _projection(sizes, sizes.heads, turned=True)),
+            Step("k", chain, _projection(sizes, sizes.kv_heads, turned=True)),
+            Step("v", chain, _projection(sizes, sizes.kv_heads, turned=False)),
         )
     )
     attn = ChainConfig(
@@ -91,7 +104,7 @@ def block(sizes: Sizes) -> ChainConfig:
             Step("merge", reshape, ReshapeConfig((sizes.heads, size), (dim,))),
             Step("out", linear, LinearConfig(dim, dim, bias=False)),
         ),
-        extras=("positions",),
+        extras=("rotation",),
     )
     mlp = ChainConfig(
         steps=(
@@ -102,7 +115,7 @@ def block(sizes: Sizes) -> ChainConfig:
         )
     )
     steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
-    return ChainConfig(steps=steps, extras=("positions",))
+    return ChainConfig(steps=steps, extras=("rotation",))
 
 
 def body(sizes: Sizes) -> tuple[Step, ...]:
@@ -120,13 +133,13 @@ def ties(sizes: Sizes) -> dict[str, str]:
 
 def predictor(sizes: Sizes) -> ChainConfig:
     """Bytes [B, T] to logits [B, T, 256]."""
-    return ChainConfig(steps=body(sizes), extras=("positions",), ties=ties(sizes))
+    return ChainConfig(steps=body(sizes), extras=("rotation",), ties=ties(sizes))
 
 
 def model(sizes: Sizes) -> ChainConfig:
     """Bytes [B, T] and labels [B, T] to the mean loss, in nats per byte."""
     loss = Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))
-    return ChainConfig(steps=(*body(sizes), loss), extras=("positions", "labels"), ties=ties(sizes))
+    return ChainConfig(steps=(*body(sizes), loss), extras=("rotation", "labels"), ties=ties(sizes))
 
 
 def init(sizes: Sizes, *, seed: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from funcops import ChainConfig, WithExtras, chain_bwd, chain_dgrad, chain_fwd, 
 from funcops.needs import Needs
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
 from funcops.trees import cast
+from lm.model import Sizes, rotation
 
 NEEDS = Needs(x=False)
 
@@ -18,6 +19,7 @@ NEEDS = Needs(x=False)
 class Settings(NamedTuple):
     """All that is static in a step."""
 
+    sizes: Sizes
     model: ChainConfig
     optimiser: AdamWConfig
     decay: Any
@@ -27,14 +29,16 @@ class Settings(NamedTuple):
     in_place: bool
 
 
-def inputs(x: Tensor, labels: Tensor) -> WithExtras:
-    positions = torch.arange(x.shape[1], device=x.device)
-    return WithExtras(x, {"positions": positions, "labels": labels})
+def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
+    """x of the model: bytes, their labels, and the rotary table in the precision of `params`."""
+    table = rotation(x.shape[1], s.sizes, like=params["embed"].weight)
+    return WithExtras(x, {"rotation": table, "labels": labels})
 
 
 def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings) -> tuple[Tensor, Any]:
     """The loss, and the gradient of every parameter in the parameter's own dtype."""
-    loss, residuals = chain_fwd(cast(params, s.dtype), inputs(x, labels), s.model, needs=NEEDS)
+    compute = cast(params, s.dtype)
+    loss, residuals = chain_fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     dloss = torch.ones_like(loss)
     if s.delay_wgrad:
         _, pending = chain_dgrad(donate(residuals), dloss, s.model)
@@ -59,7 +63,7 @@ def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int) ->
     compute = cast(params, s.dtype)
     total = 0.0
     for i in range(0, len(x), batch):
-        part = inputs(x[i : i + batch], labels[i : i + batch])
+        part = inputs(compute, x[i : i + batch], labels[i : i + batch], s)
         loss, _ = chain_fwd(compute, part, s.model, needs=Needs.NONE)
         total += float(loss) * len(part.main)
     return total / len(x)

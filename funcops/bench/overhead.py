@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from funcops import LinearConfig, RMSNormConfig, WithExtras, chain, linear, random, rms_norm
+from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, chain, linear, random, rms_norm, rope_table
 from funcops.bench.measure import PlainBlock, PlainMLP, Row, block_config, interleaved, mlp_config, summary
 
-DIM, LENGTH = 16, 3
+DIM, LENGTH, HEADS = 16, 3, 2
 
 
 def _cases() -> list[tuple[str, Any, Any, nn.Module]]:
@@ -18,7 +18,7 @@ def _cases() -> list[tuple[str, Any, Any, nn.Module]]:
         ("linear", linear, LinearConfig(DIM, DIM), nn.Linear(DIM, DIM)),
         ("rms_norm", rms_norm, RMSNormConfig(DIM), nn.RMSNorm(DIM)),
         ("swiglu mlp", chain, mlp_config(DIM, 24), PlainMLP(DIM, 24)),
-        ("llama block", chain, block_config(DIM, 2, 24), PlainBlock(DIM, 2, 24, LENGTH)),
+        ("llama block", chain, block_config(DIM, HEADS, 24), PlainBlock(DIM, HEADS, 24, LENGTH)),
     ]
 
 
@@ -35,7 +35,7 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
     torch.manual_seed(0)
     data, dy = torch.randn(2, LENGTH, DIM), torch.randn(2, LENGTH, DIM)
     params = op.init(cfg, key=random.key(0), dtype=torch.float32)
-    x: Any = WithExtras(data, {"positions": torch.arange(LENGTH)}) if getattr(cfg, "extras", ()) else data
+    x: Any = WithExtras(data, {"positions": rope_table(torch.arange(LENGTH), RopeConfig(DIM // HEADS))}) if getattr(cfg, "extras", ()) else data
     leaf = data.clone().requires_grad_()
     inputs = [leaf, *module.parameters()]
 

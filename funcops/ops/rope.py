@@ -6,7 +6,8 @@ over pairs (a, b) of the first R = rotary_dim of D: half-split (i, i + R/2), or 
 passes through. The backward is the inverse rotation, so no activation is kept.
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
-[*, T], int64. Angles in float32 (float64 for float64). Kept: positions, an alias. arXiv:2104.09864.
+[*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, R] or
+[*, T, R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.backend import wide
 from funcops.errors import check, check_dtypes, describe, fail, require
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
@@ -48,25 +50,51 @@ class RopeConfig:
 
 @residuals
 class RopeResiduals:
-    positions: Tensor = saved("[T] or [*, T]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    positions: Tensor = saved("[*, T] or [*, T, R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
     inputs: Any = static()
     shape: Any = static()
     dtype: Any = static()
 
 
+def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The cosines, then the sines, of `positions` ([*, T], int64) times each frequency: [*, T, R], for `rope`'s x.1.
+
+    `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64.
+    """
+    check("rope_table", "positions", positions, (...,), torch.int64)
+    if dtype not in (torch.float32, torch.float64):
+        fail("rope_table", "dtype", "float32 or float64", describe(dtype), TypeError)
+    return kernels.rope_table(positions, cfg.theta, cfg.rotating, dtype)
+
+
+def _check_rotation(t: Tensor, positions: Any, cfg: RopeConfig) -> None:
+    """positions: [T] or [*, T], int64; or their table, [T, R] or [*, T, R]."""
+    if not isinstance(positions, Tensor) or not positions.is_floating_point():
+        wanted = t.shape[-3:-2] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-2]
+        check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
+    else:
+        rows = t.shape[-3:-2] if positions.dim() <= 2 else t.shape[:-2]
+        check("rope_fwd", "x.1 (table)", positions, (*rows, cfg.rotating), wide(t.dtype), t)
+
+
+def _table(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
+    if positions.is_floating_point():
+        return positions
+    return kernels.rope_table(positions, cfg.theta, cfg.rotating, wide(dtype))
+
+
 @forward(RopeConfig)
 def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
-    """x: `(x, positions)` -> y: [*, T, N, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    """x: `(x, positions or table)` -> y: [*, T, N, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
     t, positions = x
     check("rope_fwd", "x.0", t, (..., cfg.dim))
     check_dtypes("rope_fwd", DTYPES, x=t)
     require(t.dim() >= 3, "rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(t.shape))
-    wanted = t.shape[-3:-2] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-2]
-    check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
-    kept = RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
-    return kernels.rope_apply(t, positions, cfg.theta, cfg.rotating, cfg.interleaved, False), kept
+    _check_rotation(t, positions, cfg)
+    y = kernels.rope_apply(t, _table(positions, cfg, t.dtype), cfg.interleaved, False)
+    return y, RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
 
 
 @dgrad_of(RopeResiduals)
@@ -75,8 +103,8 @@ def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     if not residuals.needs.input(0):
         return residuals.nothing(), None
-    dx = kernels.rope_apply(dy, residuals.positions, cfg.theta, cfg.rotating, cfg.interleaved, True)
-    return residuals.inputs.make((dx, None)), None
+    table = _table(residuals.positions, cfg, dy.dtype)
+    return residuals.inputs.make((kernels.rope_apply(dy, table, cfg.interleaved, True), None)), None
 
 
 rope = make_op("rope", RopeConfig, fwd=rope_fwd, dgrad=rope_dgrad)
