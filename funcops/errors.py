@@ -59,9 +59,9 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None
     try:
         got = t.shape
         if (
-            (got == shape or (shape and shape[0] is ... and _ends(got, shape)))
+            (got == shape or (shape and shape[0] is ... and (_ends(got, shape) if len(shape) != 2 else got and got[-1] == shape[1])))
             and (dtype is None or t.dtype is dtype)
-            and (like is None or t.device == like.device)
+            and (like is None or (t.is_cpu and like.is_cpu) or t.device == like.device)
             and not (t.requires_grad and torch.is_grad_enabled())
         ):
             return
@@ -72,8 +72,6 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None
 
 def _ends(got: Shape, shape: Shape) -> bool:
     """Whether `got` ends in the sizes that follow the leading `...` of `shape`."""
-    if len(shape) == 2:
-        return len(got) > 0 and got[-1] == shape[1]
     skipped = len(got) - len(shape) + 1
     return skipped >= 0 and tuple(got[skipped:]) == shape[1:]
 

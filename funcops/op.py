@@ -112,8 +112,9 @@ def dgrad_of(residuals: Any) -> Callable[[F], F]:
         @functools.wraps(fn)
         def dgrad(residuals_: Any, dy: Any, cfg: Any) -> Any:
             node = residuals_
-            if not (type(node) is residuals and node.cfg is cfg and node.fresh()):
-                node = open_node(where, node, residuals, cfg)
+            if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
+                return fn(node, dy, cfg)
+            node = open_node(where, node, residuals, cfg)
             result = (node.nothing(), None) if dy is None else fn(node, dy, cfg)
             if node is not residuals_:
                 node.empty()
@@ -121,6 +122,31 @@ def dgrad_of(residuals: Any) -> Callable[[F], F]:
 
         dgrad.node_class = residuals  # type: ignore[attr-defined]
         return dgrad
+
+    return decorate
+
+
+def bwd_of(residuals: Any, params: type) -> Callable[[F], F]:
+    """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+            if into is not None and type(into) is not params:
+                _bad_type(where, "into", into, params)
+            node = residuals_
+            if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
+                return fn(node, dy, cfg, into=into)
+            node = open_node(where, node, residuals, cfg)
+            nothing = params() if into is None else into
+            result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
+            if node is not residuals_:
+                node.empty()
+            return result
+
+        return bwd
 
     return decorate
 
@@ -138,8 +164,9 @@ def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
             if pending_ is None:
                 return params() if into is None else into
             node = pending_
-            if not (type(node) is pending and node.cfg is cfg and node.fresh()):
-                node = open_node(where, node, pending, cfg)
+            if type(node) is pending and node.cfg is cfg and node.fresh():
+                return fn(node, cfg, into=into)
+            node = open_node(where, node, pending, cfg)
             result = fn(node, cfg, into=into)
             if node is not pending_:
                 node.empty()

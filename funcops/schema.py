@@ -104,7 +104,6 @@ class Saved:
     kind: ClassVar[str]
     cfg: Any
     needs: Needs
-    donated: bool
     fresh: Callable[[], bool]
     _marks: Any
     _marks_now: Callable[[], tuple[Any, ...]]
@@ -117,13 +116,13 @@ class Saved:
     def give(self: T) -> T:
         """Move all leaves into a new node and leave this one empty."""
         node: Any = dataclasses.replace(self)  # type: ignore[type-var]
-        node._marks, node.donated = self._marks, True  # type: ignore[attr-defined]
+        node._marks = self._marks  # type: ignore[attr-defined]
         self.empty()  # type: ignore[attr-defined]
         return node
 
     def empty(self) -> None:
         """Drop every leaf."""
-        if torch.compiler.is_compiling():  # a tracer sees each use; there is nobody to warn at run time
+        if torch.compiler.is_dynamo_compiling():  # a tracer sees each use; there is nobody to warn at run time
             for name in self.fields:
                 setattr(self, name, None)
             return
@@ -139,10 +138,10 @@ class Saved:
         now = self._marks_now()
         aliases = [name for name, field in self.fields.items() if field.alias]
         for i, name in enumerate(aliases):
-            if self._marks[2 * i : 2 * i + 2] != now[2 * i : 2 * i + 2]:
+            if self._marks[i] != now[i]:
                 raise StaleResidualError(
-                    f"{where}: {self.kind}.{name} must be as the forward left it, got a tensor that was written to or "
-                    f"exchanged since (it aliases {self.fields[name].alias}). Run the backward first, keep a clone, or "
+                    f"{where}: {self.kind}.{name} must be as the forward left it, got a tensor that was written to "
+                    f"since (it aliases {self.fields[name].alias}). Run the backward first, keep a clone, or "
                     "edit with funcops.trees.replace"
                 )
 
@@ -192,10 +191,9 @@ def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
 
 
 def _saved_class(cls: Any, kind: str) -> Any:
-    cls.__annotations__ = {**cls.__dict__.get("__annotations__", {}), "cfg": Any, "needs": Any, "donated": Any, "_marks": Any}
+    cls.__annotations__ = {**cls.__dict__.get("__annotations__", {}), "cfg": Any, "needs": Any, "_marks": Any}
     cls.cfg, cls.needs = static(), static(Needs.ALL)
-    for name, default in (("donated", False), ("_marks", None)):
-        setattr(cls, name, dataclasses.field(default=default, init=False, metadata={"hidden": True}))
+    cls._marks = dataclasses.field(default=None, init=False, metadata={"hidden": True})
     body = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
     made: Any = dataclasses.dataclass(slots=True, eq=False, repr=False)(type(cls.__name__, (Saved,), body))
     made.__repr__ = show
@@ -221,7 +219,6 @@ def keep(cfg, needs{parameters}):
     {assigns}
     self.cfg = cfg
     self.needs = needs
-    self.donated = False
     if is_compiling():
         self._marks = None
         return self
@@ -255,7 +252,7 @@ def fresh(self):
 def _write_methods(cls: Any, names: list[str], aliases: list[str]) -> dict[str, Any]:
     """`keep`, `fresh` and the marks, written out as source, as dataclasses do: they run in every forward and backward.
 
-    A mark is the version and identity of each alias. There is none while compiling, for inference tensors and for
+    A mark is the version of each alias. There is none while compiling, for inference tensors and for
     leaves that are no tensors. `keep` returns a node with the fields that `needs` asks for, or None.
     """
 
@@ -267,10 +264,10 @@ def _write_methods(cls: Any, names: list[str], aliases: list[str]) -> dict[str, 
         drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
         assigns=lines("self.{n} = {n}", names),
         reads=lines("{n} = self.{n}", aliases),
-        marks="".join(f"None if {n} is None else {n}._version, id({n}), " for n in aliases),
+        marks="".join(f"None if {n} is None else {n}._version, " for n in aliases),
     )
     scope: dict[str, Any] = dict(
-        is_compiling=torch.compiler.is_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted
+        is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted
     )
     scope.update(cls=cls, dropped={})
     exec(source, scope)

@@ -12,6 +12,7 @@ operator, defined on first use.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -78,16 +79,27 @@ def kernel(*, mutates: tuple[str, ...] = ()) -> Callable[[Implementation], Any]:
     def decorate(body: Implementation) -> Any:
         declared = Kernel(body, mutates)
 
-        @functools.wraps(body)
-        def call(*args: Any) -> Any:
-            if select._forced is None and args[0].is_cpu:
-                return body(*args)
-            return declared.choose(args[0])(*args)
-
-        call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake  # type: ignore[attr-defined]
+        call = functools.wraps(body)(_write_call(body, declared))
+        call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake
         return call
 
     return decorate
+
+
+_CALL = """
+def call({names}):
+    if {first}.is_cpu and select._forced is None:
+        return body({names})
+    return choose({first})({names})
+"""
+
+
+def _write_call(body: Implementation, declared: Kernel) -> Any:
+    """The dispatch, written out with the body's own argument names: it runs in every call of a kernel."""
+    names = list(inspect.signature(body).parameters)
+    scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose}
+    exec(_CALL.format(names=", ".join(names), first=names[0]), scope)
+    return scope["call"]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -39,9 +39,11 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
     leaf = data.clone().requires_grad_()
     inputs = [leaf, *module.parameters()]
 
+    fwd, bwd = op.fwd, op.bwd
+
     def ours() -> Any:
-        _, residuals = op.fwd(params, x, cfg)
-        return op.bwd(residuals, dy, cfg)
+        _, residuals = fwd(params, x, cfg)
+        return bwd(residuals, dy, cfg)
 
     def backward() -> None:
         module(leaf).backward(dy)

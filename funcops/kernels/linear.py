@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Optional
 
-import torch
-from torch import Tensor
+from torch import Tensor, matmul, mm, reshape
+from torch import sum as torch_sum
 from torch.nn.functional import linear as torch_linear
 
 from funcops.backend import kernel
@@ -20,12 +20,23 @@ def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
 @kernel()
 def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     """dx = dy w."""
-    return torch.matmul(dy, w)
+    return matmul(dy, w)
 
 
 @kernel()
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dw = dy^T x (None without x) and db = sum of dy (None unless `bias`), both over all rows, in dy's dtype."""
-    dy = dy.reshape(-1, dy.shape[-1])
-    dw = None if x is None else torch.mm(dy.t(), x.reshape(-1, x.shape[-1]))
-    return dw, dy.sum(0) if bias else None
+    dy = reshape(dy, (-1, dy.shape[-1]))
+    dw = None if x is None else mm(dy.mT, reshape(x, (-1, x.shape[-1])))
+    return dw, torch_sum(dy, 0) if bias else None
+
+
+@kernel()
+def linear_bwd(
+    dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """dx, dw and db: `linear_dgrad` and `linear_wgrad` in one call."""
+    o, i = w.shape
+    rows = reshape(dy, (-1, o))
+    dw = None if x is None else mm(rows.mT, reshape(x, (-1, i)))
+    return matmul(dy, w), dw, torch_sum(rows, 0) if bias else None

@@ -44,11 +44,14 @@ def flat(t: Tensor, dim: tuple[int, ...]) -> Tensor:
     return t if len(dim) == 1 else t.reshape(*t.shape[: t.dim() - len(dim)], math.prod(dim))
 
 
-def finish(parts: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, accumulator: Any = None) -> Tensor | None:
-    """Partial sums [P, D] as a gradient [*D] of the given dtype; unrounded where the accumulator is as wide as they."""
+def finish(
+    parts: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, accumulator: Any = None, owned: bool = False
+) -> Tensor | None:
+    """Partial sums [P, D] as a gradient [*D] of the given dtype; unrounded where the accumulator is as wide as they.
+    `owned`: nobody else reads the parts, so that a single one may itself become the gradient."""
     if parts is None:
         return None
-    total = parts.sum(0)
+    total = parts.squeeze(0) if owned and len(parts) == 1 else parts.sum(0)
     if len(dim) > 1:
         total = total.reshape(dim)
     if isinstance(accumulator, Tensor) and accumulator.element_size() >= total.element_size():

@@ -11,7 +11,7 @@ Kept: x and w, both aliases: no bytes of its own. `into` may be float32 accumula
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from funcops import random
 from funcops.errors import check, require
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
 from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -36,6 +36,13 @@ class LinearConfig:
     def __post_init__(self) -> None:
         require(self.in_features >= 1, "LinearConfig", "in_features", "at least 1", self.in_features)
         require(self.out_features >= 1, "LinearConfig", "out_features", "at least 1", self.out_features)
+        object.__setattr__(self, "x_shape", (..., self.in_features))
+        object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
+        object.__setattr__(self, "bias_shape", (self.out_features,))
+
+    x_shape: ClassVar[tuple[Any, int]]
+    weight_shape: ClassVar[tuple[int, int]]
+    bias_shape: ClassVar[tuple[int]]
 
 
 @tree
@@ -48,6 +55,7 @@ class LinearParams:
 class LinearResiduals:
     x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
     weight: Tensor = saved("[O, I]", alias="params.weight", needed_by=DGRAD)
+    y_shape: Any = static()
     dtype: Any = static()
 
 
@@ -71,21 +79,22 @@ def linear_fwd(
 ) -> tuple[Tensor, LinearResiduals | None]:
     """`y = x w^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     weight, bias = params.weight, params.bias
-    check("linear_fwd", "x", x, (..., cfg.in_features))
-    check("linear_fwd", "params.weight", weight, (cfg.out_features, cfg.in_features), x.dtype, x)
+    check("linear_fwd", "x", x, cfg.x_shape)
+    dtype = x.dtype
+    check("linear_fwd", "params.weight", weight, cfg.weight_shape, dtype, x)
     if cfg.bias:
-        check("linear_fwd", "params.bias", bias, (cfg.out_features,), x.dtype, x)
+        check("linear_fwd", "params.bias", bias, cfg.bias_shape, dtype, x)
     elif bias is not None:
         require(False, "linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
-    return kernels.linear_fwd(x, weight, bias), LinearResiduals.keep(cfg, needs, x=x, weight=weight, dtype=x.dtype)
+    y = kernels.linear_fwd(x, weight, bias)
+    return y, LinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=dtype)
 
 
 @dgrad_of(LinearResiduals)
 def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor | None, Any]:
     """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
-    rows = (...,) if x is None else x.shape[:-1]
-    check("linear_dgrad", "dy", dy, (*rows, cfg.out_features), residuals.dtype, weight if x is None else x)
+    check("linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     dx = kernels.linear_dgrad(dy, weight) if needs.x else None
     return dx, LinearPending.keep(cfg, needs, x=x, dy=dy)
 
@@ -94,11 +103,25 @@ def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> t
 def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = dy^T x`, `db = sum of dy`; added to `into` where that is given."""
     dy, x, needs = pending.dy, pending.x, pending.needs
-    dw, db = kernels.linear_wgrad(dy, x, cfg.bias and needs.param("bias"))
+    dw, db = kernels.linear_wgrad(dy, x, cfg.bias and (needs.params is True or needs.param("bias")))
     return accumulate("linear_wgrad", LinearParams(dw, db), into)
 
 
+@bwd_of(LinearResiduals, LinearParams)
+def linear_bwd(
+    residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig, *, into: LinearParams | None = None
+) -> tuple[LinearParams, Tensor | None]:
+    """The whole backward. Returns `(dparams, dx)`."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check("linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    if needs.x:
+        dx, dw, db = kernels.linear_bwd(dy, x, weight, bias)
+    else:
+        dx, (dw, db) = None, kernels.linear_wgrad(dy, x, bias)
+    return accumulate("linear_bwd", LinearParams(dw, db), into), dx
+
+
 linear = make_op(
-    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad
+    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd
 )
-linear_bwd = linear.bwd

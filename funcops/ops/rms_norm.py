@@ -21,7 +21,7 @@ from torch import Tensor
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -81,20 +81,19 @@ def rms_norm_fwd(
 @dgrad_of(RMSNormResiduals)
 def rms_norm_dgrad(residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Any]:
     """dx: [*, *D], and the pending sums for dw."""
+    dx, parts = _dx_and_parts("rms_norm_dgrad", residuals, dy, cfg)
+    return dx, RMSNormPending.keep(cfg, residuals.needs, parts=parts, weight_dtype=residuals.weight_dtype)
+
+
+def _dx_and_parts(where: str, residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Tensor | None]:
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
-    check("rms_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
-    dx, parts = kernels.rms_norm_bwd(
-        flat(dy, dim),
-        flat(x, dim),
-        None if w is None else flat(w, dim),
-        residuals.rstd,
-        cfg.zero_centered_gamma,
-        bool(needs.x),
-        bool(needs.params),
-    )
-    if dx is not None and len(dim) > 1:
-        dx = dx.reshape(x.shape)
-    return dx, RMSNormPending.keep(cfg, needs, parts=parts, weight_dtype=residuals.weight_dtype)
+    check(where, "dy", dy, x.shape, x.dtype, x)
+    wanted = cfg.zero_centered_gamma, bool(needs.x), bool(needs.params)
+    if len(dim) == 1:
+        return kernels.rms_norm_bwd(dy, x, w, residuals.rstd, *wanted)
+    flat_w = None if w is None else flat(w, dim)
+    dx, parts = kernels.rms_norm_bwd(flat(dy, dim), flat(x, dim), flat_w, residuals.rstd, *wanted)
+    return None if dx is None else dx.reshape(x.shape), parts
 
 
 @wgrad_of(RMSNormPending, RMSNormParams)
@@ -104,7 +103,22 @@ def rms_norm_wgrad(pending: Any, cfg: RMSNormConfig, *, into: RMSNormParams | No
     return accumulate("rms_norm_wgrad", RMSNormParams(dw), into)
 
 
+@bwd_of(RMSNormResiduals, RMSNormParams)
+def rms_norm_bwd(
+    residuals: Any, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None
+) -> tuple[RMSNormParams, Tensor | None]:
+    """The whole backward, one pass over dy and x. Returns `(dparams, dx)`."""
+    dx, parts = _dx_and_parts("rms_norm_bwd", residuals, dy, cfg)
+    dw = finish(parts, cfg.dim, residuals.weight_dtype, None if into is None else into.weight, owned=True)
+    return accumulate("rms_norm_bwd", RMSNormParams(dw), into), dx
+
+
 rms_norm = make_op(
-    "rms_norm", RMSNormConfig, init=rms_norm_init, fwd=rms_norm_fwd, dgrad=rms_norm_dgrad, wgrad=rms_norm_wgrad
+    "rms_norm",
+    RMSNormConfig,
+    init=rms_norm_init,
+    fwd=rms_norm_fwd,
+    dgrad=rms_norm_dgrad,
+    wgrad=rms_norm_wgrad,
+    bwd=rms_norm_bwd,
 )
-rms_norm_bwd = rms_norm.bwd
