@@ -9,7 +9,7 @@ than once, its gradients are summed. Steps before the first that needs a gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -25,6 +25,7 @@ from funcops.compose.step import (
     live_inputs,
     nested,
     part,
+    run_backward,
     split_x,
 )
 from funcops.errors import describe, fail, require, require_type
@@ -55,6 +56,8 @@ class ChainConfig:
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "names", dict.fromkeys(names))
+        object.__setattr__(self, "backwards", self.steps[::-1])
+        object.__setattr__(self, "gives", any(step.gives for step in self.steps))
         object.__setattr__(self, "step_needs", {})
         known = paths(_init_all(self, None, "meta", None))
         for path in (p for tie in self.ties for p in tie):
@@ -64,6 +67,8 @@ class ChainConfig:
 
     keys: ClassVar[tuple[str, ...]]
     names: ClassVar[dict[str, None]]
+    backwards: ClassVar[tuple[Step, ...]]
+    gives: ClassVar[bool]
     step_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
 
@@ -140,7 +145,7 @@ def _tied(where: str, tree: Any, cfg: ChainConfig) -> Any:
 def _check_names(where: str, what: str, tree: Any, cfg: ChainConfig) -> None:
     if not isinstance(tree, dict):
         fail(where, what, f"a dict by step name: {', '.join(cfg.names)}", describe(tree), TypeError)
-    if tree.keys() != cfg.names.keys():
+    if list(tree) != list(cfg.names) and tree.keys() != cfg.names.keys():
         missing, extra = sorted(cfg.names.keys() - tree.keys()), sorted(tree.keys() - cfg.names.keys())
         fail(where, what, f"a dict with the steps {', '.join(cfg.names)}", f"missing {missing}, extra {extra}")
 
@@ -154,51 +159,45 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     _check_names("chain_fwd", "params", params, cfg)
     if cfg.ties:
         params = _tied("chain_fwd", params, cfg)
-    main, given = split_x("chain_fwd", x, cfg)
-    extras = dict(given)
+    main, extras = split_x("chain_fwd", x, cfg)
+    if cfg.gives:
+        extras = dict(extras)
     kept = ChainResiduals(cfg=cfg, needs=needs)
-    for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
+    for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs)):  # noqa: B905 (a pair for each step by construction)
         name = step.name
-        y, kept[name] = step.op.fwd(params[name], step.x(main, extras), step.cfg, needs=wanted)
+        if step.names:
+            main = step.x(main, extras)
+        main, kept[name] = step.op.fwd(params[name], main, step.cfg, needs=wanted)
         if step.gives:
-            extras.update(zip(step.gives, y[1:], strict=True))
-            y = y[0]
-        main = y
+            extras.update(zip(step.gives, main[1:], strict=True))
+            main = main[0]
     return main, kept if needs else None
 
 
-def _walk(node: Any, dy: Any, cfg: ChainConfig, run: Callable[[Step, Any, Any], tuple[Any, Any]]) -> tuple[Any, dict[str, Any]]:
-    """The steps in reverse: `run(step, residuals, dy) -> (dx, result)`. Returns dx and the results by name."""
+def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    """The steps in reverse. Returns dx and by step: dparams, added to `sums` where there is one; without `sums`, pending."""
     gradients: dict[str, Any] = {}
-    results: dict[str, Any] = {}
-    dmain = dy
-    del dy
-    for step in reversed(cfg.steps):
-        d_y = dmain
+    results: dict[str, Any] = dict(cfg.names)
+    whole = sums is not None
+    for step in cfg.backwards:
+        name = step.name
         if step.gives:
-            d_y = (dmain, *(gradients.pop(name, None) for name in step.gives))
-            d_y = None if all(d is None for d in d_y) else d_y
-        dmain = None
-        kept = part(node, step.name)
-        dx, results[step.name] = run(step, kept, d_y)
-        del d_y, kept
-        dmain, d_extras = step.split(dx)
-        del dx
-        for name, gradient in d_extras.items():
-            gradients[name] = add(gradients.get(name), gradient)
-    dx = WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}) if cfg.extras else dmain
-    return dx, {step.name: results[step.name] for step in cfg.steps}
-
-
-def _dgrad_step(step: Step, kept: Any, dy: Any) -> tuple[Any, Any]:
-    return (None, None) if kept is None else step.op.dgrad(kept, dy, step.cfg)
+            dy = (dy, *[gradients.pop(name, None) for name in step.gives])
+            dy = None if all(d is None for d in dy) else dy
+        kept = part(node, name) if node.donated else node[name]
+        dy, results[name] = run_backward(step.op, step.cfg, kept, dy, whole, sums[name] if sums else None)
+        if step.names:
+            dy = step.split(dy, gradients)
+    if cfg.extras:
+        dy = WithExtras(dy, {name: gradients.get(name) for name in cfg.extras})
+    return dy, results
 
 
 @dgrad_of(ChainResiduals)
 def chain_dgrad(residuals: Any, dy: Any, cfg: ChainConfig) -> tuple[Any, Any]:
     """All dgrads, last step first. Returns dx and the pending weight gradients by step."""
     needs = residuals.needs
-    dx, waiting = _walk(residuals, dy, cfg, _dgrad_step)
+    dx, waiting = _walk(residuals, dy, cfg, None)
     empty = all(p is None for p in waiting.values())
     return dx, None if empty else ChainPending(waiting, cfg=cfg, needs=needs)
 
@@ -209,8 +208,8 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
         fail("chain_wgrad", "cfg", "ChainConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
     sums = _accumulators("chain_wgrad", into, cfg)
-    found = {}
-    for step in reversed(cfg.steps):
+    found = dict(cfg.names)
+    for step in cfg.backwards:
         waiting = None if node is None else part(node, step.name)
         found[step.name] = step.op.wgrad(waiting, step.cfg, into=sums[step.name])
     if node is not None and node is not pending:
@@ -222,18 +221,7 @@ def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) ->
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
     fall as it walks. Returns `(dparams, dx)`."""
     node = open_node("chain_bwd", residuals, ChainResiduals, cfg)
-    sums = _accumulators("chain_bwd", into, cfg)
-
-    def run(step: Step, kept: Any, d_y: Any) -> tuple[Any, Any]:
-        if kept is None:
-            return None, step.op.wgrad(None, step.cfg, into=sums[step.name])
-        dparams, dx = step.op.bwd(kept, d_y, step.cfg, into=sums[step.name])
-        return dx, dparams
-
-    if dy is None:
-        dx, found = node.nothing(), {s.name: s.op.wgrad(None, s.cfg, into=sums[s.name]) for s in cfg.steps}
-    else:
-        dx, found = _walk(node, dy, cfg, run)
+    dx, found = _walk(node, dy, cfg, _accumulators("chain_bwd", into, cfg))
     if node is not residuals:
         node.empty()
     return _collect(found, into, cfg), dx
@@ -252,7 +240,7 @@ def _collect(found: dict[str, Any], into: Any, cfg: ChainConfig) -> dict[str, An
     """dparams in the order of the steps, the gradients of tied paths summed into their source."""
     if into is not None:
         return into
-    dparams: Any = {step.name: found[step.name] for step in cfg.steps}
+    dparams: Any = found
     for path, source in cfg.ties:
         total = add(at(dparams, source), at(dparams, path))
         dparams = put(put(dparams, source, total), path, None)

@@ -8,7 +8,6 @@ combinator gets those of the extras that it asks for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from funcops import random
@@ -22,6 +21,7 @@ from funcops.compose.step import (
     live_inputs,
     nested,
     part,
+    run_backward,
     split_x,
 )
 from funcops.errors import describe, fail, require, require_type
@@ -78,7 +78,7 @@ def needs_of_branches(cfg: ParallelConfig, needs: Needs) -> tuple[Needs, ...]:
 
 
 def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
-    if not isinstance(tree, dict) or tree.keys() != cfg.names.keys():
+    if not isinstance(tree, dict) or (list(tree) != list(cfg.names) and tree.keys() != cfg.names.keys()):
         got = list(tree) if isinstance(tree, dict) else describe(tree)
         fail(where, what, f"a dict by branch name: {', '.join(cfg.names)}", got)
 
@@ -101,35 +101,35 @@ def parallel_fwd(
     kept = ParallelResiduals(cfg=cfg, needs=needs)
     outputs = []
     for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs), strict=True):
-        y, kept[branch.name] = branch.op.fwd(params[branch.name], branch.x(main, extras), branch.cfg, needs=wanted)
+        name = branch.name
+        y, kept[name] = branch.op.fwd(params[name], branch.x(main, extras), branch.cfg, needs=wanted)
         outputs.append(y)
     return tuple(outputs), kept if needs else None
 
 
-def _walk(node: Any, dy: Any, cfg: ParallelConfig, run: Callable[..., tuple[Any, Any]]) -> tuple[Any, dict[str, Any]]:
+def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    """The branches in order. Returns dx and by branch: dparams, added to `sums` where there is one; without `sums`, pending."""
     if not isinstance(dy, tuple) or len(dy) != len(cfg.branches):
-        fail("parallel_dgrad", "dy", f"a tuple of {len(cfg.branches)} (None for zero)", describe(dy), TypeError)
+        fail(where, "dy", f"a tuple of {len(cfg.branches)} (None for zero)", describe(dy), TypeError)
     dmain = None
     gradients: dict[str, Any] = {}
-    results = {}
+    results: dict[str, Any] = dict(cfg.names)
+    whole = sums is not None
     for branch, d_y in zip(cfg.branches, dy, strict=True):
-        dx, results[branch.name] = run(branch, part(node, branch.name), d_y)
-        d_branch, d_extras = branch.split(dx)
-        dmain = add(dmain, d_branch)
-        for name, gradient in d_extras.items():
-            gradients[name] = add(gradients.get(name), gradient)
-    return (WithExtras(dmain, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dmain), results
+        name = branch.name
+        kept = part(node, name) if node.donated else node[name]
+        dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
+        dmain = add(dmain, branch.split(dx, gradients))
+    if cfg.extras:
+        return WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}), results
+    return dmain, results
 
 
 @dgrad_of(ParallelResiduals)
 def parallel_dgrad(residuals: Any, dy: tuple[Any, ...], cfg: ParallelConfig) -> tuple[Any, Any]:
     """dx, the sum over the branches, and the pending weight gradients by branch. A part of dy may be None (zero)."""
     needs = residuals.needs
-
-    def run(branch: Step, kept: Any, d_y: Any) -> tuple[Any, Any]:
-        return (None, None) if kept is None else branch.op.dgrad(kept, d_y, branch.cfg)
-
-    dx, waiting = _walk(residuals, dy, cfg, run)
+    dx, waiting = _walk("parallel_dgrad", residuals, dy, cfg, None)
     empty = all(p is None for p in waiting.values())
     return dx, None if empty else ParallelPending(waiting, cfg=cfg, needs=needs)
 
@@ -152,14 +152,7 @@ def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = No
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
     sums = _accumulators("parallel_bwd", into, cfg)
-
-    def run(branch: Step, kept: Any, d_y: Any) -> tuple[Any, Any]:
-        if kept is None or d_y is None:
-            return None, branch.op.wgrad(None, branch.cfg, into=sums[branch.name])
-        dparams, dx = branch.op.bwd(kept, d_y, branch.cfg, into=sums[branch.name])
-        return dx, dparams
-
-    dx, found = _walk(node, (None,) * len(cfg.branches) if dy is None else dy, cfg, run)
+    dx, found = _walk("parallel_bwd", node, (None,) * len(cfg.branches) if dy is None else dy, cfg, sums)
     if node is not residuals:
         node.empty()
     return found if into is None else into, dx

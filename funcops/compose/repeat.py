@@ -9,7 +9,6 @@ number is folded into every random key.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -30,6 +29,7 @@ from funcops.compose.step import (
     live_inputs,
     nested,
     part,
+    run_backward,
     split_x,
 )
 from funcops.errors import describe, fail, require
@@ -141,18 +141,17 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     return main, kept if needs else None
 
 
-def _walk(node: Any, dy: Any, cfg: RepeatConfig, run: Callable[..., tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
+    """The layers in reverse. Returns dx and by layer: dparams, added to `sums` where there is one; without `sums`, pending."""
     gradients: dict[str, Any] = {}
     results: list[Any] = [None] * cfg.times
+    whole = sums is not None
     for i in reversed(range(cfg.times)):
-        kept = part(node, i)
-        dx, results[i] = run(i, kept, dy)
-        dy = dx
-        if type(dx) is WithExtras:
-            dy = dx.main
-            for name, gradient in dx.extras.items():
+        dy, results[i] = run_backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
+        if type(dy) is WithExtras:
+            for name, gradient in dy.extras.items():
                 gradients[name] = add(gradients.get(name), gradient)
-        del dx, kept
+            dy = dy.main
     return (WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy), results
 
 
@@ -160,11 +159,7 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, run: Callable[..., tuple[Any, A
 def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
     """All dgrads, last layer first. Returns dx and the pending weight gradients by layer."""
     needs = residuals.needs
-
-    def run(i: int, kept: Any, d_y: Any) -> tuple[Any, Any]:
-        return (None, None) if kept is None else cfg.op.dgrad(kept, d_y, cfg.cfg)
-
-    dx, waiting = _walk(residuals, dy, cfg, run)
+    dx, waiting = _walk(residuals, dy, cfg, None)
     empty = all(p is None for p in waiting)
     return dx, None if empty else RepeatPending(enumerate(waiting), cfg=cfg, needs=needs)
 
@@ -186,15 +181,7 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     """The whole backward, a layer at a time, so that donated residuals fall as it walks. Returns `(dparams, dx)`."""
     _check_cfg("repeat_bwd", cfg)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
-    sums = _accumulators("repeat_bwd", into, cfg)
-
-    def run(i: int, kept: Any, d_y: Any) -> tuple[Any, Any]:
-        if kept is None or d_y is None:
-            return None, cfg.op.wgrad(None, cfg.cfg, into=sums[i])
-        dparams, dx = cfg.op.bwd(kept, d_y, cfg.cfg, into=sums[i])
-        return dx, dparams
-
-    dx, found = _walk(node, dy, cfg, run)
+    dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, cfg))
     if node is not residuals:
         node.empty()
     return _collect(found, into, cfg), dx

@@ -44,7 +44,8 @@ def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: An
 
 def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = x + body(x)`. x: a tensor that the body maps to its own shape, in `WithExtras` where the body has extras."""
-    _check_cfg("skip_fwd", cfg)
+    if type(cfg) is not SkipConfig:
+        _check_cfg("skip_fwd", cfg)
     branch, residuals = cfg.op.fwd(params, x, cfg.cfg, needs=needs)
     main = x.main if type(x) is WithExtras else x
     if branch.shape != main.shape or branch.dtype is not main.dtype:
@@ -76,6 +77,8 @@ def skip_bwd(residuals: Any, dy: Any, cfg: SkipConfig, *, into: Any = None) -> t
 
 def _wants_main(residuals: Any, cfg: SkipConfig) -> bool:
     mask = needs_of(residuals).x
+    if mask is True:
+        return True
     return bool(sub_mask(mask, "main") if cfg.extras else mask)
 
 

@@ -47,11 +47,13 @@ class Step:
         extras = extras_of(self.cfg)
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
+        object.__setattr__(self, "passes", bool(extras))
         object.__setattr__(self, "names", extras or self.takes)
         object.__setattr__(self, "keys", keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ())
         object.__setattr__(self, "fold", random.path_id(self.name))
         object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
 
+    passes: ClassVar[bool]  # whether the op is a combinator that takes its extras by name
     names: ClassVar[tuple[str, ...]]  # the extras that reach the op, in order
     keys: ClassVar[tuple[str, ...]]  # those of them that are random keys
     fold: ClassVar[int]  # what is folded into a key on its way down
@@ -59,24 +61,35 @@ class Step:
 
     def x(self, main: Any, extras: dict[str, Any]) -> Any:
         """The op's x, with the step's name folded into every random key."""
-        if not self.names:
+        names = self.names
+        if not names:
             return main
-        return bundle(main, {n: extras[n] for n in self.names}, self.keys, self.fold, bool(extras_of(self.cfg)))
+        if self.keys:
+            return bundle(main, {n: extras[n] for n in names}, self.keys, self.fold, self.passes)
+        if self.passes:
+            return WithExtras(main, extras if len(extras) == len(names) else {n: extras[n] for n in names})
+        return (main, *[extras[n] for n in names])
 
-    def split(self, dx: Any) -> tuple[Any, dict[str, Any]]:
-        """The gradient of main and of each extra, from the op's dx."""
-        if not self.names or dx is None:
-            return dx, {}
-        return (dx.main, dx.extras) if extras_of(self.cfg) else (dx[0], dict(zip(self.names, dx[1:], strict=True)))
+    def split(self, dx: Any, sums: dict[str, Any]) -> Any:
+        """The gradient of main, from the op's dx; those of the extras are added to `sums`."""
+        if dx is None or not self.names:
+            return dx
+        if self.passes:
+            main, extras = dx.main, [dx.extras[n] for n in self.names]
+        else:
+            main, *extras = dx
+        for name, gradient in zip(self.names, extras, strict=True):
+            if gradient is not None:
+                sums[name] = add(sums.get(name), gradient)
+        return main
 
     def needs(self, live: dict[str, Mask], params: Mask) -> Needs:
         """What this step's op needs, where `live` says which values need a gradient ("" is main)."""
         params = sub_mask(params, self.name) if self.has_params else False
         if not self.names:
             return Needs(x=live[""], params=params)
-        combinator = bool(extras_of(self.cfg))
-        labels = ["main" if combinator else "0"] + [
-            f"extras.{n}" if combinator else str(i + 1) for i, n in enumerate(self.names)
+        labels = ["main" if self.passes else "0"] + [
+            f"extras.{n}" if self.passes else str(i + 1) for i, n in enumerate(self.names)
         ]
         wanted = [label for label, name in zip(labels, ("", *self.names), strict=True) if live[name]]
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
@@ -122,7 +135,7 @@ def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:
         return x, {}
     if type(x) is not WithExtras:
         fail(where, "x", f"WithExtras with extras {sorted(extras)}", describe(x), TypeError)
-    if x.extras.keys() != set(extras):
+    if tuple(x.extras) != extras and x.extras.keys() != set(extras):
         fail(where, "x.extras", str(sorted(extras)), sorted(x.extras))
     for name in cfg.keys:
         check(where, f"x.extras.{name} (a random key)", x.extras[name], (2,), torch.int64)
@@ -153,6 +166,16 @@ def part(node: Any, name: Any) -> Any:
     return donate(child)
 
 
+def run_backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> tuple[Any, Any]:
+    """dx and, where `whole`, dparams; otherwise dx and the pending. A part that kept nothing needs nothing."""
+    if not whole:
+        return (None, None) if kept is None else op.dgrad(kept, dy, cfg)
+    if kept is None:
+        return None, op.wgrad(None, cfg, into=into)
+    dparams, dx = op.bwd(kept, dy, cfg, into=into)
+    return dx, dparams
+
+
 def needs_of(kept: Any) -> Needs:
     """The needs under which residuals were kept, donated or not."""
     node = kept._node if type(kept) is Donated else kept
@@ -166,7 +189,8 @@ class Nested(dict):  # type: ignore[type-arg]
     kind: ClassVar[str] = "residuals"
 
     def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
-        super().__init__(parts)
+        if parts:
+            self.update(parts)
         self.cfg, self.needs = cfg, needs
         self.donated = self.gone = False
 
