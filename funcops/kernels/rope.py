@@ -1,44 +1,42 @@
-"""Rotary position embedding. x: [*, T, N, D]; positions: [T] or [*, T], int64; table: [T, R] or [*, T, R], cos then sin."""
+"""Rotary position embedding. x: [*, T, N, D]; positions: [T] or [*, T], int64; table: [T, 3R] or [*, T, 3R].
+
+With the partner of every number of x in its place (x_b for x_a, x_a for x_b), a rotation is x cos + partner ∓ sin: no pair
+is taken apart. So the table holds, for each of the R numbers that turn, its cos, its signed sin, and that sin negated.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel, tracing, wide
+from funcops.backend import kernel, wide
 
 
 @kernel()
-def rope_table(positions: Tensor, theta: float, rotary_dim: int, dtype: torch.dtype) -> Tensor:
-    """cos and sin of position * theta^(-2i/R), i < R/2, side by side."""
+def rope_table(positions: Tensor, theta: float, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> Tensor:
+    """Of position * theta^(-2i/R), i < R/2: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs."""
     powers = torch.arange(0, rotary_dim, 2, dtype=dtype, device=positions.device).mul_(-1.0 / rotary_dim)
     angle = positions.to(dtype).unsqueeze(-1) * torch.pow(theta, powers)
-    return torch.cat((angle.cos(), angle.sin()), -1)
+    cos, sin = angle.cos(), angle.sin()
+    pairs = (cos, cos), (-sin, sin), (sin, -sin)
+    return torch.cat([torch.stack(p, -1).flatten(-2) if interleaved else torch.cat(p, -1) for p in pairs], -1)
 
 
 @kernel()
 def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """Rotate the first R of D by the angles of the table, backwards where `inverse`."""
-    dtype, rotary_dim, sign = wide(x.dtype), table.shape[-1], -1.0 if inverse else 1.0
-    cos, sin = table.unsqueeze(-2).chunk(2, -1)  # [*, T, 1, R/2]
+    dtype, size = wide(x.dtype), table.shape[-1] // 3
+    cos, sin, minus_sin = torch.unsafe_chunk(table.unsqueeze(-2), 3, -1)  # [*, T, 1, R]
     t = x if x.dtype is dtype else x.to(dtype)
-    a, b = _pair(t, rotary_dim, interleaved)
-    if tracing():
-        first, second = a * cos - sign * b * sin, b * cos + sign * a * sin
-        turned = torch.stack((first, second), -1).flatten(-2) if interleaved else torch.cat((first, second), -1)
-        y = torch.cat((turned, t[..., rotary_dim:]), -1) if rotary_dim < x.shape[-1] else turned
-        return y.to(x.dtype)
-    y = torch.empty_like(t, memory_format=torch.contiguous_format)
-    y_a, y_b = _pair(y, rotary_dim, interleaved)
-    torch.mul(a, cos, out=y_a).addcmul_(b, sin, value=-sign)
-    torch.mul(b, cos, out=y_b).addcmul_(a, sin, value=sign)
-    if rotary_dim < x.shape[-1]:
-        y[..., rotary_dim:].copy_(t[..., rotary_dim:])
+    whole = size == t.shape[-1]
+    turning = t if whole else t[..., :size]
+    y = _partners(turning, size, interleaved).mul_(minus_sin if inverse else sin).addcmul_(turning, cos)
+    y = y if whole else torch.cat((y, t[..., size:]), -1)
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
-def _pair(t: Tensor, rotary_dim: int, interleaved: bool) -> tuple[Tensor, ...]:
+def _partners(t: Tensor, size: int, interleaved: bool) -> Tensor:
+    """A new tensor with the two numbers of every pair exchanged."""
     if interleaved:
-        return t[..., 0:rotary_dim:2], t[..., 1:rotary_dim:2]
-    turning = t if rotary_dim == t.shape[-1] else t[..., :rotary_dim]
-    return turning.chunk(2, -1)
+        return t.unflatten(-1, (size // 2, 2)).flip(-1).flatten(-2)
+    return t.roll(size // 2, -1)

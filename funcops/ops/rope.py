@@ -6,8 +6,8 @@ over pairs (a, b) of the first R = rotary_dim of D: half-split (i, i + R/2), or 
 passes through. The backward is the inverse rotation, so no activation is kept.
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
-[*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, R] or
-[*, T, R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
+[*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, 3R] or
+[*, T, 3R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
 """
 
 from __future__ import annotations
@@ -50,37 +50,37 @@ class RopeConfig:
 
 @residuals
 class RopeResiduals:
-    positions: Tensor = saved("[*, T] or [*, T, R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    positions: Tensor = saved("[*, T] or [*, T, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
     inputs: Any = static()
     shape: Any = static()
     dtype: Any = static()
 
 
 def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The cosines, then the sines, of `positions` ([*, T], int64) times each frequency: [*, T, R], for `rope`'s x.1.
+    """What `rope` multiplies with at `positions` ([*, T], int64), to be given as its x.1: cosines and signed sines, [*, T, 3R].
 
     `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64.
     """
     check("rope_table", "positions", positions, (...,), torch.int64)
     if dtype not in (torch.float32, torch.float64):
         fail("rope_table", "dtype", "float32 or float64", describe(dtype), TypeError)
-    return kernels.rope_table(positions, cfg.theta, cfg.rotating, dtype)
+    return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, dtype)
 
 
 def _check_rotation(t: Tensor, positions: Any, cfg: RopeConfig) -> None:
-    """positions: [T] or [*, T], int64; or their table, [T, R] or [*, T, R]."""
+    """positions: [T] or [*, T], int64; or their table, [T, 3R] or [*, T, 3R]."""
     if not isinstance(positions, Tensor) or not positions.is_floating_point():
         wanted = t.shape[-3:-2] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-2]
         check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
     else:
         rows = t.shape[-3:-2] if positions.dim() <= 2 else t.shape[:-2]
-        check("rope_fwd", "x.1 (table)", positions, (*rows, cfg.rotating), wide(t.dtype), t)
+        check("rope_fwd", "x.1 (table)", positions, (*rows, 3 * cfg.rotating), wide(t.dtype), t)
 
 
 def _table(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
     if positions.is_floating_point():
         return positions
-    return kernels.rope_table(positions, cfg.theta, cfg.rotating, wide(dtype))
+    return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, wide(dtype))
 
 
 @forward(RopeConfig)
