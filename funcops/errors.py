@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Shape = tuple["int | str | EllipsisType", ...]
+Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 
 class StaleResidualError(RuntimeError):
@@ -51,8 +52,12 @@ def describe(value: Any) -> str:
     return type(value).__name__
 
 
-def check(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None = None, like: Tensor | None = None) -> None:
-    """Raise unless `t` is a tensor of this shape (a leading `...` matches any), dtype, and on the device of `like`.
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, like: Tensor | None = None) -> None:
+    """Raise unless `t` is a tensor of this shape (a leading `...` matches any), of this dtype or of one of a tuple of them,
+    and on the device of `like`.
 
     Raises `TypeError` (not a tensor, wrong dtype), `ValueError` (wrong rank, size or device), `GradModeError`.
     """
@@ -60,7 +65,7 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None
         got = t.shape
         if (
             (got == shape or (shape and shape[0] is ... and (_ends(got, shape) if len(shape) != 2 else got and got[-1] == shape[1])))
-            and (dtype is None or t.dtype is dtype)
+            and (dtype is None or (got_dtype := t.dtype) is dtype or (type(dtype) is tuple and got_dtype in dtype))
             and (like is None or (t.is_cpu and like.is_cpu) or t.device == like.device)
             and not (t.requires_grad and torch.is_grad_enabled())
         ):
@@ -76,14 +81,15 @@ def _ends(got: Shape, shape: Shape) -> bool:
     return skipped >= 0 and tuple(got[skipped:]) == shape[1:]
 
 
-def _explain(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | None, like: Tensor | None) -> None:
+def _explain(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes, like: Tensor | None) -> None:
     if not isinstance(t, Tensor):
         fail(where, name, f"a tensor {show_shape(shape)}", describe(t), TypeError)
     got = tuple(t.shape)
     if not (_ends(got, shape) if shape[:1] == (...,) else got == shape):
         fail(where, name, show_shape(shape), list(got))
-    if dtype is not None and t.dtype is not dtype:
-        fail(where, name, short(dtype), short(t.dtype), TypeError)
+    allowed = dtype if isinstance(dtype, tuple) else () if dtype is None else (dtype,)
+    if allowed and t.dtype not in allowed:
+        fail(where, name, " or ".join(map(short, allowed)), short(t.dtype), TypeError)
     if like is not None and t.device != like.device:
         fail(where, name, f"on device {like.device}", t.device)
     if t.requires_grad and torch.is_grad_enabled():
@@ -92,15 +98,6 @@ def _explain(where: str, name: str, t: Any, shape: Shape, dtype: torch.dtype | N
             "Pass detached tensors, call under torch.no_grad(), or let autograd drive the operator through "
             "funcops.adapters.autograd.differentiable"
         )
-
-
-def check_dtypes(where: str, allowed: frozenset[tuple[torch.dtype, ...]], **given: Tensor) -> None:
-    """`TypeError` unless the dtypes of the given tensors, in this order, are a row of the operator's dtype table."""
-    if tuple([t.dtype for t in given.values()]) not in allowed:
-        names = ", ".join(given)
-        rows = "; ".join(sorted(", ".join(map(short, row)) for row in allowed))
-        got = ", ".join(short(t.dtype) for t in given.values())
-        fail(where, names, f"of dtypes {rows}", got, TypeError)
 
 
 def show_shape(shape: Shape) -> str:

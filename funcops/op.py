@@ -77,7 +77,8 @@ def make_op(
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
     below; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
     init = init or _no_params(name, config)
-    wgrad = wgrad or _no_wgrad(name, config)
+    if wgrad is None:
+        wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed)
 
 
@@ -193,10 +194,30 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             return wgrad(None, cfg, into=into), dx
         return raw_wgrad(pending, cfg, into=into), dx
 
-    bwd.__name__ = bwd.__qualname__ = where
-    bwd.__module__ = dgrad.__module__
-    bwd.__doc__ = f"The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgrad`. Returns `(dparams, dx)`."
-    return bwd
+    return _named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name))
+
+
+def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
+    """The bwd of an op without params."""
+    where = f"{name}_bwd"
+    raw_dgrad, residuals = dgrad.__wrapped__, dgrad.node_class
+
+    def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        if into is not None:
+            _bad_type(where, "into", into, NoneType)
+        node = residuals_
+        if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
+            return None, raw_dgrad(node, dy, cfg)[0]
+        node = open_node(where, node, residuals, cfg)
+        dx = node.nothing() if dy is None else raw_dgrad(node, dy, cfg)[0]
+        if node is not residuals_:
+            node.empty()
+        return None, dx
+
+    return _named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name))
+
+
+_BWD_DOC = "The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgrad`. Returns `(dparams, dx)`."
 
 
 def _no_params(name: str, config: type) -> Any:
@@ -204,7 +225,7 @@ def _no_params(name: str, config: type) -> Any:
         if type(cfg) is not config:
             _bad_type(f"{name}_init", "cfg", cfg, config)
 
-    return _named(init, f"{name}_init", config, f"`{name}` has no params: returns None.")
+    return _named(init, f"{name}_init", config.__module__, f"`{name}` has no params: returns None.")
 
 
 def _no_wgrad(name: str, config: type) -> Any:
@@ -215,13 +236,12 @@ def _no_wgrad(name: str, config: type) -> Any:
             if value is not None:
                 _bad_type(f"{name}_wgrad", argument, value, NoneType)
 
-    wgrad.__wrapped__ = wgrad  # type: ignore[attr-defined]
-    return _named(wgrad, f"{name}_wgrad", config, f"`{name}` has no params: takes None and returns None.")
+    return _named(wgrad, f"{name}_wgrad", config.__module__, f"`{name}` has no params: takes None and returns None.")
 
 
-def _named(fn: Any, name: str, config: type, doc: str) -> Any:
+def _named(fn: Any, name: str, module: str, doc: str) -> Any:
     fn.__name__ = fn.__qualname__ = name
-    fn.__module__ = config.__module__
+    fn.__module__ = module
     fn.__doc__ = doc
     return fn
 

@@ -73,10 +73,15 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(x: tuple[Any, ...]) -> Inputs:
+        if type(x) is tuple and len(x) < len(_PLAIN):
+            return _PLAIN[len(x)]
         return Inputs(getattr(type(x), "_make", tuple), len(x))
 
     def nothing(self) -> Any:
         return self.make((None,) * self.parts)
+
+
+_PLAIN = tuple(Inputs(tuple, n) for n in range(5))
 
 
 class Gone:

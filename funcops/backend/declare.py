@@ -79,7 +79,7 @@ def kernel(*, mutates: tuple[str, ...] = ()) -> Callable[[Implementation], Any]:
     def decorate(body: Implementation) -> Any:
         declared = Kernel(body, mutates)
 
-        call = functools.wraps(body)(_write_call(body, declared))
+        call: Any = functools.wraps(body)(_write_call(body, declared))
         call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake
         return call
 

@@ -25,7 +25,7 @@ GATES = {
 
 
 def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
-    a, b = x.chunk(2, -1)
+    a, b = torch.unsafe_chunk(x, 2, -1)
     return (a, b) if first else (b, a)
 
 

@@ -25,7 +25,8 @@ def check_pair(where: str, x: Any, last: int | None, first: str) -> tuple[Tensor
         fail(where, "x", f"a tuple ({first}, labels)", describe(x), TypeError)
     t, labels = x
     check(where, f"x.0 ({first})", t, (...,) if last is None else (..., last))
-    require(t.dim() >= 1 and t.is_floating_point(), where, f"x.0 ({first})", "floats [..., V]", describe(t))
+    if t.dim() < 1 or not t.is_floating_point():
+        fail(where, f"x.0 ({first})", "floats [..., V]", describe(t))
     check(where, "x.1 (labels)", labels, t.shape[:-1], torch.int64, t)
     return t, labels
 

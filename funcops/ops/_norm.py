@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import check, fail, require, short
+from funcops.errors import FLOATS, check, fail, require, short
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # (x, weight): the weight has x's dtype, or is a float32 master weight beside 16-bit x.
 DTYPES = frozenset([(d, d) for d in FLOATS] + [(d, torch.float32) for d in FLOATS[2:]])
 

@@ -14,14 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, require
+from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
 from funcops.schema import DGRAD, residuals, saved
 
-DTYPES = frozenset((d,) for d in FLOATS)
 KINDS = tuple(kernels.ACTIVATIONS)
 
 
@@ -43,8 +41,7 @@ class ActivationResiduals:
 @forward(ActivationConfig)
 def activation_fwd(params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
-    check("activation_fwd", "x", x, (...,))
-    check_dtypes("activation_fwd", DTYPES, x=x)
+    check("activation_fwd", "x", x, (...,), FLOATS)
     return kernels.activation_fwd(x, cfg.kind), ActivationResiduals.keep(cfg, needs, x=x)
 
 

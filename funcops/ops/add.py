@@ -11,14 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, describe, fail
+from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
-from funcops.ops._norm import FLOATS
 from funcops.schema import Inputs, residuals, static
-
-DTYPES = frozenset((d, d) for d in FLOATS)
 
 
 @config
@@ -39,9 +36,8 @@ def add_fwd(params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Ne
     if not isinstance(x, tuple) or len(x) != 2:
         fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
     a, b = x
-    check("add_fwd", "x.0", a, (...,))
+    check("add_fwd", "x.0", a, (...,), FLOATS)
     check("add_fwd", "x.1", b, a.shape, a.dtype, a)
-    check_dtypes("add_fwd", DTYPES, a=a, b=b)
     kept = AddResiduals.keep(cfg, needs, inputs=Inputs.of(x), shape=a.shape, dtype=a.dtype)
     return kernels.add(a, b), kept
 

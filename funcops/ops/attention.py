@@ -18,14 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import attention as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
-from funcops.ops._norm import FLOATS
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
-
-DTYPES = frozenset((d, d, d) for d in FLOATS)
 
 
 @config
@@ -59,6 +56,18 @@ def _scale(q: Tensor, cfg: AttentionConfig) -> float:
     return q.shape[-1] ** -0.5 if cfg.scale is None else cfg.scale
 
 
+def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], cfg: AttentionConfig) -> None:
+    where = "attention_fwd"
+    if len(q) != 4:
+        fail(where, "x.0 (q)", "[B, T, H, D]", list(q))
+    if len(k) != 4 or k[0] != q[0] or k[3] != q[3]:
+        fail(where, "x.1 (k)", f"[{q[0]}, S, K, {q[3]}]", list(k))
+    if k[2] == 0 or q[2] % k[2] != 0:
+        fail(where, "x.1 (k)", f"of a number of heads that divides {q[2]}", k[2])
+    if cfg.causal and q[1] != k[1]:
+        fail(where, "x.1 (k)", f"of length {q[1]}, as q is (cfg.causal)", k[1])
+
+
 @forward(AttentionConfig)
 def attention_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
@@ -67,17 +76,11 @@ def attention_fwd(
     if not isinstance(x, tuple) or len(x) != 3:
         fail("attention_fwd", "x", "a tuple (q, k, v)", describe(x), TypeError)
     q, k, v = x
-    check("attention_fwd", "x.0 (q)", q, (...,))
+    check("attention_fwd", "x.0 (q)", q, (...,), FLOATS)
     check("attention_fwd", "x.1 (k)", k, (...,), q.dtype, q)
-    require(q.dim() == 4, "attention_fwd", "x.0 (q)", "[B, T, H, D]", list(q.shape))
-    right = k.dim() == 4 and (k.shape[0], k.shape[3]) == (q.shape[0], q.shape[3])
-    require(right, "attention_fwd", "x.1 (k)", f"[{q.shape[0]}, S, K, {q.shape[3]}]", list(k.shape))
-    check("attention_fwd", "x.2 (v)", v, tuple(k.shape), q.dtype, q)
-    check_dtypes("attention_fwd", DTYPES, q=q, k=k, v=v)
-    heads = q.shape[2], k.shape[2]
-    require(heads[1] > 0 and heads[0] % heads[1] == 0, "attention_fwd", "x.1 (k)", f"of a number of heads that divides {heads[0]}", heads[1])
-    same = not cfg.causal or q.shape[1] == k.shape[1]
-    require(same, "attention_fwd", "x.1 (k)", f"of length {q.shape[1]}, as q is (cfg.causal)", k.shape[1])
+    q_shape, k_shape = q.shape, k.shape
+    _check_shapes(q_shape, k_shape, cfg)
+    check("attention_fwd", "x.2 (v)", v, k_shape, q.dtype, q)
     y, logsumexp = kernels.attention_fwd(q, k, v, cfg.causal, _scale(q, cfg))
     kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, inputs=Inputs.of(x))
     return y, kept
@@ -92,7 +95,9 @@ def attention_dgrad(residuals: Any, dy: Tensor, cfg: AttentionConfig) -> tuple[A
     q, k, v, y = residuals.q, residuals.k, residuals.v, residuals.y
     check("attention_dgrad", "dy", dy, q.shape, q.dtype, q)
     grads = kernels.attention_bwd(dy, q, k, v, y, residuals.logsumexp, cfg.causal, _scale(q, cfg))
-    return residuals.inputs.make(g if needs.input(i) else None for i, g in enumerate(grads)), None
+    if needs.x is not True:
+        grads = tuple([g if needs.input(i) else None for i, g in enumerate(grads)])
+    return residuals.inputs.make(grads), None
 
 
 attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad)

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import check, require, short
+from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
 
 
@@ -38,8 +37,7 @@ class CastResiduals:
 @forward(CastConfig)
 def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """x: [*] -> y: [*] in `cfg.dtype`."""
-    check("cast_fwd", "x", x, (...,))
-    require(x.dtype in FLOATS, "cast_fwd", "x", "of a float dtype", short(x.dtype))
+    check("cast_fwd", "x", x, (...,), FLOATS)
     return x.to(cfg.dtype), CastResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

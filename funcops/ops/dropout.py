@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -48,8 +45,7 @@ def dropout_fwd(params: None, x: tuple[Tensor, Tensor], cfg: DropoutConfig, *, n
     if not isinstance(x, tuple) or len(x) != 2:
         fail("dropout_fwd", "x", "a tuple (x, key)", describe(x), TypeError)
     t, key = x
-    check("dropout_fwd", "x.0", t, (...,))
-    check_dtypes("dropout_fwd", DTYPES, x=t)
+    check("dropout_fwd", "x.0", t, (...,), FLOATS)
     check("dropout_fwd", "x.1 (the key)", key, (2,), torch.int64, t)
     kept = DropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
     return _apply(t, key, cfg), kept

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.errors import check, require
+from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
@@ -73,8 +73,7 @@ def embedding_fwd(
     """`y = w[ids]`. x: ids [*] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     weight = params.weight
     check("embedding_fwd", "x", x, (...,), torch.int64)
-    check("embedding_fwd", "params.weight", weight, (cfg.num_embeddings, cfg.dim), None, x)
-    require(weight.is_floating_point(), "embedding_fwd", "params.weight", "of a float dtype", weight.dtype)
+    check("embedding_fwd", "params.weight", weight, (cfg.num_embeddings, cfg.dim), FLOATS, x)
     return kernels.embedding_fwd(weight, x), EmbeddingResiduals.keep(cfg, needs, ids=x, dtype=weight.dtype)
 
 

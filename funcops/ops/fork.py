@@ -11,14 +11,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, describe, fail
+from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
-from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -35,8 +32,7 @@ class ForkResiduals:
 @forward(ForkConfig)
 def fork_fwd(params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = (x, x)`, the same tensor twice."""
-    check("fork_fwd", "x", x, (...,))
-    check_dtypes("fork_fwd", DTYPES, x=x)
+    check("fork_fwd", "x", x, (...,), FLOATS)
     return (x, x), ForkResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

@@ -18,14 +18,12 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import glu as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
-from funcops.ops._norm import FLOATS
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
-DTYPES = frozenset((d,) for d in FLOATS)
 KINDS = (*kernels.GATES, "clamped_swiglu")
 
 
@@ -65,9 +63,9 @@ def _split(x: Any, cfg: GLUConfig) -> tuple[Tensor, Tensor | None]:
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """`y = f(gate) * linear`. x: [*, 2H], or `(x, scales)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
     t, scales = _split(x, cfg)
-    check("glu_fwd", "x", t, (...,))
-    check_dtypes("glu_fwd", DTYPES, x=t)
-    require(t.dim() >= 1 and t.shape[-1] % 2 == 0, "glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
+    check("glu_fwd", "x", t, (...,), FLOATS)
+    if t.dim() < 1 or t.shape[-1] % 2 != 0:
+        fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
     if scales is not None or cfg.scaled:
         check("glu_fwd", "scales", scales, t.shape[:-1], t.dtype, t)
     first = cfg.gate == "first"

@@ -11,13 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes
+from funcops.errors import FLOATS, check
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
-from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -34,8 +31,7 @@ class IdentityResiduals:
 @forward(IdentityConfig)
 def identity_fwd(params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = x`, the same tensor."""
-    check("identity_fwd", "x", x, (...,))
-    check_dtypes("identity_fwd", DTYPES, x=x)
+    check("identity_fwd", "x", x, (...,), FLOATS)
     return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

@@ -11,14 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, require
+from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS, check_eps
+from funcops.ops._norm import check_eps
 from funcops.schema import DGRAD, residuals, saved
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -42,8 +40,7 @@ class L2NormResiduals:
 @forward(L2NormConfig)
 def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """`y = x * rstd`. x: [*, D] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
-    check("l2_norm_fwd", "x", x, (..., cfg.dim))
-    check_dtypes("l2_norm_fwd", DTYPES, x=x)
+    check("l2_norm_fwd", "x", x, (..., cfg.dim), FLOATS)
     y, rstd = kernels.l2_norm_fwd(x, cfg.eps)
     return y, L2NormResiduals.keep(cfg, needs, x=x, rstd=rstd)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.errors import check, require
+from funcops.errors import FLOATS, check, require
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
@@ -79,7 +79,7 @@ def linear_fwd(
 ) -> tuple[Tensor, LinearResiduals | None]:
     """`y = x w^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     weight, bias = params.weight, params.bias
-    check("linear_fwd", "x", x, cfg.x_shape)
+    check("linear_fwd", "x", x, cfg.x_shape, FLOATS)
     dtype = x.dtype
     check("linear_fwd", "params.weight", weight, cfg.weight_shape, dtype, x)
     if cfg.bias:

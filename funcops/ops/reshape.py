@@ -10,15 +10,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, require
+from funcops.errors import FLOATS, check, require
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -39,24 +37,26 @@ class ReshapeConfig:
 
 @residuals
 class ReshapeResiduals:
-    rows: Any = static()
+    x_shape: Any = static()
+    y_shape: Any = static()
     dtype: Any = static()
 
 
 @forward(ReshapeConfig)
 def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """x: [*, *in] -> y: [*, *out]."""
-    check("reshape_fwd", "x", x, (..., *cfg.in_shape))
-    check_dtypes("reshape_fwd", DTYPES, x=x)
-    rows = x.shape[: x.dim() - len(cfg.in_shape)]
-    return x.reshape(*rows, *cfg.out_shape), ReshapeResiduals.keep(cfg, needs, rows=rows, dtype=x.dtype)
+    check("reshape_fwd", "x", x, (..., *cfg.in_shape), FLOATS)
+    x_shape = x.shape
+    y_shape = (*x_shape[: len(x_shape) - len(cfg.in_shape)], *cfg.out_shape)
+    kept = ReshapeResiduals.keep(cfg, needs, x_shape=x_shape, y_shape=y_shape, dtype=x.dtype)
+    return torch.reshape(x, y_shape), kept
 
 
 @dgrad_of(ReshapeResiduals)
 def reshape_dgrad(residuals: Any, dy: Any, cfg: ReshapeConfig) -> tuple[Any, None]:
     """dx: [*, *in]. There is no weight gradient: pending is None."""
-    check("reshape_dgrad", "dy", dy, (*residuals.rows, *cfg.out_shape), residuals.dtype)
-    return dy.reshape(*residuals.rows, *cfg.in_shape) if residuals.needs.x else None, None
+    check("reshape_dgrad", "dy", dy, residuals.y_shape, residuals.dtype)
+    return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else None, None
 
 
 reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad)

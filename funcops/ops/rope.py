@@ -18,14 +18,11 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.errors import check, check_dtypes, describe, fail, require
+from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -89,9 +86,9 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
     if not isinstance(x, tuple) or len(x) != 2:
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
     t, positions = x
-    check("rope_fwd", "x.0", t, (..., cfg.dim))
-    check_dtypes("rope_fwd", DTYPES, x=t)
-    require(t.dim() >= 3, "rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(t.shape))
+    check("rope_fwd", "x.0", t, (..., cfg.dim), FLOATS)
+    if t.dim() < 3:
+        fail("rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(t.shape))
     _check_rotation(t, positions, cfg)
     y = kernels.rope_apply(t, _table(positions, cfg, t.dtype), cfg.interleaved, False)
     return y, RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)

@@ -12,14 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.errors import check, check_dtypes, require
+from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
-from funcops.ops._norm import FLOATS
 from funcops.schema import residuals, static
-
-DTYPES = frozenset((d,) for d in FLOATS)
 
 
 @config
@@ -41,8 +38,7 @@ class ScaleResiduals:
 @forward(ScaleConfig)
 def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = c x`. x: [*] -> y: [*]."""
-    check("scale_fwd", "x", x, (...,))
-    check_dtypes("scale_fwd", DTYPES, x=x)
+    check("scale_fwd", "x", x, (...,), FLOATS)
     return kernels.scale(x, cfg.factor), ScaleResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 

@@ -40,7 +40,7 @@ ERRORS = [
     Error(call=lambda: ActivationConfig("swish"), match="ActivationConfig: kind must be one of relu"),
     Error(
         call=lambda: activation_fwd(None, torch.ones(3, dtype=torch.int64), ActivationConfig("relu")),
-        match="activation_fwd: x must be of dtypes",
+        match="activation_fwd: x must be float64 or float32 or bfloat16 or float16",
         error=TypeError,
     ),
 ]
