@@ -56,9 +56,13 @@ class ChainConfig:
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
         object.__setattr__(self, "keys", keys)
         object.__setattr__(self, "names", dict.fromkeys(names))
-        object.__setattr__(self, "backwards", self.steps[::-1])
+        routed = [step if step.names or step.gives else None for step in self.steps]
+        object.__setattr__(self, "routed", tuple(routed))
+        backwards = [(s.name, s.op, s.cfg, r) for s, r in zip(self.steps, routed, strict=True)]
+        object.__setattr__(self, "backwards", tuple(reversed(backwards)))
         object.__setattr__(self, "gives", any(step.gives for step in self.steps))
         object.__setattr__(self, "step_needs", {})
+        object.__setattr__(self, "forwards", {})
         known = paths(_init_all(self, None, "meta", None))
         for path in (p for tie in self.ties for p in tie):
             require(path in known, "ChainConfig", "ties", f"paths among {', '.join(known)}", repr(path))
@@ -67,9 +71,11 @@ class ChainConfig:
 
     keys: ClassVar[tuple[str, ...]]
     names: ClassVar[dict[str, None]]
-    backwards: ClassVar[tuple[Step, ...]]
+    routed: ClassVar[tuple[Step | None, ...]]  # the steps that take or give extras
+    backwards: ClassVar[tuple[tuple[str, Op, Any, Step | None], ...]]  # name, op, cfg and routed step, last first
     gives: ClassVar[bool]
     step_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
+    forwards: ClassVar[dict[Needs, tuple[tuple[str, Any, Any, Needs, Step | None], ...]]]
 
 
 def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
@@ -163,15 +169,22 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     if cfg.gives:
         extras = dict(extras)
     kept = ChainResiduals(cfg=cfg, needs=needs)
-    for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs)):  # noqa: B905 (a pair for each step by construction)
-        name = step.name
-        if step.names:
-            main = step.x(main, extras)
-        main, kept[name] = step.op.fwd(params[name], main, step.cfg, needs=wanted)
-        if step.gives:
-            extras.update(zip(step.gives, main[1:], strict=True))
+    for name, fwd, step_cfg, wanted, routed in cfg.forwards.get(needs) or _forwards(cfg, needs):
+        if routed is None:
+            main, kept[name] = fwd(params[name], main, step_cfg, needs=wanted)
+            continue
+        main, kept[name] = fwd(params[name], routed.x(main, extras), step_cfg, needs=wanted)
+        if routed.gives:
+            extras.update(zip(routed.gives, main[1:], strict=True))
             main = main[0]
     return main, kept if needs else None
+
+
+def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Needs, Step | None], ...]:
+    """What the loop above reads of each step: name, fwd, cfg, needs, and the step itself if it takes or gives extras."""
+    rows = zip(cfg.steps, needs_of_steps(cfg, needs), cfg.routed, strict=True)
+    cfg.forwards[needs] = tuple((s.name, s.op.fwd, s.cfg, wanted, routed) for s, wanted, routed in rows)
+    return cfg.forwards[needs]
 
 
 def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
@@ -179,15 +192,14 @@ def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> 
     gradients: dict[str, Any] = {}
     results: dict[str, Any] = dict(cfg.names)
     whole = sums is not None
-    for step in cfg.backwards:
-        name = step.name
-        if step.gives:
-            dy = (dy, *[gradients.pop(name, None) for name in step.gives])
+    for name, op, step_cfg, routed in cfg.backwards:
+        if routed is not None and routed.gives:
+            dy = (dy, *[gradients.pop(given, None) for given in routed.gives])
             dy = None if all(d is None for d in dy) else dy
         kept = part(node, name) if node.donated else node[name]
-        dy, results[name] = run_backward(step.op, step.cfg, kept, dy, whole, sums[name] if sums else None)
-        if step.names:
-            dy = step.split(dy, gradients)
+        dy, results[name] = run_backward(op, step_cfg, kept, dy, whole, sums[name] if sums else None)
+        if routed is not None:
+            dy = routed.split(dy, gradients)
     if cfg.extras:
         dy = WithExtras(dy, {name: gradients.get(name) for name in cfg.extras})
     return dy, results
@@ -209,9 +221,8 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
     sums = _accumulators("chain_wgrad", into, cfg)
     found = dict(cfg.names)
-    for step in cfg.backwards:
-        waiting = None if node is None else part(node, step.name)
-        found[step.name] = step.op.wgrad(waiting, step.cfg, into=sums[step.name])
+    for name, op, step_cfg, _ in cfg.backwards:
+        found[name] = op.wgrad(None if node is None else part(node, name), step_cfg, into=sums[name])
     if node is not None and node is not pending:
         node.empty()
     return _collect(found, into, cfg)

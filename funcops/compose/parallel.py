@@ -100,9 +100,10 @@ def parallel_fwd(
     main, extras = split_x("parallel_fwd", x, cfg)
     kept = ParallelResiduals(cfg=cfg, needs=needs)
     outputs = []
-    for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs), strict=True):
+    for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs)):  # noqa: B905 (one each by construction)
         name = branch.name
-        y, kept[name] = branch.op.fwd(params[name], branch.x(main, extras), branch.cfg, needs=wanted)
+        branch_x = branch.x(main, extras) if branch.names else main
+        y, kept[name] = branch.op.fwd(params[name], branch_x, branch.cfg, needs=wanted)
         outputs.append(y)
     return tuple(outputs), kept if needs else None
 
@@ -119,7 +120,8 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
         name = branch.name
         kept = part(node, name) if node.donated else node[name]
         dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
-        dmain = add(dmain, branch.split(dx, gradients))
+        dx = branch.split(dx, gradients) if branch.names else dx
+        dmain = dx if dmain is None else add(dmain, dx)
     if cfg.extras:
         return WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}), results
     return dmain, results

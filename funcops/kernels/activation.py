@@ -56,9 +56,8 @@ def _quick_gelu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor], out: Option
     return _into(_silu_backward(dy.to(dtype), x.to(dtype) * _QUICK), x.dtype, out)
 
 
-_silu = _either(_aten.silu.default, _aten.silu.out, "out")
+_silu, _gelu = torch._C._nn.silu, torch._C._nn.gelu  # what torch.nn.functional calls; both take out=
 _silu_backward = _either(_aten.silu_backward.default, _aten.silu_backward.grad_input, "grad_input")
-_gelu = _either(_aten.gelu.default, _aten.gelu.out, "out")
 _gelu_backward = _either(_aten.gelu_backward.default, _aten.gelu_backward.grad_input, "grad_input")
 _relu_backward = _either(_aten.threshold_backward.default, _aten.threshold_backward.grad_input, "grad_input")
 _tanh_backward = _either(_aten.tanh_backward.default, _aten.tanh_backward.grad_input, "grad_input")

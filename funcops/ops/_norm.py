@@ -29,11 +29,9 @@ def check_eps(where: str, eps: Any) -> None:
 
 def check_norm(where: str, x: Any, weight: Any, dim: tuple[int, ...]) -> None:
     """x: [*, *D] of a float dtype; weight: [*D], of a dtype that the table allows beside x's."""
-    check(where, "x", x, (..., *dim))
+    check(where, "x", x, (..., *dim), FLOATS)
     check(where, "params.weight", weight, dim, None, x)
-    if (x.dtype, weight.dtype) not in DTYPES:
-        if x.dtype not in FLOATS:
-            fail(where, "x", " or ".join(map(short, FLOATS)), short(x.dtype), TypeError)
+    if weight.dtype is not x.dtype and (x.dtype, weight.dtype) not in DTYPES:
         either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)
         fail(where, "params.weight", f"{either} beside {short(x.dtype)} x", short(weight.dtype), TypeError)
 
