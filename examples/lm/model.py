@@ -2,7 +2,7 @@
 
     embed -> n_layers x [ x + attention(norm(x)), x + swiglu(norm(x)) ] -> norm -> head -> cross entropy
 
-Two extras come from the caller: the rotation table [T, 3K] of the rotary embedding, made once for all layers, and labels
+Two extras come from the caller: the rotation table [T, 1, 3K] of the rotary embedding, made once for all layers, and labels
 [B, T] for the loss.
 """
 

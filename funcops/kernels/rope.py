@@ -1,4 +1,4 @@
-"""Rotary position embedding. x: [*, T, N, D]; positions: [T] or [*, T], int64; table: [T, 3R] or [*, T, 3R].
+"""Rotary position embedding. x: [*, T, N, D]; positions: [T] or [*, T], int64; table: [T, 1, 3R] or [*, T, 1, 3R].
 
 With the partner of every number of x in its place (x_b for x_a, x_a for x_b), a rotation is x cos + partner ∓ sin: no pair
 is taken apart. So the table holds, for each of the R numbers that turn, its cos, its signed sin, and that sin negated.
@@ -19,14 +19,15 @@ def rope_table(positions: Tensor, theta: float, rotary_dim: int, interleaved: bo
     angle = positions.to(dtype).unsqueeze(-1) * torch.pow(theta, powers)
     cos, sin = angle.cos(), angle.sin()
     pairs = (cos, cos), (-sin, sin), (sin, -sin)
-    return torch.cat([torch.stack(p, -1).flatten(-2) if interleaved else torch.cat(p, -1) for p in pairs], -1)
+    table = torch.cat([torch.stack(p, -1).flatten(-2) if interleaved else torch.cat(p, -1) for p in pairs], -1)
+    return table.unsqueeze(-2)
 
 
 @kernel()
 def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
     """Rotate the first R of D by the angles of the table, backwards where `inverse`."""
     dtype, size = wide(x.dtype), table.shape[-1] // 3
-    cos, sin, minus_sin = torch.unsafe_chunk(table.unsqueeze(-2), 3, -1)  # [*, T, 1, R]
+    cos, sin, minus_sin = torch.unsafe_chunk(table, 3, -1)
     t = x if x.dtype is dtype else x.to(dtype)
     whole = size == t.shape[-1]
     turning = t if whole else t[..., :size]

@@ -14,7 +14,7 @@ arXiv:2002.05202.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -42,6 +42,9 @@ class GLUConfig:
         require(self.kind in KINDS, "GLUConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
         require(self.gate in ("first", "second"), "GLUConfig", "gate", "'first' or 'second'", repr(self.gate))
         require(self.limit > 0, "GLUConfig", "limit", "above 0", self.limit)
+        object.__setattr__(self, "first", self.gate == "first")
+
+    first: ClassVar[bool]  # whether the gate is the first half
 
 
 @residuals
@@ -51,9 +54,7 @@ class GLUResiduals:
     inputs: Any = static()
 
 
-def _split(x: Any, cfg: GLUConfig) -> tuple[Tensor, Tensor | None]:
-    if not cfg.scaled:
-        return x, None
+def _split(x: Any) -> tuple[Tensor, Tensor | None]:
     if not isinstance(x, tuple) or len(x) != 2:
         fail("glu_fwd", "x", "a tuple (x, scales), as cfg.scaled says", describe(x), TypeError)
     return x[0], x[1]
@@ -62,13 +63,13 @@ def _split(x: Any, cfg: GLUConfig) -> tuple[Tensor, Tensor | None]:
 @forward(GLUConfig)
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """`y = f(gate) * linear`. x: [*, 2H], or `(x, scales)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
-    t, scales = _split(x, cfg)
+    t, scales = _split(x) if cfg.scaled else (x, None)
     check("glu_fwd", "x", t, (...,), FLOATS)
     if t.dim() < 1 or t.shape[-1] % 2 != 0:
         fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
-    if scales is not None or cfg.scaled:
+    if cfg.scaled:
         check("glu_fwd", "scales", scales, t.shape[:-1], t.dtype, t)
-    first = cfg.gate == "first"
+    first = cfg.first
     if cfg.kind == "clamped_swiglu":
         y = kernels.clamped_swiglu_fwd(t, scales, first, cfg.limit, cfg.alpha, cfg.offset)
     else:
@@ -84,7 +85,7 @@ def glu_dgrad(residuals: Any, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
         return residuals.nothing(), None
     check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x)
     wanted = (needs.input(0), needs.input(1)) if cfg.scaled else (True, False)
-    first = cfg.gate == "first"
+    first = cfg.first
     if cfg.kind == "clamped_swiglu":
         found = kernels.clamped_swiglu_bwd(dy, x, scales, first, cfg.limit, cfg.alpha, cfg.offset, *wanted)
     else:

@@ -6,13 +6,13 @@ over pairs (a, b) of the first R = rotary_dim of D: half-split (i, i + R/2), or 
 passes through. The backward is the inverse rotation, so no activation is kept.
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
-[*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, 3R] or
-[*, T, 3R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
+[*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, 1, 3R]
+or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,24 +37,25 @@ class RopeConfig:
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)
         require(self.theta > 0, "RopeConfig", "theta", "above 0", self.theta)
-        r = self.rotating
+        r = self.rotary_dim if self.rotary_dim is not None else self.dim
+        object.__setattr__(self, "rotating", r)
+        object.__setattr__(self, "table_size", 3 * r)
         require(r % 2 == 0 and 0 < r <= self.dim, "RopeConfig", "rotary_dim", f"even, in 2..{self.dim}", r)
 
-    @property
-    def rotating(self) -> int:
-        return self.dim if self.rotary_dim is None else self.rotary_dim
+    rotating: ClassVar[int]  # R
+    table_size: ClassVar[int]
 
 
 @residuals
 class RopeResiduals:
-    positions: Tensor = saved("[*, T] or [*, T, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    positions: Tensor = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
     inputs: Any = static()
     shape: Any = static()
     dtype: Any = static()
 
 
 def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `rope` multiplies with at `positions` ([*, T], int64), to be given as its x.1: cosines and signed sines, [*, T, 3R].
+    """What `rope` multiplies with at `positions` ([*, T], int64), to be given as its x.1: cosines and signed sines, [*, T, 1, 3R].
 
     `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64.
     """
@@ -65,13 +66,16 @@ def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch
 
 
 def _check_rotation(t: Tensor, positions: Any, cfg: RopeConfig) -> None:
-    """positions: [T] or [*, T], int64; or their table, [T, 3R] or [*, T, 3R]."""
-    if not isinstance(positions, Tensor) or not positions.is_floating_point():
-        wanted = t.shape[-3:-2] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-2]
-        check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
+    """positions: [T] or [*, T], int64; or their table, [T, 1, 3R] or [*, T, 1, 3R]."""
+    shape = t.shape
+    if len(shape) < 3:
+        fail("rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(shape))
+    if isinstance(positions, Tensor) and positions.is_floating_point():
+        rows = (shape[-3],) if positions.dim() <= 3 else shape[:-2]
+        check("rope_fwd", "x.1 (table)", positions, (*rows, 1, cfg.table_size), wide(t.dtype), t)
     else:
-        rows = t.shape[-3:-2] if positions.dim() <= 2 else t.shape[:-2]
-        check("rope_fwd", "x.1 (table)", positions, (*rows, 3 * cfg.rotating), wide(t.dtype), t)
+        wanted = (shape[-3],) if getattr(positions, "ndim", 1) <= 1 else shape[:-2]
+        check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
 
 
 def _table(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
@@ -87,8 +91,6 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
     t, positions = x
     check("rope_fwd", "x.0", t, (..., cfg.dim), FLOATS)
-    if t.dim() < 3:
-        fail("rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(t.shape))
     _check_rotation(t, positions, cfg)
     y = kernels.rope_apply(t, _table(positions, cfg, t.dtype), cfg.interleaved, False)
     return y, RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)

@@ -16,7 +16,7 @@ def wide(dtype):
 def test_a_table_is_its_positions(case, dtype):
     _, (x, positions) = case.make(dtype)
     table = rope_table(positions, case.cfg, dtype=wide(dtype))
-    assert table.shape == (*positions.shape, 3 * case.cfg.rotating)
+    assert table.shape == (*positions.shape, 1, 3 * case.cfg.rotating)
     y, residuals = rope_fwd(None, (x, positions), case.cfg)
     y_table, kept = rope_fwd(None, (x, table), case.cfg)
     assert kept.positions is table
@@ -34,9 +34,9 @@ X, CFG = torch.ones(2, 5, 3, 8), RopeConfig(8)
     [
         (lambda: rope_table(torch.ones(5), CFG), TypeError, "rope_table: positions must be int64, got float32"),
         (lambda: rope_table(torch.arange(5), CFG, dtype=torch.bfloat16), TypeError, "rope_table: dtype must be float32 or float64"),
-        (lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG), ValueError, r"rope_fwd: x.1 \(table\) must be \[5, 24\], got \[5, 6\]"),
-        (lambda: rope_fwd(None, (X, torch.ones(3, 5, 24)), CFG), ValueError, r"x.1 \(table\) must be \[2, 5, 24\], got \[3, 5, 24\]"),
-        (lambda: rope_fwd(None, (X, torch.ones(5, 24).double()), CFG), TypeError, r"x.1 \(table\) must be float32, got float64"),
+        (lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG), ValueError, r"rope_fwd: x.1 \(table\) must be \[5, 1, 24\], got \[5, 6\]"),
+        (lambda: rope_fwd(None, (X, torch.ones(3, 5, 1, 24)), CFG), ValueError, r"x.1 \(table\) must be \[2, 5, 1, 24\], got \[3, 5, 1, 24\]"),
+        (lambda: rope_fwd(None, (X, torch.ones(5, 1, 24).double()), CFG), TypeError, r"x.1 \(table\) must be float32, got float64"),
         (lambda: rope_fwd(None, (X, [1]), CFG), TypeError, r"x.1 \(positions\) must be a tensor"),
     ],
 )  # fmt: skip
