@@ -75,6 +75,16 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
     _explain(where, name, t, shape, dtype, like)
 
 
+def check_rows(where: str, name: str, t: Any, width: int) -> None:
+    """`check` of float rows `[..., width]`: the commonest one, without a tuple made or compared."""
+    try:
+        if t.shape[-1] == width and t.dtype in FLOATS and not (t.requires_grad and torch.is_grad_enabled()):
+            return
+    except (AttributeError, IndexError):
+        pass
+    _explain(where, name, t, (..., width), FLOATS, None)
+
+
 def _ends(got: Shape, shape: Shape) -> bool:
     """Whether `got` ends in the sizes that follow the leading `...` of `shape`."""
     skipped = len(got) - len(shape) + 1

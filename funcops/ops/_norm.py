@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import FLOATS, check, fail, require, short
+from funcops.errors import FLOATS, check, check_rows, fail, require, short
 
 # (x, weight): the weight has x's dtype, or is a float32 master weight beside 16-bit x.
 DTYPES = frozenset([(d, d) for d in FLOATS] + [(d, torch.float32) for d in FLOATS[2:]])
@@ -29,7 +29,10 @@ def check_eps(where: str, eps: Any) -> None:
 
 def check_norm(where: str, x: Any, weight: Any, dim: tuple[int, ...]) -> None:
     """x: [*, *D] of a float dtype; weight: [*D], of a dtype that the table allows beside x's."""
-    check(where, "x", x, (..., *dim), FLOATS)
+    if len(dim) == 1:
+        check_rows(where, "x", x, dim[0])
+    else:
+        check(where, "x", x, (..., *dim), FLOATS)
     check(where, "params.weight", weight, dim, None, x)
     if weight.dtype is not x.dtype and (x.dtype, weight.dtype) not in DTYPES:
         either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)

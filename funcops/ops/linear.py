@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.errors import FLOATS, check, require
+from funcops.errors import check, check_rows, require
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
@@ -36,11 +36,9 @@ class LinearConfig:
     def __post_init__(self) -> None:
         require(self.in_features >= 1, "LinearConfig", "in_features", "at least 1", self.in_features)
         require(self.out_features >= 1, "LinearConfig", "out_features", "at least 1", self.out_features)
-        object.__setattr__(self, "x_shape", (..., self.in_features))
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
         object.__setattr__(self, "bias_shape", (self.out_features,))
 
-    x_shape: ClassVar[tuple[Any, int]]
     weight_shape: ClassVar[tuple[int, int]]
     bias_shape: ClassVar[tuple[int]]
 
@@ -79,7 +77,7 @@ def linear_fwd(
 ) -> tuple[Tensor, LinearResiduals | None]:
     """`y = x w^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     weight, bias = params.weight, params.bias
-    check("linear_fwd", "x", x, cfg.x_shape, FLOATS)
+    check_rows("linear_fwd", "x", x, cfg.in_features)
     dtype = x.dtype
     check("linear_fwd", "params.weight", weight, cfg.weight_shape, dtype, x)
     if cfg.bias:
@@ -119,7 +117,8 @@ def linear_bwd(
         dx, dw, db = kernels.linear_bwd(dy, x, weight, bias)
     else:
         dx, (dw, db) = None, kernels.linear_wgrad(dy, x, bias)
-    return accumulate("linear_bwd", LinearParams(dw, db), into), dx
+    dparams = LinearParams(dw, db)
+    return dparams if into is None else accumulate("linear_bwd", dparams, into), dx
 
 
 linear = make_op(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, positional
@@ -90,7 +90,7 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
     if not isinstance(x, tuple) or len(x) != 2:
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
     t, positions = x
-    check("rope_fwd", "x.0", t, (..., cfg.dim), FLOATS)
+    check_rows("rope_fwd", "x.0", t, cfg.dim)
     _check_rotation(t, positions, cfg)
     y = kernels.rope_apply(t, _table(positions, cfg, t.dtype), cfg.interleaved, False)
     return y, RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
