@@ -9,7 +9,6 @@ Writes loss.png, metrics.csv and a checkpoint to --out, and ends with a sample o
 
 from __future__ import annotations
 
-import functools
 import math
 import signal
 import sys
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 from lm.check import largest_relative_error
-from lm.data import TextError, batch, load_corpus, trigram_loss, windows
+from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import parse
 from lm.model import block, init, model, predictor, rotation
 from lm.results import Row, load_run, plot, save_run, text_of
@@ -33,6 +32,7 @@ from funcops.precision import nonfinite
 from funcops.trees import cast, tensors
 
 VALIDATION_WINDOWS = 256
+MOST_SKIPPED = 10
 
 
 def settings_of(args: Any, params: Any) -> Settings:
@@ -88,58 +88,94 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.before)
 
 
+class Run:
+    """A training run: params and state, what is done, and the next step."""
+
+    def __init__(self, args: Any, corpus: Corpus) -> None:
+        dtype = torch.promote_types(args.dtype, torch.float32)
+        self.args, self.corpus = args, corpus
+        self.params = init(args.sizes, seed=args.seed, dtype=dtype, device=args.device)
+        self.s = settings_of(args, self.params)
+        self.state = adamw_init(self.params, self.s.optimiser)
+        self.done, self.skipped, self.rows = 0, 0, list[Row]()
+        self.seconds = 0.0
+        if args.resume:
+            self.params, self.state, self.done, self.rows = load_run(args.out, self.params, self.state, kept_flags(args))
+            self.seconds = self.rows[-1].seconds if self.rows else 0.0
+        self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
+        self.step_fn = torch.compile(train_step, fullgraph=True, dynamic=False) if args.compile else train_step
+
+    def batch(self) -> tuple[Tensor, Tensor]:
+        a = self.args
+        x, labels = batch(self.corpus.train, step=self.done, seed=a.seed, size=a.batch, context=a.context)
+        return x.to(a.device), labels.to(a.device)
+
+    def advance(self) -> Row:
+        """One step; `FloatingPointError` after ten in a row that were not finite."""
+        a, (x, labels) = self.args, self.batch()
+        lr = warmup_cosine(self.done, peak=a.lr, warmup=a.warmup, total=a.steps)
+        rate = torch.tensor(lr) if a.compile else lr
+        began = time.perf_counter()
+        self.params, self.state, loss, norm = self.step_fn(self.params, self.state, x, labels, rate, self.s)
+        row = Row(self.done + 1, float(loss), None, lr, float(norm), self.seconds + time.perf_counter() - began)
+        self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
+        if self.skipped:
+            where = nonfinite(loss_and_grads(self.params, x, labels, self.s)[1]) or "the loss"
+            tqdm.write(f"step {row.step} skipped: loss {row.loss}, not finite at {where}", file=sys.stderr)
+        if self.skipped == MOST_SKIPPED:
+            raise FloatingPointError(f"{MOST_SKIPPED} steps in a row were not finite; the last checkpoint is from before them")
+        self.done, self.seconds = row.step, row.seconds
+        if self.done % a.eval_every == 0 or self.done == a.steps:
+            row = row._replace(val_loss=evaluate(self.params, *self.val, self.s, a.batch * 2))
+        self.rows.append(row)
+        return row
+
+    def save(self) -> None:
+        save_run(self.args.out, self.params, self.state, self.done, self.rows, kept_flags(self.args))
+
+
+def kept_flags(args: Any) -> dict[str, str]:
+    """The flags that a resumed run must share with the one that it goes on from."""
+    return {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad")}
+
+
+def loop(run: Run) -> None:
+    """Steps until the last one, --stop-at or Ctrl-C, saving on the way and at the end."""
+    a, first, began = run.args, run.done, run.seconds
+    stop_at = a.steps if a.stop_at is None else min(a.stop_at, a.steps)
+    with Interrupt() as interrupt, tqdm(total=a.steps, initial=run.done, unit="step", disable=None) as bar:
+        while run.done < stop_at and not interrupt.asked:
+            row = run.advance()
+            bar.update()
+            speed = (run.done - first) * a.batch * a.context / max(1e-9, run.seconds - began)
+            bar.set_postfix_str(f"loss {row.loss:.3f}, {speed:,.0f} tokens/s")
+            if row.val_loss is not None:
+                tqdm.write(f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, {row.seconds:.1f} s of training")
+                run.save()
+    run.save()
+
+
 def train(args: Any) -> int:
     corpus = load_corpus(args.text, context=args.context)
     print(f"{corpus.source}: {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
-    params = init(args.sizes, seed=args.seed, dtype=torch.promote_types(args.dtype, torch.float32), device=args.device)
-    s = settings_of(args, params)
-    state = adamw_init(params, s.optimiser)
-    kept_settings = {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad")}
-    rows: list[Row] = []
-    start = 0
-    if args.resume:
-        params, state, start, rows = load_run(args.out, params, state, kept_settings)
-    draw = functools.partial(batch, corpus.train, seed=args.seed, size=args.batch, context=args.context)
-    print(f"{sum(t.numel() for t in tensors(params)):,} parameters, {args.batch * args.context} bytes a step")
-    print_block_report(params, draw(step=0)[0].to(args.device), args)
+    run = Run(args, corpus)
+    print(f"{sum(t.numel() for t in tensors(run.params)):,} parameters, {args.batch * args.context} bytes (tokens) a step")
+    print_block_report(run.params, run.batch()[0], args)
     baseline = trigram_loss(corpus.train, corpus.held_out)
     print(f"baseline: a trigram table gets {baseline:.3f} nats per byte on the held-out text")
-    val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
-
-    step_fn = torch.compile(train_step, fullgraph=True, dynamic=False) if args.compile else train_step
-    seconds = rows[-1].seconds if rows else 0.0
-    stop_at = args.steps if args.stop_at is None else min(args.stop_at, args.steps)
-    with Interrupt() as interrupt, tqdm(total=args.steps, initial=start, unit="step", disable=None) as bar:
-        step = start
-        while step < stop_at and not interrupt.asked:
-            x, labels = (t.to(args.device) for t in draw(step=step))
-            lr = warmup_cosine(step, peak=args.lr, warmup=args.warmup, total=args.steps)
-            began = time.perf_counter()
-            rate = torch.tensor(lr) if args.compile else lr
-            params, state, loss_t, norm_t = step_fn(params, state, x, labels, rate, s)
-            loss, norm = float(loss_t), float(norm_t)
-            seconds += time.perf_counter() - began
-            if not math.isfinite(norm):
-                where = nonfinite(loss_and_grads(params, x, labels, s)[1]) or "the loss"
-                print(f"step {step}: loss {loss}, not finite at {where}; stopped before saving", file=sys.stderr)
-                return 1
-            step += 1
-            val_loss = evaluate(params, *val, s, args.batch * 2) if step % args.eval_every == 0 or step == args.steps else None
-            rows.append(Row(step, loss, val_loss, lr, norm, seconds))
-            bar.update()
-            speed = (step - start) * args.batch * args.context / max(1e-9, seconds - (rows[0].seconds if start else 0.0))
-            bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} bytes/s")
-            if val_loss is not None:
-                tqdm.write(f"step {step}: training loss {loss:.4f}, held-out loss {val_loss:.4f}, {seconds:.1f} s of training")
-                save_run(args.out, params, state, step, rows, kept_settings)
-    save_run(args.out, params, state, step, rows, kept_settings)
-    if step < args.steps:
-        print(f"stopped after step {step}; --resume goes on from {args.out / 'checkpoint.safetensors'}")
+    try:
+        loop(run)
+    except FloatingPointError as error:
+        print(f"train_lm.py: {error}", file=sys.stderr)
+        return 1
+    if run.done < args.steps:
+        print(f"stopped after step {run.done}; --resume goes on from {args.out / 'checkpoint.safetensors'}")
         return 0
-    plot(args.out, rows, baseline)
-    print(f"held-out loss {rows[-1].val_loss:.4f} nats per byte after {seconds:.1f} s of training (trigram {baseline:.3f})")
+    plot(args.out, run.rows, baseline)
+    last = run.rows[-1]
+    print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {baseline:.3f})")
     print(f"wrote {args.out / 'loss.png'}, {args.out / 'metrics.csv'} and {args.out / 'checkpoint.safetensors'}")
-    print("sample:\n" + text_of(sample(params, corpus.held_out[:64].long(), args)))
+    print("sample:\n" + text_of(sample(run.params, corpus.held_out[:64].long(), args)))
     return 0
 
 

@@ -73,6 +73,12 @@ def test_compiled_step_gives_the_same_losses(text, tmp_path):
         assert float(compiled[1]) == pytest.approx(float(eager[1]), rel=1e-4)
 
 
+def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(text, tmp_path):
+    said = run(*TINY, "--text", text, "--steps", 40, "--warmup", 0, "--lr", 1e30, "--out", tmp_path / "out", code=1)
+    assert "skipped: loss" in said and "not finite at blocks.0." in said
+    assert "10 steps in a row were not finite" in said.splitlines()[-1]
+
+
 BAD_FLAGS = [
     (("--dim", "0"), "--dim"),
     (("--dim", "30", "--heads", "4"), "--dim: expected an even multiple of --heads 4, got 30"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from funcops import ChainConfig, WithExtras, chain_bwd, chain_dgrad, chain_fwd, chain_wgrad, donate
 from funcops.needs import Needs
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
+from funcops.precision import select_step
 from funcops.trees import cast
 from lm.model import Sizes, rotation
 
@@ -51,10 +53,15 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings) -> tuple
 def train_step(
     params: Any, state: AdamWState, x: Tensor, labels: Tensor, lr: Any, s: Settings
 ) -> tuple[Any, AdamWState, Tensor, Tensor]:
-    """New params and state, the loss, and the norm of the gradients before clipping."""
+    """New params and state, the loss, and the norm of the gradients before clipping. Where that norm is not finite, params
+    and state stay as they are."""
     loss, grads = loss_and_grads(params, x, labels, s)
     grads, norm = clip_by_global_norm(grads, s.clip, in_place=s.in_place)
-    params, state = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay, in_place=s.in_place)
+    if not s.in_place:  # one graph: it cannot branch on a value
+        updated = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay)
+        params, state = select_step(torch.isfinite(norm), updated, (params, state))
+    elif math.isfinite(float(norm)):
+        params, state = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay, in_place=True)
     return params, state, loss, norm
 
 

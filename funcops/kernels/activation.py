@@ -56,7 +56,8 @@ def _quick_gelu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor], out: Option
     return _into(_silu_backward(dy.to(dtype), x.to(dtype) * _QUICK), x.dtype, out)
 
 
-_silu, _gelu = torch._C._nn.silu, torch._C._nn.gelu  # what torch.nn.functional calls; both take out=
+_silu: Any = torch._C._nn.silu  # as torch.nn.functional calls it; takes out=
+_gelu: Any = torch._C._nn.gelu
 _silu_backward = _either(_aten.silu_backward.default, _aten.silu_backward.grad_input, "grad_input")
 _gelu_backward = _either(_aten.gelu_backward.default, _aten.gelu_backward.grad_input, "grad_input")
 _relu_backward = _either(_aten.threshold_backward.default, _aten.threshold_backward.grad_input, "grad_input")
