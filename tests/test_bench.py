@@ -1,6 +1,10 @@
 """What the exact benches promise; timings are not tested."""
 
-from funcops.bench import memory, residuals
+import pytest
+import torch
+
+from funcops.bench import memory, residuals, step
+from funcops.bench.models import Sizes
 
 
 def test_peak_memory_is_no_higher_than_autograds():
@@ -11,3 +15,17 @@ def test_peak_memory_is_no_higher_than_autograds():
 def test_a_block_keeps_less_than_autograd():
     ours, autograd = residuals.run()
     assert 10 < ours.value < autograd.value
+
+
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
+def test_the_providers_of_a_step_do_the_same_work(dtype, rel):
+    sizes = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
+    steps = step.steps(sizes, dtype)
+    del steps["torch.compile"]
+    ours, plain = ([float(one()) for _ in range(5)] for one in steps.values())
+    assert ours[-1] < ours[0] and ours == pytest.approx(plain, rel=rel)
+
+
+def test_an_interval_holds_its_median():
+    median, low, high = step.interval([0.9, 1.0, 1.1, 1.0, 0.95])
+    assert median == 1.0 and 0.9 <= low <= median <= high <= 1.1

@@ -9,13 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.bench.step import plain_name
 from funcops.trees import paths
 from lm.step import Settings, loss_and_grads
-
-
-def plain_name(path: str) -> str:
-    """The plain model's name for a path of ours."""
-    return path.replace(".qkv.", ".").replace(".proj.", ".")
 
 
 def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, args: Any) -> tuple[float, str]:

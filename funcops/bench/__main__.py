@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from funcops.bench import memory, overhead, residuals
+from funcops.bench import memory, overhead, residuals, step
 
-BENCHES = {"overhead": overhead.run, "memory": memory.run, "residuals": residuals.run}
+BENCHES = {"overhead": overhead.run, "memory": memory.run, "residuals": residuals.run, "step": step.run}
 
 
 def main() -> None:
@@ -23,7 +23,7 @@ def main() -> None:
     rows = BENCHES[args.name]()
     width = max(len(row.case) for row in rows)
     for row in rows:
-        print(f"{row.bench}  {row.case.ljust(width)}  {row.provider.ljust(18)}  {row.metric.ljust(24)}  {row.value:12.3f} {row.unit}")
+        print(f"{row.bench}  {row.case.ljust(width)}  {row.provider.ljust(18)}  {row.metric.ljust(34)}  {row.value:12.3f} {row.unit}")
     if args.json:
         machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
         data = {"machine": machine, "rows": [dataclasses.asdict(row) for row in rows]}

@@ -12,7 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
-from funcops.bench.measure import PlainBlock, Row, block_config
+from funcops.bench.measure import Row
+from funcops.bench.models import block_config
+from funcops.bench.plain import PlainBlock
 from funcops.needs import Needs
 
 DIM, HEADS, HIDDEN, LENGTH, LAYERS = 256, 4, 704, 512, 4

@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, chain, linear, random, rms_norm, rope_table
-from funcops.bench.measure import PlainBlock, PlainMLP, Row, block_config, interleaved, mlp_config, summary
+from funcops.bench.measure import Row, interleaved, summary
+from funcops.bench.models import block_config, mlp_config
+from funcops.bench.plain import MLP, PlainBlock
 
 DIM, LENGTH, HEADS = 16, 3, 2
 
@@ -17,7 +19,7 @@ def _cases() -> list[tuple[str, Any, Any, nn.Module]]:
     return [
         ("linear", linear, LinearConfig(DIM, DIM), nn.Linear(DIM, DIM)),
         ("rms_norm", rms_norm, RMSNormConfig(DIM), nn.RMSNorm(DIM)),
-        ("swiglu mlp", chain, mlp_config(DIM, 24), PlainMLP(DIM, 24)),
+        ("swiglu mlp", chain, mlp_config(DIM, 24), MLP(DIM, 24)),
         ("llama block", chain, block_config(DIM, HEADS, 24), PlainBlock(DIM, HEADS, 24, LENGTH)),
     ]
 

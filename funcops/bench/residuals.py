@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from funcops import WithExtras, chain, random, report
-from funcops.bench.measure import PlainBlock, Row, block_config
+from funcops.bench.measure import Row
+from funcops.bench.models import block_config
+from funcops.bench.plain import PlainBlock
 
 DIM, HEADS, HIDDEN, LENGTH = 512, 8, 1408, 512
 

@@ -1,0 +1,130 @@
+"""A whole training step of the example's decoder: forward, backward, clipping, AdamW; against plain PyTorch.
+
+Every provider does the same work in the same precision. With bfloat16 the master weights, the gradients that are clipped
+and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
+`_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
+`clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`.
+"""
+
+from __future__ import annotations
+
+import copy
+import random as python_random
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import RopeConfig, WithExtras, chain, donate, rope_table
+from funcops.bench.measure import Row, interleaved
+from funcops.bench.models import Sizes, decoder_config
+from funcops.bench.plain import PlainLlama
+from funcops.needs import Needs
+from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
+from funcops.trees import cast, tree_map_with_path
+
+ROUNDS, LR, CLIP, BETAS, DECAY = 40, 1e-3, 1.0, (0.9, 0.95), 0.1
+Step = Callable[[], Tensor]
+
+
+def plain_name(path: str) -> str:
+    """The plain module's name for a path of ours."""
+    return path.replace(".qkv.", ".").replace(".proj.", ".")
+
+
+def funcops_step(sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Step:
+    """A step of ours on the plain module's weights; each call trains on and returns the loss."""
+    cfg, adamw = decoder_config(sizes), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
+    weights = {name: t.detach().clone() for name, t in plain.named_parameters()}
+    params = tree_map_with_path(
+        lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta")
+    )
+    state = adamw_init(params, adamw)
+    table = rope_table(torch.arange(x.shape[1]), RopeConfig(sizes.dim // sizes.heads))
+    given = WithExtras(x, {"positions": table, "labels": labels})
+    needs = Needs(x=False)
+
+    def step() -> Tensor:
+        nonlocal params, state
+        loss, residuals = chain.fwd(cast(params, dtype), given, cfg, needs=needs)
+        grads, _ = chain.bwd(donate(residuals), torch.ones_like(loss), cfg)
+        grads, _ = clip_by_global_norm(cast(grads, torch.float32), CLIP, in_place=True)
+        params, state = adamw_update(params, grads, state, adamw, in_place=True)
+        return loss
+
+    return step
+
+
+def torch_step(module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
+    """A step of plain PyTorch; each call trains on and returns the loss."""
+    master = copy.deepcopy(module)
+    compute = master if dtype is torch.float32 else copy.deepcopy(module).to(dtype)
+    weights: list[Tensor] = list(master.parameters())
+    copies: list[Tensor] = list(compute.parameters())
+    optimiser = torch.optim.AdamW(weights, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+    run: Any = torch.compile(compute, dynamic=False) if compiled else compute
+
+    def step() -> Tensor:
+        if compute is not master:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, weights)
+        loss = run(x, labels)
+        compute.zero_grad(set_to_none=True)
+        loss.backward()
+        if compute is not master:
+            for weight, narrow in zip(weights, copies, strict=True):
+                assert narrow.grad is not None
+                weight.grad = narrow.grad.float()
+        torch.nn.utils.clip_grad_norm_(weights, CLIP, foreach=True)
+        optimiser.step()
+        return loss.detach()
+
+    return step
+
+
+def steps(sizes: Sizes, dtype: torch.dtype) -> dict[str, Step]:
+    """The providers' steps, all from the same weights on the same batch."""
+    torch.manual_seed(0)
+    module = PlainLlama(
+        dim=sizes.dim,
+        n_layers=sizes.layers,
+        n_heads=sizes.heads,
+        n_kv_heads=sizes.kv_heads,
+        hidden=sizes.hidden,
+        context=sizes.context,
+        vocab=sizes.vocab,
+    )
+    x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context))
+    return {
+        "funcops": funcops_step(sizes, module, x, labels, dtype),
+        "torch eager": torch_step(module, x, labels, dtype),
+        "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
+    }
+
+
+def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, float]:
+    """The median and its 95 % bootstrap interval."""
+    rng = python_random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return statistics.median(ratios), medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
+
+
+def measure(dtype: torch.dtype, sizes: Sizes, rounds: int) -> list[Row]:
+    case = str(dtype).removeprefix("torch.")
+    samples = interleaved(steps(sizes, dtype), rounds=rounds, calls=1)
+    rows = []
+    for name, values in samples.items():
+        low, middle, high = statistics.quantiles(values, n=4)
+        rows.append(Row("step", case, name, "median", middle / 1e3, "ms"))
+        rows.append(Row("step", case, name, "quartile spread", (high - low) / 1e3, "ms"))
+    for rival in ("torch eager", "torch.compile"):
+        ratios = [a / b for a, b in zip(samples["funcops"], samples[rival], strict=True)]
+        for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):
+            rows.append(Row("step", case, "funcops", f"ratio to {rival}, {label}", value, ""))
+    return rows
+
+
+def run() -> list[Row]:
+    return [row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, Sizes(), ROUNDS)]
