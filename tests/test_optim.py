@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcops import optim
 from funcops.errors import GradModeError
 from funcops.optim import (
     AdamWConfig,
     AdamWState,
     SGDConfig,
+    _reader,
     adamw_init,
     adamw_update,
     clip_by_global_norm,
@@ -238,7 +238,7 @@ def test_state_pickles():
 
 def test_a_written_reader_reads_as_the_tree_library_and_knows_other_trees():
     params = model()
-    read = optim._written_reader(params)
+    read = _reader._written_reader(params)
     assert read is not None
     assert all(a is b for a, b in zip(read(params), leaves(params), strict=True))
     others = [
@@ -253,7 +253,7 @@ def test_a_written_reader_reads_as_the_tree_library_and_knows_other_trees():
         None,
     ]
     assert [read(other) for other in others] == [None] * len(others)
-    assert optim._written_reader({3: torch.ones(1)}) is None
+    assert _reader._written_reader({3: torch.ones(1)}) is None
 
 
 def _bad(**changes):

@@ -1,0 +1,33 @@
+"""Which leaves are decayed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from funcops.errors import fail
+from funcops.trees import paths, tree_map_with_path
+
+T = TypeVar("T")
+NO_DECAY = ("*norm*", "*.bias")
+
+
+def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
+    """A tree of bools like params for `decay=`: False where a dotted path matches one of the globs.
+
+    A glob that matches no path raises `ValueError` (the default ones may match nothing).
+
+    >>> import torch
+    >>> decay_mask({"norm": torch.ones(2), "up": torch.ones(2, 2)})
+    {'norm': False, 'up': True}
+    """
+    if isinstance(exclude, str):
+        fail("decay_mask", "exclude", "a sequence of globs", repr(exclude), TypeError)
+    known = list(paths(params))
+    for glob in exclude if tuple(exclude) != NO_DECAY else ():
+        if not any(fnmatchcase(path, glob) for path in known):
+            fail(
+                "decay_mask", "exclude", f"globs that match paths among {', '.join(known) or '(no leaves)'}", repr(glob)
+            )
+    return tree_map_with_path(lambda path, _: not any(fnmatchcase(path, glob) for glob in exclude), params)
