@@ -173,7 +173,7 @@ def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
                 node.empty()
             return result
 
-        wgrad.node_class = pending  # type: ignore[attr-defined]
+        wgrad.node_class, wgrad.params_class = pending, params  # type: ignore[attr-defined]
         return wgrad
 
     return decorate
@@ -181,9 +181,11 @@ def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
 
 def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     where = f"{name}_bwd"
-    raw_dgrad, raw_wgrad, residuals = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.node_class
+    raw_dgrad, raw_wgrad, residuals, params = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.node_class, wgrad.params_class
 
     def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        if into is not None and type(into) is not params:
+            _bad_type(where, "into", into, params)
         node = residuals_
         if not (type(node) is residuals and node.cfg is cfg and node.fresh()):
             node = open_node(where, node, residuals, cfg)

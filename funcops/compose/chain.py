@@ -19,9 +19,8 @@ from funcops.compose.step import (
     Nested,
     Step,
     WithExtras,
-    abstract_params,
     add,
-    check_into_shapes,
+    check_into_tree,
     live_inputs,
     nested,
     part,
@@ -219,7 +218,7 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
     if type(cfg) is not ChainConfig:
         fail("chain_wgrad", "cfg", "ChainConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
-    sums = _accumulators("chain_wgrad", into, cfg)
+    sums = _accumulators("chain_wgrad", into, node, cfg)
     found = dict(cfg.names)
     for name, op, step_cfg, _ in cfg.backwards:
         found[name] = op.wgrad(None if node is None else part(node, name), step_cfg, into=sums[name])
@@ -232,18 +231,18 @@ def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) ->
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
     fall as it walks. Returns `(dparams, dx)`."""
     node = open_node("chain_bwd", residuals, ChainResiduals, cfg)
-    dx, found = _walk(node, dy, cfg, _accumulators("chain_bwd", into, cfg))
+    dx, found = _walk(node, dy, cfg, _accumulators("chain_bwd", into, node, cfg))
     if node is not residuals:
         node.empty()
     return _collect(found, into, cfg), dx
 
 
-def _accumulators(where: str, into: Any, cfg: ChainConfig) -> dict[str, Any]:
+def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig) -> dict[str, Any]:
     """`into` by step, every leaf checked before any is written; a tied path shares its source's accumulator."""
     if into is None:
         return cfg.names
     _check_names(where, "into", into, cfg)
-    check_into_shapes(where, into, abstract_params(chain, cfg))
+    check_into_tree(where, into, chain, cfg, node)
     return _tied(where, into, cfg)
 
 

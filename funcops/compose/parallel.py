@@ -15,9 +15,8 @@ from funcops.compose.step import (
     Nested,
     Step,
     WithExtras,
-    abstract_params,
     add,
-    check_into_shapes,
+    check_into_tree,
     live_inputs,
     nested,
     part,
@@ -141,7 +140,7 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
     if type(cfg) is not ParallelConfig:
         fail("parallel_wgrad", "cfg", "ParallelConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("parallel_wgrad", pending, ParallelPending, cfg)
-    sums = _accumulators("parallel_wgrad", into, cfg)
+    sums = _accumulators("parallel_wgrad", into, node, cfg)
     found = {
         b.name: b.op.wgrad(None if node is None else part(node, b.name), b.cfg, into=sums[b.name]) for b in cfg.branches
     }
@@ -153,18 +152,18 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
-    sums = _accumulators("parallel_bwd", into, cfg)
+    sums = _accumulators("parallel_bwd", into, node, cfg)
     dx, found = _walk("parallel_bwd", node, (None,) * len(cfg.branches) if dy is None else dy, cfg, sums)
     if node is not residuals:
         node.empty()
     return found if into is None else into, dx
 
 
-def _accumulators(where: str, into: Any, cfg: ParallelConfig) -> dict[str, Any]:
+def _accumulators(where: str, into: Any, node: Any, cfg: ParallelConfig) -> dict[str, Any]:
     if into is None:
         return cfg.names
     _check_names(where, "into", into, cfg)
-    check_into_shapes(where, into, abstract_params(parallel, cfg))
+    check_into_tree(where, into, parallel, cfg, node)
     return into
 
 

@@ -18,11 +18,10 @@ from funcops import random
 from funcops.compose.step import (
     Nested,
     WithExtras,
-    abstract_params,
     add,
     bundle,
     check_body,
-    check_into_shapes,
+    check_into_tree,
     extras_of,
     has_params,
     keys_of,
@@ -168,7 +167,7 @@ def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     """All weight gradients, last layer first; added to `into` where that is given."""
     _check_cfg("repeat_wgrad", cfg)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
-    sums = _accumulators("repeat_wgrad", into, cfg)
+    sums = _accumulators("repeat_wgrad", into, node, cfg)
     found: list[Any] = [None] * cfg.times
     for i in reversed(range(cfg.times)):
         found[i] = cfg.op.wgrad(None if node is None else part(node, i), cfg.cfg, into=sums[i])
@@ -181,16 +180,16 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     """The whole backward, a layer at a time, so that donated residuals fall as it walks. Returns `(dparams, dx)`."""
     _check_cfg("repeat_bwd", cfg)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
-    dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, cfg))
+    dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, node, cfg))
     if node is not residuals:
         node.empty()
     return _collect(found, into, cfg), dx
 
 
-def _accumulators(where: str, into: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
+def _accumulators(where: str, into: Any, node: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
     if into is None:
         return (None,) * cfg.times
-    check_into_shapes(where, into, abstract_params(repeat, cfg))
+    check_into_tree(where, into, repeat, cfg, node)
     return _layers(where, "into", into, cfg)
 
 

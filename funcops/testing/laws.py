@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -284,10 +285,52 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
         yield "donated pending", lambda: op.wgrad(pending, cfg)
         yield "spent pending", lambda: op.wgrad(spent, cfg)
         yield "pending of another op", lambda: op.wgrad(Foreign(), cfg)
-        _, again = op.dgrad(residuals, dy, cfg)
-        into = tree_map(lambda t: None if t is None else _larger(t), params)
-        yield "into of another shape", lambda: op.wgrad(again, cfg, into=into)
-        yield "into of another type", lambda: op.wgrad(again, cfg, into=3.0)
+    yield from stale_calls(case, params, x, residuals, dy)
+    yield from into_calls(case, params, residuals, dy)
+
+
+def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
+    """(what, call): a backward after a write to each input that the residuals alias."""
+    kept = {id(t) for t in tensors(residuals)}
+    for i, (path, t) in enumerate(paths((params, x)).items()):
+        if id(t) not in kept:
+            continue
+
+        def call(i: int = i) -> None:
+            mine = tree_map_tensors(torch.clone, (params, x))
+            _, residuals = case.op.fwd(*mine, case.cfg)
+            leaves(mine)[i].add_(0)
+            case.op.bwd(residuals, dy, case.cfg)
+
+        yield f"{path} written to since the forward", call
+
+
+def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
+    """(what, call): accumulators of a wrong kind, one leaf at a time; none of the others may have been added to."""
+    faults: dict[str, Callable[[Tensor], Any]] = {
+        "missing": lambda t: None,
+        "of another shape": _larger,
+        "of integers": lambda t: torch.zeros(t.shape, dtype=torch.int64),
+        "on another device": _to_meta,
+        "no tensor": lambda t: 3.0,
+    }
+    for path, t in paths(params).items():
+        for what, fault in faults.items() if isinstance(t, Tensor) else ():
+            call = functools.partial(_backward_into, case, params, residuals, dy, path, fault)
+            yield f"into.{path} {what}", call
+    if tensors(params):
+        yield "into of another type", lambda: case.op.bwd(residuals, dy, case.cfg, into=3.0)
+
+
+def _backward_into(case: Case, params: Any, residuals: Any, dy: Any, path: str, fault: Callable[[Tensor], Any]) -> None:
+    """A backward into zeros, with a fault at one path; on its error, the others must still be zeros."""
+    zeros = tree_map_tensors(torch.zeros_like, params)
+    into = tree_map_path(lambda p, t: fault(t) if p == path else t, zeros)
+    try:
+        case.op.bwd(residuals, dy, case.cfg, into=into)
+    finally:
+        touched = [p for p, a in paths(into).items() if isinstance(a, Tensor) and not a.is_meta and a.any()]
+        assert not touched, f"{', '.join(touched)} was added to before the error at into.{path}"
 
 
 class Foreign:
