@@ -69,18 +69,16 @@ def _mask(side: str, value: Any) -> Mask:
         return value
     if isinstance(value, str):
         value = (value,)
-    elif isinstance(value, Mapping) or not isinstance(value, Iterable) or any(isinstance(v, bool) for v in value):
+    elif not isinstance(value, Mapping) and isinstance(value, Iterable):
+        value = tuple(value) if not isinstance(value, tuple) else value
+    if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
         found = paths(value)
         for path, wanted in found.items():
             if not isinstance(wanted, bool):
-                fail("Needs", f"{side} at {path!r}", "a bool", repr(wanted), TypeError)
+                fail("Needs", f"{side} at {path!r}", "a bool, or all of it paths", repr(wanted), TypeError)
         if found and all(found.values()):
             return True
         value = [path for path, wanted in found.items() if wanted]
-    value = list(value)
-    for path in value:
-        if not isinstance(path, str):
-            fail("Needs", side, "a bool, paths, or a tree of bools", repr(path), TypeError)
     return tuple(sorted(set(value))) or False
 
 

@@ -1,0 +1,115 @@
+"""Trees: two pytree libraries agree, None is a leaf, every leaf has a path."""
+
+import copy
+import pickle
+
+import optree
+import pytest
+import torch
+import torch.utils._pytree as torch_pytree
+
+from funcops import LinearConfig, LinearParams, linear_dgrad, linear_fwd
+from funcops.trees import (
+    NAMESPACE,
+    at,
+    cast,
+    leaves,
+    nbytes,
+    nothing_like,
+    paths,
+    put,
+    replace,
+    same_structure,
+    tensors,
+    tree_map,
+    tree_map_with_path,
+    with_leaves,
+)
+
+
+def model():
+    return {"blocks": (LinearParams(torch.ones(2, 3), None), LinearParams(torch.zeros(1, 2), torch.ones(1))), "n": None}
+
+
+def test_paths_name_every_leaf_in_the_order_of_leaves():
+    found = paths(model())
+    assert list(found) == ["blocks.0.weight", "blocks.0.bias", "blocks.1.weight", "blocks.1.bias", "n"]
+    tree = model()
+    assert all(a is b for a, b in zip(paths(tree).values(), leaves(tree), strict=True))
+    assert list(paths(torch.ones(1))) == [""]
+
+
+def test_none_is_a_leaf():
+    tree = model()
+    assert len(leaves(tree)) == 5 and len(tensors(tree)) == 3
+    assert same_structure(tree, nothing_like(tree))
+    assert tree_map(lambda t: t is None, tree)["n"] is True
+
+
+def test_both_libraries_take_a_node_apart_and_put_it_together_alike():
+    params = LinearParams(torch.ones(2, 3), None)
+    flat, spec = torch_pytree.tree_flatten(params)
+    theirs = torch_pytree.tree_unflatten(flat, spec)
+    ours, treespec = optree.tree_flatten(params, none_is_leaf=True, namespace=NAMESPACE)
+    for made in (theirs, optree.tree_unflatten(treespec, ours)):
+        assert type(made) is LinearParams and made.weight is params.weight and made.bias is None
+    keys = [torch_pytree.keystr(path) for path, _ in torch_pytree.tree_flatten_with_path(params)[0]]
+    assert keys[0] == "['weight']"
+
+
+def test_residuals_and_pending_are_trees_and_stay_usable_through_a_map():
+    cfg = LinearConfig(3, 2, bias=False)
+    params, x, dy = LinearParams(torch.randn(2, 3), None), torch.randn(4, 3), torch.randn(4, 2)
+    _, residuals = linear_fwd(params, x, cfg)
+    clone = tree_map(torch.clone, residuals)
+    x.add_(1)  # the clone does not alias it
+    dx, pending = linear_dgrad(clone, dy, cfg)
+    assert list(paths(residuals)) == ["x", "weight"] and list(paths(pending)) == ["x", "dy"]
+    assert torch.equal(dx, dy @ params.weight)
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda t: pickle.loads(pickle.dumps(t))], ids=["deepcopy", "pickle"])
+def test_trees_survive(through):
+    tree = model()
+    again = through(tree)
+    assert same_structure(tree, again)
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(leaves(tree), leaves(again), strict=True))
+
+
+def test_cast_leaves_what_has_the_dtype_and_what_is_no_float():
+    tree = {"w": torch.ones(2), "i": torch.arange(2), "none": None, "half": torch.ones(2, dtype=torch.bfloat16)}
+    made = cast(tree, torch.bfloat16)
+    assert made["w"].dtype is torch.bfloat16 and made["i"] is tree["i"]
+    assert made["half"] is tree["half"] and made["none"] is None
+
+
+def test_at_and_put():
+    tree = model()
+    assert at(tree, "blocks.1.weight") is tree["blocks"][1].weight
+    new = put(tree, "blocks.1.bias", None)
+    assert at(new, "blocks.1.bias") is None and at(tree, "blocks.1.bias") is not None
+    assert at(new, "blocks.0") is tree["blocks"][0]
+    with pytest.raises(ValueError, match="at: path must be one of blocks.0.weight, .*, got 'blocks.2.weight'"):
+        at(tree, "blocks.2.weight")
+
+
+def test_replace_leaves_the_original():
+    params = LinearParams(torch.ones(2, 3), None)
+    other = replace(params, bias=torch.ones(2))
+    assert params.bias is None and other.weight is params.weight
+
+
+def test_bytes_count_a_storage_once():
+    t = torch.ones(8)
+    assert nbytes({"a": t, "b": t, "view": t[:2]}) == 32
+    assert nbytes({"a": t, "b": t.clone()}) == 64
+
+
+def test_map_with_path_and_with_leaves():
+    tree = {"a": (1, None), "b": 2}
+    assert tree_map_with_path(lambda path, value: path, tree) == {"a": ("a.0", "a.1"), "b": "b"}
+    assert with_leaves(tree, [7, 8, 9]) == {"a": (7, 8), "b": 9}
+
+
+def test_a_node_shows_shapes_not_numbers():
+    assert repr(LinearParams(torch.ones(2, 3), None)) == "LinearParams(weight=float32[2, 3], bias=None)"
