@@ -53,6 +53,11 @@ def test_drawn_shapes(name, data):
         LAWS[law](case, torch.float64)
 
 
+def test_the_table_of_bad_calls_is_long():
+    rows = {error.match for m in MODULES.values() for error in getattr(m, "ERRORS", [])}
+    assert len(rows) >= 40
+
+
 @pytest.mark.parametrize(
     ("name", "error"), [(n, e) for n, m in MODULES.items() for e in getattr(m, "ERRORS", [])], ids=lambda v: getattr(v, "match", v)
 )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,6 +84,23 @@ def law_pure(case: Case, dtype: torch.dtype) -> None:
     same_bits(first, case.op.bwd(residuals, dy, case.cfg), "a second backward")
     same_bits((params, x), before, "arguments of the forward")
     same_bits((dy, y), (dy_before, y_before), "dy and y")
+    with poisoned_empties():
+        y2, residuals = case.op.fwd(params, x, case.cfg)
+        same_bits((y, first), (y2, case.op.bwd(residuals, dy, case.cfg)), "a run with NaN in fresh memory")
+
+
+@contextlib.contextmanager
+def poisoned_empties() -> Iterator[None]:
+    """`torch.empty` and its like give NaN (or the largest integer), so that memory which nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def law_mirror(case: Case, dtype: torch.dtype) -> None:
