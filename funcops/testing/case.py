@@ -13,7 +13,7 @@ from funcops import random
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
-FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Draw:
