@@ -1,6 +1,7 @@
 """The main job's promises, on a tiny model and a text of its own."""
 
 import csv
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -110,3 +111,21 @@ def test_empty_text_ends_with_one_line(tmp_path):
     (tmp_path / "empty.txt").touch()
     said = run("--out", tmp_path / "out", "--text", tmp_path / "empty.txt", code=2)
     assert "which is empty" in said and not (tmp_path / "out").exists()
+
+
+def test_ctrl_c_finishes_the_step_saves_and_ends_well(text, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *TINY, "--text", str(text), "--steps", "100000"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as running:
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if line.startswith("step 8:"):
+                running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=60) == 0
+    assert "--resume goes on from" in said[-1]
+    done = len(losses(tmp_path))
+    assert done >= 8 and f"stopped after step {done};" in said[-1]
+    run(*TINY, "--text", text, "--steps", 100000, "--out", tmp_path, "--resume", "--stop-at", done + 1)
+    assert len(losses(tmp_path)) == done + 1
