@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import platform
 from pathlib import Path
 
 import torch
 
-from funcops.bench import memory, overhead, residuals, step
-
-BENCHES = {"overhead": overhead.run, "memory": memory.run, "residuals": residuals.run, "step": step.run}
+BENCHES = ("launch", "memory", "overhead", "residuals", "step")
 
 
 def main() -> None:
@@ -20,7 +19,7 @@ def main() -> None:
     parser.add_argument("name", choices=BENCHES)
     parser.add_argument("--json", type=Path, help="also write the rows here")
     args = parser.parse_args()
-    rows = BENCHES[args.name]()
+    rows = importlib.import_module(f"funcops.bench.{args.name}").run()
     width = max(len(row.case) for row in rows)
     for row in rows:
         print(f"{row.bench}  {row.case.ljust(width)}  {row.provider.ljust(18)}  {row.metric.ljust(34)}  {row.value:12.3f} {row.unit}")

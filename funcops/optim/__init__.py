@@ -18,7 +18,7 @@ from funcops.optim.clip import clip_by_global_norm as clip_by_global_norm
 from funcops.optim.clip import global_norm as global_norm
 from funcops.optim.masks import NO_DECAY as NO_DECAY
 from funcops.optim.masks import decay_mask as decay_mask
-from funcops.optim.rates import warmup_cosine as warmup_cosine
+from funcops.optim.schedules import warmup_cosine as warmup_cosine
 from funcops.optim.sgd import SGDConfig as SGDConfig
 from funcops.optim.sgd import SGDState as SGDState
 from funcops.optim.sgd import sgd_init as sgd_init

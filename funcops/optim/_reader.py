@@ -1,8 +1,8 @@
 """The leaves of trees of one structure, fast.
 
 Reading the leaves of a tree whose nodes are Python classes costs the tree library about a microsecond a node, and an update
-reads four trees. So the walk over a structure seen before is written out as source, as dataclasses do: it checks every
-container and returns the leaves, or None for a tree of any other structure.
+reads four trees: five times what its arithmetic takes on small ones. So the walk over a structure seen before is written
+out as source, as dataclasses do: it checks every container and returns the leaves, or None for another structure.
 """
 
 from __future__ import annotations
@@ -17,86 +17,73 @@ from funcops.backend import tracing
 from funcops.errors import describe, fail
 from funcops.trees import leaves, paths, same_structure
 
-_readers: list[Callable[[Any], list[Any] | None]] = []
+Reader = Callable[[Any], list[Any] | None]
+_readers: list[Reader] = []
 _READERS_KEPT = 8
 
 
-def lists_of(where: str, trees: tuple[Any, ...], names: tuple[str, ...]) -> list[list[Any]]:
-    """The leaves of trees that must have one structure; the error names the paths that differ."""
+def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
+    """The leaves of trees that must have the structure of the first; the error names the paths that differ."""
     if not tracing():
         for read in _readers:
-            lists = [read(tree) for tree in trees]
+            lists = [read(tree) for tree in trees.values()]
             if None not in lists:
                 return lists  # type: ignore[return-value]
-    for other, name in zip(trees[1:], names[1:], strict=False):
-        if not same_structure(trees[0], other):
-            _differ(where, trees[0], other, names[0], name)
-    if not tracing() and not any([read(trees[0]) for read in _readers]):
-        _remember(trees[0])
-    return [leaves(tree) for tree in trees]
+    (first, wanted), *others = trees.items()
+    for name, other in others:
+        if not same_structure(wanted, other):
+            have, got = paths(wanted), paths(other)
+            sides = {"without": [k for k in have if k not in got], "with also": [k for k in got if k not in have]}
+            said = [f"{side} {', '.join(which)}" for side, which in sides.items() if which]
+            said = said or [f"other containers, {describe(other)} for {describe(wanted)}"]
+            fail(where, name, f"a tree like {first}", "one " + " and ".join(said))
+    if not tracing() and (read := written_reader(wanted)) is not None:
+        _readers[:] = [read, *_readers][:_READERS_KEPT]
+    return [leaves(tree) for tree in trees.values()]
 
 
-def _differ(where: str, a: Any, b: Any, name_a: str, name_b: str) -> None:
-    have, got = paths(a), paths(b)
-    missing, extra = [k for k in have if k not in got], [k for k in got if k not in have]
-    said = [f"{what} {', '.join(which)}" for what, which in (("without", missing), ("with also", extra)) if which]
-    said = said or [f"other containers, {describe(b)} for {describe(a)}"]
-    fail(where, name_b, f"a tree like {name_a}", "one " + " and ".join(said))
+class _Unknown(Exception):
+    """A container that the source below could not check."""
 
 
-def _remember(tree: Any) -> None:
-    read = _written_reader(tree)
-    if read is not None:
-        _readers.insert(0, read)
-        del _readers[_READERS_KEPT:]
-
-
-def _written_reader(tree: Any) -> Callable[[Any], list[Any] | None] | None:
+def written_reader(tree: Any) -> Reader | None:
     """A fast `leaves` for trees of this structure; None where the tree holds containers that this does not know."""
+    scope: dict[str, Any] = {"known": (Tensor, bool, type(None))}
     lines: list[str] = []
     found: list[str] = []
-    scope: dict[str, Any] = {"Tensor": Tensor, "known": (Tensor, bool, type(None)), "map": map, "set": set}
 
-    def constant(value: Any) -> str:
-        name = f"c{len(scope)}"
-        scope[name] = value
-        return name
-
-    def walk(node: Any, expression: str) -> bool:
-        if node is None or isinstance(node, (Tensor, bool)):
+    def walk(node: Any, expression: str) -> None:
+        if isinstance(node, scope["known"]):
             found.append(expression)
-            return True
+            return
         name = f"n{len(lines)}"
-        test = f"type({name}) is not {constant(type(node))}"
-        children: list[tuple[Any, str]] = []
-        if type(node) is dict:
-            if not all(isinstance(k, str) for k in node):
-                return False
-            test += f" or {name}.keys() != {constant(set(node))}"
-            children = [(node[k], f"{name}[{k!r}]") for k in sorted(node)]
-        elif isinstance(node, (tuple, list)):
-            test += f" or len({name}) != {len(node)}"
-            children = [(child, f"{name}[{i}]") for i, child in enumerate(node)]
-        elif dataclasses.is_dataclass(node):
-            for field in dataclasses.fields(node):
-                if field.metadata.get("static"):
-                    test += f" or {name}.{field.name} != {constant(getattr(node, field.name))}"
-                elif not field.metadata.get("hidden"):
-                    children.append((getattr(node, field.name), f"{name}.{field.name}"))
-        else:
-            return False
-        lines.append(f"    {name} = {expression}\n    if {test}: return None")
-        return all([walk(*child) for child in children])
+        scope[f"{name}_type"] = type(node)
+        children, test = _children(node, name, scope)
+        lines.append(f"{name} = {expression}\n    if type({name}) is not {name}_type{test}: return None")
+        for child in children:
+            walk(*child)
 
-    if tree is None or isinstance(tree, Tensor) or not walk(tree, "tree"):
+    try:
+        walk(tree, "tree")
+    except _Unknown:
         return None
-    lines.append(f"    found = [{', '.join(found)}]")
-    lines.append("    for kind in set(map(type, found)):\n        if not issubclass(kind, known): return None")
-    lines.append("    return found")
-    exec("def read(tree):\n" + "\n".join(lines), scope)
-    read = scope["read"]
-    right, expected = read(tree), leaves(tree)
-    same = (
-        right is not None and len(right) == len(expected) and all(a is b for a, b in zip(right, expected, strict=True))
-    )
-    return read if same else None
+    lines.append(f"found = [{', '.join(found)}]")
+    lines.append("if not all([issubclass(kind, known) for kind in set(map(type, found))]): return None")
+    exec("\n    ".join(["def read(tree):", *lines, "return found"]), scope)
+    read: Reader = scope["read"]
+    right = read(tree) or []
+    expected = leaves(tree)
+    return read if len(right) == len(expected) and all(a is b for a, b in zip(right, expected, strict=True)) else None
+
+
+def _children(node: Any, name: str, scope: dict[str, Any]) -> tuple[list[tuple[Any, str]], str]:
+    """A container's children, each with the source that reads it from `name`, and the source of what else to check."""
+    if type(node) is dict and all(isinstance(k, str) for k in node):
+        scope[f"{name}_keys"] = set(node)
+        return [(node[k], f"{name}[{k!r}]") for k in sorted(node)], f" or {name}.keys() != {name}_keys"
+    if isinstance(node, (tuple, list)):
+        return [(child, f"{name}[{i}]") for i, child in enumerate(node)], f" or len({name}) != {len(node)}"
+    if dataclasses.is_dataclass(node) and not any(f.metadata for f in dataclasses.fields(node) if f.kw_only):
+        fields = [f.name for f in dataclasses.fields(node) if not f.metadata.get("hidden")]
+        return [(getattr(node, field), f"{name}.{field}") for field in fields], ""
+    raise _Unknown

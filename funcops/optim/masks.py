@@ -16,7 +16,7 @@ NO_DECAY = ("*norm*", "*.bias")
 def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
     """A tree of bools like params for `decay=`: False where a dotted path matches one of the globs.
 
-    A glob that matches no path raises `ValueError` (the default ones may match nothing).
+    Raises `ValueError` for a glob that matches no path (those of `NO_DECAY` may), `TypeError` for a bare string.
 
     >>> import torch
     >>> decay_mask({"norm": torch.ones(2), "up": torch.ones(2, 2)})
@@ -25,9 +25,8 @@ def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
     if isinstance(exclude, str):
         fail("decay_mask", "exclude", "a sequence of globs", repr(exclude), TypeError)
     known = list(paths(params))
-    for glob in exclude if tuple(exclude) != NO_DECAY else ():
-        if not any(fnmatchcase(path, glob) for path in known):
-            fail(
-                "decay_mask", "exclude", f"globs that match paths among {', '.join(known) or '(no leaves)'}", repr(glob)
-            )
+    for glob in exclude:
+        if glob not in NO_DECAY and not any(fnmatchcase(path, glob) for path in known):
+            wanted = f"globs that match paths among {', '.join(known) or '(no leaves)'}"
+            fail("decay_mask", "exclude", wanted, repr(glob))
     return tree_map_with_path(lambda path, _: not any(fnmatchcase(path, glob) for glob in exclude), params)

@@ -93,14 +93,15 @@ def law_pure(case: Case, dtype: torch.dtype) -> None:
 def poisoned_empties() -> Iterator[None]:
     """`torch.empty` and its like give NaN (or the largest integer), so that memory which nobody writes shows."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def law_mirror(case: Case, dtype: torch.dtype) -> None:

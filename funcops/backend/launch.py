@@ -1,0 +1,79 @@
+"""Launching Triton kernels through a cache of our own.
+
+`kernel[grid](...)` binds and specialises its arguments anew at every call, which costs more than many a kernel runs. A
+`Launcher` works out, from the kernel's parameters and once, the source of a function whose cache key is all that Triton
+specialises on:
+
+    *_ptr      a tensor or None: dtype, and whether the address is a multiple of 16
+    constexpr  the value
+    fp*        annotated `tl.float32` and the like: nothing
+    others     integers: whether 1, whether a multiple of 16, whether more than 32 bits
+
+together with num_warps, num_stages and the device. A miss compiles and launches through Triton; a hit goes straight to
+the compiled kernel. Where launch hooks are set (a profiler's), and in the interpreter, every call goes through Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+_SOURCE = """
+def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
+    device = current_device()
+    key = ({key}, num_warps, num_stages, device)
+    hit = cache.get(key)
+    if hit is None or hooks.launch_enter_hook.calls:
+        return miss(key, (gx, gy, gz), ({parameters},), num_warps, num_stages)
+    run, function, packed = hit
+    run(gx, gy, gz, current_stream(device), function, packed, None, None, None, {parameters})
+"""
+
+
+def launcher(kernel: Any) -> Callable[..., None]:
+    """`launch(gx, gy, gz, *arguments, num_warps=4, num_stages=3)`, the arguments in the kernel's own order, constexprs
+    included. The tensors must be on the current device."""
+    if not isinstance(kernel, JITFunction):
+        return _interpreted(kernel)
+    cache: dict[Any, Any] = {}
+
+    def miss(key: Any, grid: Any, arguments: Any, num_warps: int, num_stages: int) -> None:
+        compiled = kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
+        cache[key] = compiled.run, compiled.function, compiled.packed_metadata
+
+    names = [parameter.name for parameter in kernel.params]
+    source = _SOURCE.format(parameters=", ".join(names), key=", ".join(map(_key_of, kernel.params)))
+    scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
+    scope["current_device"] = lambda: driver.active.get_current_device()
+    scope["current_stream"] = lambda device: driver.active.get_current_stream(device)
+    if torch.cuda.is_available():
+        scope["current_device"] = driver.active.get_current_device
+        scope["current_stream"] = driver.active.get_current_stream
+    exec(source, scope)
+    launch: Any = scope["launch"]
+    launch.cache = cache
+    return launch
+
+
+def _key_of(parameter: Any) -> str:
+    name = parameter.name
+    if parameter.is_constexpr:
+        return name
+    if name.endswith("_ptr"):
+        return f"None if {name} is None else ({name}.dtype, {name}.data_ptr() & 15 == 0)"
+    annotation = parameter.annotation_type or ""
+    if annotation.startswith(("fp", "bf")):
+        return "0"
+    return f"-1 if {name} == 1 else ({name} & 15 == 0) + 2 * (not -2147483648 <= {name} <= 2147483647)"
+
+
+def _interpreted(kernel: Any) -> Callable[..., None]:
+    def launch(gx: int, gy: int, gz: int, *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
+        kernel[(gx, gy, gz)](*arguments)
+
+    return launch
