@@ -46,16 +46,15 @@ def register(cls: type) -> None:
     names = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
 
-    def children(node: Any) -> tuple[Any, ...]:
-        return tuple([getattr(node, name) for name in names])
-
-    def context(node: Any) -> tuple[Any, ...]:
-        return tuple([getattr(node, name) for name in statics])
+    def reading(of: tuple[str, ...]) -> str:
+        return "(" + "".join(f"node.{name}, " for name in of) + ")"
 
     def rebuild(values: Iterable[Any], static_values: tuple[Any, ...]) -> Any:
         return cls(*values, **dict(zip(statics, static_values, strict=True)))
 
-    register_node(cls, children, context, rebuild, lambda node: names)
+    # Written out as source, as dataclasses do: every walk over a tree makes this call at every node.
+    flatten = eval(f"lambda node: ({reading(names)}, {reading(statics)}, names)", {"names": names})
+    _register(cls, flatten, rebuild)
 
 
 def register_node(
@@ -66,21 +65,23 @@ def register_node(
     entries: Callable[[Any], tuple[Any, ...]],
 ) -> None:
     """Register any class as a pytree node of optree and torch; `entries` names its children in paths."""
-    optree.register_pytree_node(
-        cls,
-        lambda node: (children(node), context(node), entries(node)),
-        lambda data, values: rebuild(values, data),
-        namespace=NAMESPACE,
-    )
+    _register(cls, lambda node: (children(node), context(node), entries(node)), rebuild)
+
+
+def _register(
+    cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild: Callable[[Iterable[Any], Any], Any]
+) -> None:
+    def with_keys(node: Any) -> tuple[list[Any], Any]:
+        children, context, entries = flatten(node)
+        return [(torch_pytree.MappingKey(e), c) for e, c in zip(entries, children, strict=True)], context
+
+    optree.register_pytree_node(cls, flatten, lambda data, values: rebuild(values, data), namespace=NAMESPACE)
     torch_pytree.register_pytree_node(
         cls,
-        lambda node: (list(children(node)), context(node)),
-        lambda values, data: rebuild(values, data),
+        lambda node: (list(flatten(node)[0]), flatten(node)[1]),
+        rebuild,
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        flatten_with_keys_fn=lambda node: (
-            [(torch_pytree.MappingKey(e), c) for e, c in zip(entries(node), children(node), strict=True)],
-            context(node),
-        ),
+        flatten_with_keys_fn=with_keys,
     )
 
 

@@ -2,169 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeVar
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.errors import FLOATS, GradModeError, describe, fail, short
-from funcops.optim._reader import lists_of
-from funcops.trees import leaves, paths, tree_map, with_leaves
+from funcops.errors import FLOATS, GradModeError, check, describe, fail, require, require_type
+from funcops.trees import leaves, paths, same_structure, structure, tensors, tree_map, with_leaves
 
 T = TypeVar("T")
+Row = Sequence[Tensor]
+Kind = tuple[torch.device, torch.dtype, bool]
+_seen: list[Any] = []  # structures of params, the latest first
+_SEEN_KEPT = 8
+_LEAVES = (Tensor, bool, type(None))
 
 
-def open_trees(
-    where: str, trees: tuple[Any, ...], names: tuple[str, ...], decay: Any, in_place: bool
-) -> tuple[list[Sequence[Tensor]], list[bool], list[bool] | None]:
-    """After all checks: each tree's tensors where there is a gradient, then whether each of params' tensors has one,
-    and their decay flags (None: decay everything)."""
-    lists = lists_of(where, trees, names)
-    params, grads = lists[0], lists[1]
+class Opened(NamedTuple):
+    """The tensors of params, grads and state where there is a gradient; the kind of each param there: its device, its dtype
+    and whether it is decayed; and whether each of params' tensors has a gradient."""
+
+    rows: list[Row]
+    kinds: list[Kind]
+    has_grad: list[bool]
+
+
+def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) -> Opened:
+    """`trees` (params, grads, state by name) as rows to write to, after all checks: copies unless `in_place`."""
+    lists = lists_of(where, trees if decay is None else {**trees, "decay": decay})
     kept = [row for row in zip(*lists, strict=True) if row[1] is not None]
-    rows: list[Sequence[Tensor]] = list(zip(*kept, strict=True)) if kept else [() for _ in lists]
-    if not _right(rows):
-        _explain(where, trees, names)
-    if not in_place and torch.is_grad_enabled() and any([p.requires_grad for p in rows[0]]):
-        raise GradModeError(
-            f"{where}: params must be tensors that do not require grad, got some that do, in grad mode. Pass in_place=True "
-            "to update leaves of autograd, or call under torch.no_grad()"
-        )
-    wanted = [g is not None for p, g in zip(params, grads, strict=True) if p is not None]
-    if decay is None:
-        return rows, wanted, None
-    (_, flags) = lists_of(where, (trees[0], decay), ("params", "decay"))
-    decayed = [flag for flag, g in zip(flags, grads, strict=True) if g is not None]
-    if not all([flag is True or flag is False for flag in decayed]):
-        bad = next(flag for flag in decayed if flag is not True and flag is not False)
-        fail(where, "decay", "a tree of bools", describe(bad), TypeError)
-    return rows, wanted, decayed
+    rows: list[Any] = list(zip(*kept, strict=True)) if kept else [()] * len(lists)
+    decayed = [True] * len(kept) if decay is None else rows.pop()
+    if not set(map(type, decayed)) <= {bool}:
+        path, flag = next((k, v) for k, v in paths(decay).items() if not isinstance(v, bool))
+        fail(where, dotted("decay", path), "a bool", describe(flag), TypeError)
+    devices, dtypes = _traits_of_params(*rows) or _explain(where, trees)
+    if not in_place:
+        if torch.is_grad_enabled() and any([p.requires_grad for p in rows[0]]):
+            raise GradModeError(
+                f"{where}: params must be tensors that do not require grad, got some that do, in grad mode. Pass "
+                "in_place=True to update leaves of autograd, or call under torch.no_grad()"
+            )
+        with torch.no_grad():
+            rows = [row if i == 1 else [t.clone() for t in row] for i, row in enumerate(rows)]
+    has_grad = [g is not None for p, g in zip(lists[0], lists[1], strict=True) if p is not None]
+    return Opened(rows, list(zip(devices, dtypes, decayed, strict=True)), has_grad)
 
 
-def _right(rows: list[Sequence[Tensor]]) -> bool:
-    """Whether params, gradients and state agree in shapes, dtypes and devices. A few list comparisons: this is the
-    launch path."""
-    try:
-        params, grads, *state = rows
-        shapes, dtypes, devices = _traits(params)
-        for row in state:
-            if _traits(row) != (shapes, dtypes, devices):
-                return False
-        if not all([dtype in FLOATS for dtype in dtypes]):
-            return False
-        grad_shapes, grad_dtypes, grad_devices = _traits(grads)
-        if grad_shapes != shapes or grad_devices != devices:
-            return False
-        if grad_dtypes == dtypes:
-            return True
-        return all([_fits(g, p) for g, p in zip(grads, params, strict=True)])
-    except AttributeError:
-        return False
-
-
-def _traits(row: Sequence[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
-    return [t.shape for t in row], [t.dtype for t in row], [t.device for t in row]
-
-
-def _fits(grad: Tensor, param: Tensor) -> bool:
-    if grad.device != param.device:
-        return False
-    return grad.dtype is param.dtype or (grad.dtype in FLOATS and grad.element_size() < param.element_size())
-
-
-def _explain(where: str, trees: tuple[Any, ...], names: tuple[str, ...]) -> None:
-    found = [paths(tree) for tree in trees]
-    for path, g in found[1].items():
-        if g is None:
+def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
+    """The leaves of trees that must have the structure of the first; the error names the paths that differ."""
+    for seen in () if tracing() else _seen:  # reading by a known structure is thrice as fast as finding the structure
+        try:
+            lists = [seen.flatten_up_to(tree) for tree in trees.values()]
+        except ValueError:
             continue
-        p = found[0][path]
-        if not isinstance(p, Tensor):
-            fail(where, f"grads.{path}", f"None, as params.{path} is no tensor", describe(g), TypeError)
-        for name, leaves_ in zip(names, found, strict=False):
-            t, at = leaves_[path], f"{name}.{path}" if path else name
-            if not isinstance(t, Tensor) or t.dtype not in FLOATS:
-                fail(where, at, "a float tensor", describe(t), TypeError)
-            if t.shape != p.shape:
-                fail(where, at, str(list(p.shape)), list(t.shape))
-            if t.device != p.device:
-                fail(where, at, f"on device {p.device}", t.device)
-            if name == "grads" and not _fits(t, p):
-                fail(where, at, f"{short(p.dtype)} or a narrower dtype", short(t.dtype), TypeError)
-            if name.startswith("state") and t.dtype is not p.dtype:
-                fail(where, at, short(p.dtype), short(t.dtype), TypeError)
+        if all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
+            return lists
+    (first, wanted), *others = trees.items()
+    for name, other in others:
+        if not same_structure(wanted, other):
+            have, got = paths(wanted), paths(other)
+            sides = {"without": [k for k in have if k not in got], "with also": [k for k in got if k not in have]}
+            said = [f"{side} {', '.join(which)}" for side, which in sides.items() if which]
+            said = said or [f"other containers, {describe(other)} for {describe(wanted)}"]
+            fail(where, name, f"a tree like {first}", "one " + " and ".join(said))
+    if not tracing() and structure(wanted) not in _seen:
+        _seen[:] = [structure(wanted), *_seen][:_SEEN_KEPT]
+    return [leaves(tree) for tree in trees.values()]
 
 
-def check_params(where: str, params: Any) -> list[Tensor]:
+def _traits_of_params(params: Row, grads: Row, *state: Row) -> tuple[list[Any], list[Any]] | None:
+    """The devices and dtypes of params; None where a shape, dtype or device is wrong. A few comparisons of lists: this is
+    the launch path."""
+    try:
+        shapes, devices, dtypes = wanted = _traits(params)
+        given = _traits(grads)
+        fit = given == wanted or (given[:2] == (shapes, devices) and all(map(_fits, given[2], dtypes)))
+        right = fit and all([_traits(row) == wanted for row in state]) and all([dtype in FLOATS for dtype in dtypes])
+        return (devices, dtypes) if right else None
+    except AttributeError:
+        return None
+
+
+def _traits(row: Row) -> tuple[list[Any], list[Any], list[Any]]:
+    return [t.shape for t in row], [t.device for t in row], [t.dtype for t in row]
+
+
+def _fits(grad: torch.dtype, param: torch.dtype) -> bool:
+    return grad is param or (grad in FLOATS and grad.itemsize < param.itemsize)
+
+
+def _explain(where: str, trees: dict[str, Any]) -> NoReturn:
+    (params, grads, *state) = [(name, paths(tree)) for name, tree in trees.items()]
+    with torch.no_grad():
+        for path, g in grads[1].items():
+            if g is None:
+                continue
+            p = params[1][path]
+            if not isinstance(p, Tensor):
+                fail(where, dotted("grads", path), f"None, as params.{path} is no tensor", describe(g), TypeError)
+            check(where, dotted("params", path), p, (...,), FLOATS)
+            check(where, dotted("grads", path), g, tuple(p.shape), tuple(d for d in FLOATS if _fits(d, p.dtype)), p)
+            for name, found in state:
+                check(where, dotted(name, path), found[path], tuple(p.shape), p.dtype, p)
+    fail(where, "grads", "tensors that agree with params and state", describe(trees["grads"]))
+
+
+def dotted(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name
+
+
+def own_tensors(where: str, params: Any) -> list[Tensor]:
+    """The tensors of params. Raises for other leaves, and for a tensor that stands at two paths."""
     seen: dict[int, str] = {}
-    given = []
     for path, p in paths(params).items():
         if p is None:
             continue
         if not isinstance(p, Tensor) or p.dtype not in FLOATS:
-            fail(where, f"params.{path}", "a float tensor or None", describe(p), TypeError)
+            fail(where, dotted("params", path), "a float tensor or None", describe(p), TypeError)
         if id(p) in seen:
-            fail(
-                where,
-                f"params.{path}",
-                "a tensor of its own",
-                f"the tensor at {seen[id(p)]}, which would be updated twice",
-            )
+            got = f"the tensor at {seen[id(p)]}, which would be updated twice"
+            fail(where, dotted("params", path), "a tensor of its own", got)
         seen[id(p)] = path
-        given.append(p)
-    return given
+    return tensors(params)
 
 
 def zeros_like(params: Any) -> Any:
     return tree_map(lambda p: None if p is None else torch.zeros_like(p, requires_grad=False), params)
 
 
-def like(grads: Sequence[Tensor], params: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Contiguous gradients in the dtype of their params, as a fused op takes them."""
-    dtype = params[0].dtype
-    for g in grads:
-        if g.dtype is not dtype or not g.is_contiguous():
-            return [g.to(dtype).contiguous() for g in grads]
-    return grads
+def groups(rows: list[Row], kinds: list[Kind]) -> Iterator[tuple[Kind, list[Row]]]:
+    """The rows by kind, with gradients contiguous and in the dtype of their params, as a fused op takes them."""
+    alike = kinds[:1] * len(kinds) == kinds
+    for kind in kinds[:1] if alike else dict.fromkeys(kinds):
+        at = [] if alike else [i for i, k in enumerate(kinds) if k == kind]
+        p, g, *state = rows if alike else [[row[i] for i in at] for row in rows]
+        if not all([t.dtype is kind[1] and t.is_contiguous() for t in g]):
+            g = [t.to(kind[1]).contiguous() for t in g]
+        yield kind, [p, g, *state]
 
 
-def fusable(rows: list[Sequence[Tensor]]) -> bool:
+def fusable(rows: list[Row]) -> bool:
     """Whether the fused op serves. It has no functional form that traces, and it walks memory, whatever the strides."""
     return not tracing() and all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1])
 
 
-def groups(rows: Sequence[Sequence[Tensor]], decayed: list[bool] | None) -> list[tuple[torch.device, bool, Any]]:
-    """The rows by device, dtype and decay flag of the params."""
-    params = rows[0]
-    if not params:
-        return []
-    if decayed is None:
-        _, dtypes, devices = _traits(params)
-        if dtypes.count(dtypes[0]) == len(dtypes) and devices.count(devices[0]) == len(devices):
-            return [(devices[0], True, rows)]
-        decayed = [True] * len(params)
-    found: dict[Any, list[int]] = {}
-    for i, (p, decays) in enumerate(zip(params, decayed, strict=True)):
-        found.setdefault((p.device, p.dtype, decays), []).append(i)
-    if len(found) == 1:
-        return [(key[0], key[2], rows) for key in found]
-    return [(key[0], key[2], [[row[i] for i in at] for row in rows]) for key, at in found.items()]
-
-
-def copied(rows: list[Sequence[Tensor]]) -> list[Sequence[Tensor]]:
-    """Fresh tensors for all but the gradients."""
-    return [row if i == 1 or not row else [t.clone() for t in row] for i, row in enumerate(rows)]
-
-
-def changed(trees: tuple[Any, ...], rows: list[Sequence[Tensor]]) -> list[tuple[Any, Any, Any]]:
-    """Each tree but the gradients, with the places where there was one, and the tensors to put there."""
-    places = leaves(trees[1])
-    return [(tree, places, values) for i, (tree, values) in enumerate(zip(trees, rows, strict=True)) if i != 1]
-
-
-def rebuilt(tree: T, places: Sequence[Any], values: Sequence[Any]) -> T:
+def rebuilt(tree: T, places: list[Any], values: Row) -> T:
     """The tree with `values`, in order, at the leaves where `places` is not None."""
     new = iter(values)
-    old = leaves(tree)
-    return with_leaves(tree, [a if place is None else next(new) for a, place in zip(old, places, strict=True)])
+    return with_leaves(tree, [a if at is None else next(new) for a, at in zip(leaves(tree), places, strict=True)])
+
+
+def not_negative(where: str, **given: Any) -> None:
+    for name, value in given.items():
+        require_type(where, name, value, float, int)
+        require(math.isfinite(value) and value >= 0, where, name, "finite and not negative", value)
+
+
+def check_rate(where: str, lr: Any) -> Any:
+    """The learning rate as a number or a 0-d tensor."""
+    if isinstance(lr, Tensor):
+        right = lr.numel() == 1 and lr.is_floating_point()
+        require(right, where, "lr", "a number or a float tensor of one element", describe(lr))
+        return lr.reshape(())
+    require_type(where, "lr", lr, float, int)
+    return float(lr)
+
+
+def on_device(rate: Any, device: torch.device) -> Any:
+    """The rate where the fused op can read it: a host number serves every device."""
+    return rate.to(device) if isinstance(rate, Tensor) and not rate.is_cpu and rate.device != device else rate

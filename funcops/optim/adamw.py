@@ -1,8 +1,4 @@
-"""AdamW (arXiv:1711.05101). With m and v the running means of g and g^2, after t steps of a leaf:
-
-    m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
-    p <- p - lr weight_decay p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
-"""
+"""AdamW."""
 
 from __future__ import annotations
 
@@ -14,11 +10,20 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.errors import describe, fail, require, require_type
+from funcops.errors import check, require, require_type
 from funcops.op import config
-from funcops.optim._rows import changed, check_params, copied, fusable, groups, like, open_trees, rebuilt, zeros_like
-from funcops.optim.rates import check_rate, not_negative, on_device
-from funcops.trees import leaf, tree
+from funcops.optim._rows import (
+    check_rate,
+    fusable,
+    groups,
+    not_negative,
+    on_device,
+    open_trees,
+    own_tensors,
+    rebuilt,
+    zeros_like,
+)
+from funcops.trees import leaf, leaves, tree
 
 T = TypeVar("T")
 
@@ -45,14 +50,14 @@ class AdamWState:
     step: Tensor = leaf("[tensors in params], float32")
     exp_avg: Any = None
     exp_avg_sq: Any = None
-    _unbound: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})  # step, and its elements
+    _views: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})  # step, and its elements
 
 
 def adamw_init(params: Any, cfg: AdamWConfig) -> AdamWState:
-    """Zero means in the dtype of each param, and zero steps. Raises for leaves that are no float tensors, and for a
-    tensor that stands at two paths (it would be updated twice)."""
+    """m = v = 0 in the shape and dtype of each param, t = 0. Raises `TypeError` for a leaf that is neither a float tensor
+    nor None, `ValueError` for a tensor that stands at two paths (it would be updated twice)."""
     require_type("adamw_init", "cfg", cfg, AdamWConfig)
-    given = check_params("adamw_init", params)
+    given = own_tensors("adamw_init", params)
     step = torch.zeros(len(given), dtype=torch.float32, device=given[0].device if given else None)
     return AdamWState(step, zeros_like(params), zeros_like(params))
 
@@ -67,10 +72,17 @@ def adamw_update(
     decay: Any = None,
     in_place: bool = False,
 ) -> tuple[T, AdamWState]:
-    """One step of AdamW. `lr` overrides cfg.lr (a tensor: no host sync on CUDA); `decay` is a tree of bools like params,
-    as `decay_mask` makes: a leaf with False is not decayed. `in_place` writes into params and state and returns them.
+    """One step of AdamW (arXiv:1711.05101). With m and v the running means of g and g^2, at the t-th step of a leaf:
 
-    Raises `ValueError` (structure, shape, device) or `TypeError` (not a float tensor, dtype), naming the path.
+        m <- b1 m + (1 - b1) g        v <- b2 v + (1 - b2) g^2
+        p <- p - lr weight_decay p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
+
+    p, m, v: any shape, one float dtype; g: that dtype or a narrower one. `lr` overrides cfg.lr (a tensor: no host sync on
+    CUDA); `decay` is a tree of bools like params, as `decay_mask` makes: a leaf with False is not decayed. `in_place`
+    writes into params and state and returns them.
+
+    Raises `ValueError` (structure, shape, device) or `TypeError` (not a float tensor, dtype), naming the path, before
+    anything changes; `GradModeError` where a pure update would be recorded by autograd.
 
     >>> params, cfg = {"w": torch.ones(2)}, AdamWConfig(lr=0.1, weight_decay=0.0)
     >>> params, state = adamw_update(params, {"w": torch.ones(2)}, adamw_init(params, cfg), cfg)
@@ -80,53 +92,49 @@ def adamw_update(
     where = "adamw_update"
     require_type(where, "cfg", cfg, AdamWConfig)
     require_type(where, "state", state, AdamWState)
-    trees = (params, grads, state.exp_avg, state.exp_avg_sq)
-    rows, wanted, decayed = open_trees(
-        where, trees, ("params", "grads", "state.exp_avg", "state.exp_avg_sq"), decay, in_place
-    )
-    step, rate = state.step, check_rate(where, cfg.lr if lr is None else lr)
-    if not isinstance(step, Tensor) or step.shape != (len(wanted),) or step.dtype is not torch.float32:
-        fail(where, "state.step", f"float32[{len(wanted)}]", describe(step))
+    rate = check_rate(where, cfg.lr if lr is None else lr)
+    trees = {"params": params, "grads": grads, "state.exp_avg": state.exp_avg, "state.exp_avg_sq": state.exp_avg_sq}
+    rows, kinds, has_grad = open_trees(where, trees, decay, in_place)
+    step = state.step
+    check(where, "state.step", step, (len(has_grad),), torch.float32)
     with torch.no_grad():
-        whole = len(rows[0]) == len(wanted)
-        if not in_place:
-            rows = copied(rows)
-            step = step + 1 if whole else step.clone()
-        elif whole:
+        step = step if in_place else step.clone()
+        times = _elements(state, step) if in_place else step.unbind()
+        if all(has_grad):
             step.add_(1)
-        steps = _elements(state, step) if in_place else step.unbind()
-        if not whole and rows[0]:
-            steps = [s for s, w in zip(steps, wanted, strict=True) if w]
-            torch._foreach_add_(steps, 1)
-        run = _fused_adamw_ if fusable(rows) else _foreach_adamw_
-        for device, decays, (p, g, m, v, t) in groups((*rows, steps), decayed):
+        elif rows[0]:
+            times = [t for t, has in zip(times, has_grad, strict=True) if has]
+            torch._foreach_add_(times, 1)
+        run = _fused_ if fusable(rows) else _foreach_
+        for (device, _, decays), (p, g, m, v, t) in groups([*rows, times], kinds):
             t = [s.to(device) for s in t] if t[0].device != device else t
-            run(p, like(g, p), m, v, t, on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
+            run(p, g, m, v, t, on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
     if in_place:
         return params, state
-    new = [rebuilt(tree, old, values) for tree, old, values in changed(trees, rows)]
-    return new[0], AdamWState(step, new[1], new[2])
+    places, (p, _, m, v) = leaves(grads), rows
+    means = rebuilt(state.exp_avg, places, m), rebuilt(state.exp_avg_sq, places, v)
+    return rebuilt(params, places, p), AdamWState(step, *means)
 
 
 def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
     """Views of the elements of `state.step`, made once: they are a fifth of an update's host time."""
     if tracing():
         return step.unbind()
-    kept = state._unbound
+    kept = state._views
     if kept is None or kept[0] is not step or (kept[1] and kept[1][0].data_ptr() != step.data_ptr()):
-        state._unbound = step, step.unbind()
-    elements: Sequence[Tensor] = state._unbound[1]
-    return elements
+        state._views = kept = step, step.unbind()
+    views: Sequence[Tensor] = kept[1]
+    return views
 
 
-def _fused_adamw_(p: Any, g: Any, m: Any, v: Any, t: Any, lr: Any, cfg: AdamWConfig, decay: float) -> None:
+def _fused_(p: Any, g: Any, m: Any, v: Any, t: Any, lr: Any, cfg: AdamWConfig, decay: float) -> None:
     b1, b2 = cfg.betas
     torch._fused_adamw_(
         p, g, m, v, [], t, lr=lr, beta1=b1, beta2=b2, weight_decay=decay, eps=cfg.eps, amsgrad=False, maximize=False
     )
 
 
-def _foreach_adamw_(p: Any, g: Any, m: Any, v: Any, t: Any, lr: Any, cfg: AdamWConfig, decay: float) -> None:
+def _foreach_(p: Any, g: Any, m: Any, v: Any, t: Any, lr: Any, cfg: AdamWConfig, decay: float) -> None:
     b1, b2 = cfg.betas
     if decay:
         torch._foreach_mul_(p, 1 - lr * decay)

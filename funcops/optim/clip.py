@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +52,7 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
     return (grads if in_place else rebuilt(grads, places, clipped)), norm
 
 
-def _norm(given: Sequence[Tensor]) -> Tensor:
+def _norm(given: list[Tensor]) -> Tensor:
     if not given:
         return torch.zeros(())
     dtype = torch.float64 if any([t.dtype is torch.float64 for t in given]) else torch.float32

@@ -1,7 +1,4 @@
-"""SGD. With g' = g + weight_decay p:
-
-    u <- momentum u + g'          p <- p - lr u        (nesterov: p <- p - lr (g' + momentum u))
-"""
+"""SGD."""
 
 from __future__ import annotations
 
@@ -12,9 +9,18 @@ from torch import Tensor
 
 from funcops.errors import require, require_type
 from funcops.op import config
-from funcops.optim._rows import changed, check_params, copied, fusable, groups, like, open_trees, rebuilt, zeros_like
-from funcops.optim.rates import check_rate, not_negative, on_device
-from funcops.trees import tree, tree_map
+from funcops.optim._rows import (
+    check_rate,
+    fusable,
+    groups,
+    not_negative,
+    on_device,
+    open_trees,
+    own_tensors,
+    rebuilt,
+    zeros_like,
+)
+from funcops.trees import leaves, nothing_like, tree
 
 T = TypeVar("T")
 
@@ -41,10 +47,10 @@ class SGDState:
 
 
 def sgd_init(params: Any, cfg: SGDConfig) -> SGDState:
-    """Zero momentum in the dtype of each param, or None leaves where cfg.momentum is 0. Raises as `adamw_init`."""
+    """u = 0 in the shape and dtype of each param, or None leaves where cfg.momentum is 0. Raises as `adamw_init`."""
     require_type("sgd_init", "cfg", cfg, SGDConfig)
-    check_params("sgd_init", params)
-    return SGDState(zeros_like(params) if cfg.momentum else tree_map(lambda _: None, params))
+    own_tensors("sgd_init", params)
+    return SGDState(zeros_like(params) if cfg.momentum else nothing_like(params))
 
 
 def sgd_update(
@@ -57,7 +63,12 @@ def sgd_update(
     decay: Any = None,
     in_place: bool = False,
 ) -> tuple[T, SGDState]:
-    """One step of SGD; arguments and errors as for `adamw_update`.
+    """One step of SGD (momentum and nesterov as in Sutskever et al., ICML 2013, in torch.optim.SGD's form):
+
+        g' = g + weight_decay p        u <- momentum u + g'
+        p <- p - lr u        (nesterov: p <- p - lr (g' + momentum u))
+
+    Shapes, dtypes, other arguments and errors as for `adamw_update`.
 
     >>> params, cfg = {"w": torch.ones(2)}, SGDConfig(lr=0.25)
     >>> sgd_update(params, {"w": torch.ones(2)}, sgd_init(params, cfg), cfg)[0]["w"]
@@ -66,29 +77,28 @@ def sgd_update(
     where = "sgd_update"
     require_type(where, "cfg", cfg, SGDConfig)
     require_type(where, "state", state, SGDState)
-    trees = (params, grads, state.momentum) if cfg.momentum else (params, grads)
-    rows, _, decayed = open_trees(where, trees, ("params", "grads", "state.momentum"), decay, in_place)
     rate = check_rate(where, cfg.lr if lr is None else lr)
+    trees = {"params": params, "grads": grads} | ({"state.momentum": state.momentum} if cfg.momentum else {})
+    rows, kinds, _ = open_trees(where, trees, decay, in_place)
     with torch.no_grad():
-        if not in_place:
-            rows = copied(rows)
-        run = _fused_sgd_ if fusable(rows) else _foreach_sgd_
-        for device, decays, (p, g, *u) in groups(rows, decayed):
-            run(p, like(g, p), u[0] if u else [], on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
+        run = _fused_ if fusable(rows) else _foreach_
+        for (device, _, decays), (p, g, *u) in groups(rows, kinds):
+            run(p, g, u[0] if u else [], on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
     if in_place:
         return params, state
-    new = [rebuilt(tree, old, values) for tree, old, values in changed(trees, rows)]
-    return new[0], SGDState(new[1]) if cfg.momentum else state
+    places = leaves(grads)
+    new = rebuilt(params, places, rows[0])
+    return new, SGDState(rebuilt(state.momentum, places, rows[2])) if cfg.momentum else state
 
 
-def _fused_sgd_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:
+def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:
     torch._fused_sgd_(
         p, g, u, weight_decay=decay, momentum=cfg.momentum, lr=lr, dampening=0.0, nesterov=cfg.nesterov,
         maximize=False, is_first_step=False,
     )  # fmt: skip
 
 
-def _foreach_sgd_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:
+def _foreach_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:
     if decay:
         g = torch._foreach_add(g, p, alpha=decay)
     if cfg.momentum:
