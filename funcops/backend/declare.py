@@ -1,7 +1,8 @@
 """`@kernel`: one declaration gives a kernel its schema, its torch implementation, its Triton one and its fake.
 
 The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
-annotations are the schema. `@name.triton` adds the Triton implementation; `@name.fake` says what shapes come out (the
+annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name under
+`funcops/kernels/triton`, which is imported when it is first asked for; `@name.fake` says what shapes come out (the
 torch body itself serves where no fake is given, since it can run on fake tensors).
 
 An eager call goes straight to an implementation. A torch implementation is traced through (its aten operators are what
@@ -12,7 +13,9 @@ operator, defined on first use.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -34,11 +37,12 @@ def tracing() -> bool:
 class Kernel:
     """A tensor-in, tensor-out function with up to two implementations."""
 
-    def __init__(self, body: Implementation, mutates: tuple[str, ...]) -> None:
+    def __init__(self, body: Implementation, mutates: tuple[str, ...], library: str) -> None:
         self.name = body.__name__
-        self.mutates = mutates
+        self.mutates, self.library = mutates, library
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
+        self.unsought = body.__module__.startswith("funcops.kernels.")
         self.fake_impl: Implementation = body
         self._operator: Implementation | None = None
 
@@ -56,7 +60,7 @@ class Kernel:
         """This kernel's Triton implementation as a `torch.library` operator."""
         if self._operator is None:
             require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
-            _library.define(self.name + torch.library.infer_schema(self.torch_impl, mutates_args=self.mutates))
+            _library.define(self.name + _schema(self.torch_impl, self.mutates))
             _library.impl(self.name, self.triton_impl, "CompositeExplicitAutograd")
             torch.library.register_fake(f"funcops::{self.name}", self.fake_impl, lib=_library)
             self._operator = getattr(torch.ops.funcops, self.name).default
@@ -64,26 +68,57 @@ class Kernel:
 
     def choose(self, first: Tensor) -> Implementation:
         """The implementation for tensors like `first`, in the current mode."""
-        if not select.wants_triton(first):
+        if self.library == "always" or not select.wants_triton(first) or first.dtype is torch.float64:
             return self.torch_impl
-        if self.triton_impl is None:
+        if self.library == "unless forced" and select.forced() is None:
+            return self.torch_impl
+        if self.triton_impl is None and not self.find_triton():
             require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
             return self.torch_impl
-        return self.operator() if tracing() else self.triton_impl
+        return self.operator() if tracing() else self.triton_impl  # type: ignore[return-value]
+
+    def find_triton(self) -> bool:
+        """Import the file that holds the Triton implementation, once, and say whether there is one."""
+        if self.unsought:
+            self.unsought = False
+            package, _, family = self.torch_impl.__module__.rpartition(".")
+            if importlib.util.find_spec("triton") and importlib.util.find_spec(f"{package}.triton.{family}"):
+                importlib.import_module(f"{package}.triton.{family}")
+        return self.triton_impl is not None
 
 
-def kernel(*, mutates: tuple[str, ...] = ()) -> Callable[[Implementation], Any]:
-    """Declare a kernel; `mutates` names the arguments that it writes to. The result is called positionally, and has
-    the decorators `.triton` and `.fake`."""
+def kernel(*, mutates: tuple[str, ...] = (), library: str = "never") -> Callable[[Implementation], Any]:
+    """Declare a kernel. `mutates` names the arguments that it writes to. `library` says where torch's own kernels are
+    the implementation on CUDA too: "never", "unless forced" (by `backend("triton")`) or "always". The result is called
+    positionally, and has the decorators `.triton` and `.fake`.
+
+    float64 always runs on the torch implementation: it is there to check the others by.
+    """
 
     def decorate(body: Implementation) -> Any:
-        declared = Kernel(body, mutates)
+        declared = Kernel(body, mutates, library)
 
         call: Any = functools.wraps(body)(_write_call(body, declared))
         call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake
         return call
 
     return decorate
+
+
+def _schema(body: Implementation, mutates: tuple[str, ...]) -> str:
+    """The body's operator schema. `torch.library.infer_schema` knows every argument here, but no optional result."""
+    hints = typing.get_type_hints(body)
+    signature = inspect.signature(body)
+    parameters = [p.replace(annotation=hints[name]) for name, p in signature.parameters.items()]
+
+    def prototype() -> None: ...
+
+    prototype.__signature__ = signature.replace(parameters=parameters, return_annotation=Tensor)  # type: ignore[attr-defined]
+    arguments = torch.library.infer_schema(prototype, mutates_args=mutates).rpartition(" -> ")[0]
+    returned = hints["return"]
+    results = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
+    named = ["Tensor" if r is Tensor else "Tensor?" for r in results]
+    return f"{arguments} -> {named[0] if len(named) == 1 else '(' + ', '.join(named) + ')'}"
 
 
 _CALL = """

@@ -10,7 +10,7 @@ from funcops.backend import kernel
 
 @kernel()
 def add(a: Tensor, b: Tensor) -> Tensor:
-    """a + b."""
+    """a + b, where b has the shape of a or of its last dimensions."""
     return a + b
 
 

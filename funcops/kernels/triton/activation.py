@@ -1,0 +1,115 @@
+"""Activations: one read, one write; the backward reads dy and x."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import activation as declared
+from funcops.kernels.triton.common import load_wide, store_rounded
+
+BLOCK = 1024
+
+
+@triton.jit
+def tanh(x):
+    """Odd, so that neither end overflows: 1 - 2 e / (1 + e) of |x| with e = exp(-2 |x|)."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
+def sigmoid(x):
+    """exp(-|x|) never overflows."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x >= 0, 1.0, e) / (1.0 + e)
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    """f(x)."""
+    if KIND == "relu":
+        return tl.where(x <= 0, 0.0, x)
+    elif KIND == "squared_relu":
+        r = tl.where(x <= 0, 0.0, x)
+        return r * r
+    elif KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif KIND == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    elif KIND == "quick_gelu":
+        return x * sigmoid(1.702 * x)
+    elif KIND == "silu":
+        return x * sigmoid(x)
+    elif KIND == "tanh":
+        return tanh(x)
+    else:
+        tl.static_assert(KIND == "sigmoid")
+        return sigmoid(x)
+
+
+@triton.jit
+def derivative(x, KIND: tl.constexpr):
+    """f'(x)."""
+    if KIND == "relu":
+        return tl.where(x <= 0, 0.0, tl.where(x == x, 1.0, x))
+    elif KIND == "squared_relu":
+        return tl.where(x <= 0, 0.0, 2.0 * x)
+    elif KIND == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    elif KIND == "gelu_tanh":
+        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
+        inner = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x)
+        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+    elif KIND == "quick_gelu":
+        s = sigmoid(1.702 * x)
+        return s * (1.0 + 1.702 * x * (1.0 - s))
+    elif KIND == "silu":
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
+    elif KIND == "tanh":
+        t = tanh(x)
+        return 1.0 - t * t
+    else:
+        tl.static_assert(KIND == "sigmoid")
+        s = sigmoid(x)
+        return s * (1.0 - s)
+
+
+@triton.jit
+def _forward(x_ptr, y_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    store_rounded(y_ptr + i, activate(load_wide(x_ptr + i, i < n), KIND), i < n)
+
+
+@triton.jit
+def _backward(dy_ptr, x_ptr, dx_ptr, n, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    dx = load_wide(dy_ptr + i, i < n) * derivative(load_wide(x_ptr + i, i < n), KIND)
+    store_rounded(dx_ptr + i, dx, i < n)
+
+
+_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+
+
+@declared.activation_fwd.triton
+def activation_fwd(x: Tensor, kind: str) -> Tensor:
+    x = x.contiguous()
+    y, n = torch.empty_like(x), x.numel()
+    if n:
+        _launch_forward(triton.cdiv(n, BLOCK), 1, 1, x, y, n, kind, BLOCK)
+    return y
+
+
+@declared.activation_bwd.triton
+def activation_bwd(dy: Tensor, x: Tensor, kind: str) -> Tensor:
+    x, dy = x.contiguous(), dy.contiguous()
+    dx, n = torch.empty_like(x), x.numel()
+    if n:
+        _launch_backward(triton.cdiv(n, BLOCK), 1, 1, dy, x, dx, n, kind, BLOCK)
+    return dx

@@ -1,0 +1,42 @@
+"""What every Triton kernel here shares: widening loads, rounding stores, block sizes."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+@triton.jit
+def load_wide(ptr, mask):
+    """A masked load in float32; 0 where masked."""
+    return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(ptr, v, mask):
+    """A masked store of float32 in the pointer's dtype, rounding to nearest even."""
+    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)  # the interpreter's own cast truncates
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        v = tl.where(v == v, rounded.to(tl.float32, bitcast=True), v)
+    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
+
+
+def block_of(n: int, most: int) -> int:
+    """The power of two that holds n, at least 16 and at most `most`."""
+    return max(16, min(most, triton.next_power_of_2(n)))
+
+
+def warps_of(block: int) -> int:
+    return max(1, min(16, block // 512))
+
+
+def flat_rows(t: Tensor) -> tuple[Tensor, int, int]:
+    """Contiguous `t`, its number of rows and its row length."""
+    t = t.contiguous()
+    width = t.shape[-1]
+    return t, t.numel() // width if width else 0, width

@@ -1,0 +1,144 @@
+"""Gated linear units: a program a row. The clamped kind is one more kind of gate, with a limit, alpha and offset."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import glu as declared
+from funcops.kernels.triton.activation import activate, derivative, sigmoid
+from funcops.kernels.triton.common import block_of, flat_rows, load_wide, store_rounded, warps_of
+
+BLOCK = 2048
+
+
+@triton.jit
+def _parts(gate, linear, limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr):
+    """f(gate), f'(gate), what it is multiplied by, and the derivative of that (0 where it was clamped)."""
+    if KIND == "clamped_swiglu":
+        g = tl.where(gate > limit, limit, gate)
+        clipped = tl.where(linear > limit, limit, tl.where(linear < -limit, -limit, linear))
+        s = sigmoid(alpha * g)
+        d = tl.where(gate > limit, 0.0, s * (1.0 + alpha * g * (1.0 - s)))
+        return g * s, d, clipped + offset, tl.where(tl.abs(linear) > limit, 0.0, 1.0)
+    else:
+        return activate(gate, KIND), derivative(gate, KIND), linear, tl.full(linear.shape, 1.0, linear.dtype)
+
+
+@triton.jit
+def _forward(
+    x_ptr, scales_ptr, y_ptr, width, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
+    KIND: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    gate_ptr = x_ptr + row * 2 * width + (0 if FIRST else width)
+    linear_ptr = x_ptr + row * 2 * width + (width if FIRST else 0)
+    for start in range(0, width, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < width
+        active, _, linear, _ = _parts(
+            load_wide(gate_ptr + i, inside), load_wide(linear_ptr + i, inside), limit, alpha, offset, KIND
+        )
+        y = active * linear
+        if SCALED:
+            y = y * load_wide(scales_ptr + row, True)
+        store_rounded(y_ptr + row * width + i, y, inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, scales_ptr, dx_ptr, dscales_ptr, width, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
+    KIND: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, DX: tl.constexpr, DSCALES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at_gate = row * 2 * width + (0 if FIRST else width)
+    at_linear = row * 2 * width + (width if FIRST else 0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < width
+        d = load_wide(dy_ptr + row * width + i, inside)
+        gate, half = load_wide(x_ptr + at_gate + i, inside), load_wide(x_ptr + at_linear + i, inside)
+        active, d_active, linear, d_linear = _parts(gate, half, limit, alpha, offset, KIND)
+        if DSCALES:
+            total += d * active * linear
+        if DX:
+            if SCALED:
+                d = d * load_wide(scales_ptr + row, True)
+            store_rounded(dx_ptr + at_gate + i, d * linear * d_active, inside)
+            store_rounded(dx_ptr + at_linear + i, d * active * d_linear, inside)
+    if DSCALES:
+        store_rounded(dscales_ptr + row, tl.sum(total, 0), True)
+
+
+_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+
+
+def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants: float) -> Tensor:
+    x, rows, width = flat_rows(x)
+    width //= 2
+    y = x.new_empty((*x.shape[:-1], width))
+    scales = None if scales is None else scales.contiguous()
+    if rows and width:
+        block = block_of(width, BLOCK)
+        _launch_forward(
+            rows, 1, 1, x, scales, y, width, *constants, kind, first, scales is not None, block, num_warps=warps_of(block)
+        )  # fmt: skip
+    return y
+
+
+def _bwd(
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, constants: Any, dx: bool, dscales: bool
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    x, rows, width = flat_rows(x)
+    width //= 2
+    dy, scales = dy.contiguous(), None if scales is None else scales.contiguous()
+    d_x = torch.empty_like(x) if dx else None
+    d_scales = x.new_zeros(x.shape[:-1]) if dscales else None
+    if rows and width and (dx or dscales):
+        block = block_of(width, BLOCK)
+        _launch_backward(
+            rows, 1, 1, dy, x, scales, d_x, d_scales, width, *constants, kind, first, scales is not None, dx, dscales, block,
+            num_warps=warps_of(block),
+        )  # fmt: skip
+    return d_x, d_scales
+
+
+@declared.glu_fwd.triton
+def glu_fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool) -> Tensor:
+    return _fwd(x, scales, declared.GATES[kind], first, 0.0, 0.0, 0.0)
+
+
+@declared.glu_bwd.triton
+def glu_bwd(
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    return _bwd(dy, x, scales, declared.GATES[kind], first, (0.0, 0.0, 0.0), dx, dscales)
+
+
+@declared.clamped_swiglu_fwd.triton
+def clamped_swiglu_fwd(
+    x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float
+) -> Tensor:
+    return _fwd(x, scales, "clamped_swiglu", first, limit, alpha, offset)
+
+
+@declared.clamped_swiglu_bwd.triton
+def clamped_swiglu_bwd(
+    dy: Tensor,
+    x: Tensor,
+    scales: Optional[Tensor],
+    first: bool,
+    limit: float,
+    alpha: float,
+    offset: float,
+    dx: bool,
+    dscales: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    return _bwd(dy, x, scales, "clamped_swiglu", first, (limit, alpha, offset), dx, dscales)

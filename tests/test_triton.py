@@ -1,0 +1,114 @@
+"""The Triton implementations, run by Triton's interpreter where there is no GPU, held to the same laws."""
+
+import pytest
+import torch
+from test_laws import CASES
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from funcops import random
+from funcops.backend import backend
+from funcops.kernels import cross_entropy, linear, norm, pointwise
+from funcops.testing import LAWS
+from funcops.testing.tolerances import assert_close
+
+pytest.importorskip("triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HELD = ("split", "pure", "mirror", "frugal", "right", "edges")
+ROWS = [(case, dtype) for case, dtype in CASES if dtype in DTYPES]
+
+
+@pytest.mark.parametrize(("case", "dtype"), ROWS, ids=str)
+def test_laws_on_triton(case, dtype):
+    with backend("triton"):
+        for law in HELD:
+            if law not in case.exempt:
+                LAWS[law](case, dtype)
+
+
+def offset(t, by):
+    """The same values at an address `by` elements further."""
+    return torch.cat((t.new_zeros(by), t.flatten()))[by:].view(t.shape)
+
+
+@pytest.mark.parametrize("by", [1, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unaligned_addresses(by, dtype):
+    x, w, dy = (torch.randn(shape).to(dtype) for shape in ((5, 19), (19,), (5, 19)))
+    want = norm.rms_norm_fwd(x, w, 1e-6, False)
+    with backend("triton"):
+        got = norm.rms_norm_fwd(offset(x, by), offset(w, by), 1e-6, False)
+        grads = norm.rms_norm_bwd(offset(dy, by), offset(x, by), offset(w, by), got[1], False, True, True)
+        product = linear.linear_fwd(offset(x, by), offset(dy, by), None)
+    assert_close(got, want, dtype=dtype)
+    dx, parts = norm.rms_norm_bwd(dy, x, w, want[1], False, True, True)
+    assert_close((grads[0], grads[1].sum(0)), (dx, parts.sum(0)), dtype=dtype)
+    assert_close(product, x @ dy.mT, dtype=dtype)
+
+
+@pytest.mark.parametrize("centre", [False, True])
+def test_rows_longer_than_a_program_keeps(centre):
+    x, dy, w = torch.randn(3, 8300), torch.randn(3, 8300), torch.randn(8300)
+
+    def run():
+        if centre:
+            y, mean, rstd = norm.layer_norm_fwd(x, w, w, 1e-5, False)
+            dx, dw, db = norm.layer_norm_bwd(dy, x, w, mean, rstd, False, True, True, True)
+            return y, dx, dw.sum(0), db.sum(0)
+        y, rstd = norm.rms_norm_fwd(x, w, 1e-5, False)
+        dx, dw = norm.rms_norm_bwd(dy, x, w, rstd, False, True, True)
+        return y, dx, dw.sum(0), None
+
+    want = run()
+    with backend("triton"):
+        got = run()
+    assert_close(got, want, dtype=torch.float32, length=8300)
+
+
+def test_a_vocabulary_of_several_blocks():
+    logits, labels = torch.randn(3, 9001), torch.tensor([9000, -100, 4096])
+
+    def run():
+        losses, lse = cross_entropy.cross_entropy_fwd(logits, labels, 0.1, -100, 1e-3)
+        return losses, lse, cross_entropy.cross_entropy_bwd(losses, logits, labels, lse, 0.1, -100, 1e-3)
+
+    want = run()
+    with backend("triton"):
+        got = run()
+    assert_close(got, want, dtype=torch.float32, length=9001)
+
+
+def test_a_label_outside_the_vocabulary_is_not_a_number():
+    with backend("triton"):
+        losses, _ = cross_entropy.cross_entropy_fwd(torch.zeros(2, 4), torch.tensor([1, 4]), 0.0, -100, 0.0)
+    assert losses[0].isfinite() and losses[1].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_long_inner_dimension_is_split_and_summed(dtype):
+    dy, x = torch.randn(5000, 5).to(dtype), torch.randn(5000, 7).to(dtype)
+    with backend("triton"):
+        dw, db = linear.linear_wgrad(dy, x, True)
+        again, _ = linear.linear_wgrad(dy, x, True)
+    assert torch.equal(dw, again)
+    want = dy.double().mT @ x.double(), dy.double().sum(0)
+    assert_close((dw, db), want, dtype=dtype, length=5000)
+
+
+@pytest.mark.parametrize("n", [1, 3, 1024, 1030, 4099])
+def test_dropout_draws_the_same_bits(n):
+    x, key = torch.ones(n), random.fold_in(random.key(3), 2**40 + 7)
+    want = pointwise.dropout(x, key, 0.3)
+    with backend("triton"):
+        assert torch.equal(pointwise.dropout(x, key, 0.3), want)
+
+
+@pytest.mark.parametrize("masks", [(True, True), (True, False), (False, True)])
+def test_operators_with_optional_results_trace(masks):
+    x, w = torch.randn(4, 6), torch.randn(6)
+    with backend("triton"):
+        _, rstd = norm.rms_norm_fwd(x, w, 1e-6, False)
+        want = norm.rms_norm_bwd(x, x, w, rstd, False, *masks)
+        graph = make_fx(lambda x: norm.rms_norm_bwd(x, x, w, rstd, False, *masks))(x)
+        assert any("funcops.rms_norm_bwd" in str(node.target) for node in graph.graph.nodes)
+        for got, one in zip(graph(x), want, strict=True):
+            assert got is one is None or torch.equal(got, one)
