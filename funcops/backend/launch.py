@@ -5,18 +5,23 @@
 specialises on:
 
     *_ptr      a tensor or None: dtype, and whether the address is a multiple of 16
+    *_desc     a TensorDescriptor or None: dtype and block shape
     constexpr  the value
     fp*        annotated `tl.float32` and the like: nothing
     others     integers: whether 1, whether a multiple of 16, whether more than 32 bits
 
 together with num_warps, num_stages and the device. A miss compiles and launches through Triton; a hit goes straight to
 the compiled kernel. Where launch hooks are set (a profiler's), and in the interpreter, every call goes through Triton.
+
+`compiled_launches` collects what is compiled in its block: with a stubbed driver that is how every kernel is built, just as it
+is launched, for a device that is not there (`funcops.backend.aot`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -35,18 +40,49 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
 """
 
 
+class Launched(NamedTuple):
+    """A kernel as it was compiled for one launch."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    compiled: Any
+
+
+_caches: list[dict[Any, Any]] = []
+_collected: list[Launched] | None = None
+
+
+@contextmanager
+def compiled_launches() -> Iterator[list[Launched]]:
+    """The launches of the block, one for each specialisation, with all caches empty at its start and its end."""
+    global _collected
+    before, found = _collected, []  # type: ignore[var-annotated]
+    _collected = found
+    for cache in _caches:
+        cache.clear()
+    try:
+        yield found
+    finally:
+        _collected = before
+        for cache in _caches:
+            cache.clear()
+
+
 def launcher(kernel: Any) -> Callable[..., None]:
     """`launch(gx, gy, gz, *arguments, num_warps=4, num_stages=3)`, the arguments in the kernel's own order, constexprs
     included. The tensors must be on the current device."""
     if not isinstance(kernel, JITFunction):
         return _interpreted(kernel)
     cache: dict[Any, Any] = {}
+    _caches.append(cache)
+    names = [parameter.name for parameter in kernel.params]
 
     def miss(key: Any, grid: Any, arguments: Any, num_warps: int, num_stages: int) -> None:
         compiled = kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
+        if _collected is not None and key not in cache:
+            _collected.append(Launched(kernel, dict(zip(names, arguments, strict=True)), compiled))
         cache[key] = compiled.run, compiled.function, compiled.packed_metadata
 
-    names = [parameter.name for parameter in kernel.params]
     source = _SOURCE.format(parameters=", ".join(names), key=", ".join(map(_key_of, kernel.params)))
     scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
     scope["current_device"] = lambda: driver.active.get_current_device()
@@ -66,6 +102,8 @@ def _key_of(parameter: Any) -> str:
         return name
     if name.endswith("_ptr"):
         return f"None if {name} is None else ({name}.dtype, {name}.data_ptr() & 15 == 0)"
+    if name.endswith("_desc"):
+        return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
     annotation = parameter.annotation_type or ""
     if annotation.startswith(("fp", "bf")):
         return "0"

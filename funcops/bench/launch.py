@@ -6,6 +6,7 @@ timed is all that happens on the host before the driver's launch call.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,15 +38,17 @@ class _Launch:
 
 
 class StubDriver:
-    """A driver that compiles for `target` and launches nothing."""
+    """A driver that compiles for `target` and launches nothing. Each is a device of its own: Triton keeps what it compiled
+    by device."""
 
     launcher_cls, utils = _Launch, _Utils()
+    _numbers = itertools.count(1000)
 
     def __init__(self, target: GPUTarget) -> None:
-        self.target = target
+        self.target, self.number = target, next(self._numbers)
 
     def get_current_device(self) -> int:
-        return 0
+        return self.number
 
     def get_current_stream(self, device: int) -> int:
         return 0
