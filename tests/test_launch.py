@@ -10,7 +10,8 @@ import pytest
 PROGRAM = """
 import json, torch
 from funcops.backend.launch import launcher
-from funcops.bench.launch import cases, stubbed
+from funcops.backend.aot import stubbed
+from funcops.bench.launch import cases
 from triton import knobs
 
 kernel, args = cases()["10 arguments"]

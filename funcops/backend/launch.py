@@ -48,7 +48,7 @@ class Launched(NamedTuple):
     compiled: Any
 
 
-_caches: list[dict[Any, Any]] = []
+_launchers: list[tuple[Any, dict[Any, Any]]] = []  # kernels and their caches
 _collected: list[Launched] | None = None
 
 
@@ -58,14 +58,19 @@ def compiled_launches() -> Iterator[list[Launched]]:
     global _collected
     before, found = _collected, []  # type: ignore[var-annotated]
     _collected = found
-    for cache in _caches:
+    for _, cache in _launchers:
         cache.clear()
     try:
         yield found
     finally:
         _collected = before
-        for cache in _caches:
+        for _, cache in _launchers:
             cache.clear()
+
+
+def launched_kernels() -> list[Any]:
+    """The kernels that have a launcher, of the families imported so far."""
+    return [kernel for kernel, _ in _launchers]
 
 
 def launcher(kernel: Any) -> Callable[..., None]:
@@ -74,7 +79,7 @@ def launcher(kernel: Any) -> Callable[..., None]:
     if not isinstance(kernel, JITFunction):
         return _interpreted(kernel)
     cache: dict[Any, Any] = {}
-    _caches.append(cache)
+    _launchers.append((kernel, cache))
     names = [parameter.name for parameter in kernel.params]
 
     def miss(key: Any, grid: Any, arguments: Any, num_warps: int, num_stages: int) -> None:

@@ -1,33 +1,49 @@
-"""`python -m funcops.bench NAME [--json FILE]`: one row a measurement."""
+"""`python -m funcops.bench NAME [--json FILE] [--csv FILE]`: a table, a row a measurement."""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib
-import json
-import platform
-from pathlib import Path
+import sys
+from typing import Any
 
-import torch
+from funcops.bench.measure import BenchError, print_table, write_csv, write_json
 
-BENCHES = ("launch", "memory", "overhead", "residuals", "step")
+BENCHES = {
+    "aot": "every Triton kernel compiled for GPUs that are not there",
+    "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
+    "launch": "host time of a Triton launch, the driver stubbed",
+    "memory": "peak live bytes of four blocks, forward and backward",
+    "overhead": "host time of forward and backward on small tensors",
+    "residuals": "bytes that a block keeps for its backward",
+    "step": "a training step of the example's model on the CPU",
+}
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m funcops.bench")
-    parser.add_argument("name", choices=BENCHES)
-    parser.add_argument("--json", type=Path, help="also write the rows here")
-    args = parser.parse_args()
-    rows = importlib.import_module(f"funcops.bench.{args.name}").run()
-    width = max(len(row.case) for row in rows)
-    for row in rows:
-        print(f"{row.bench}  {row.case.ljust(width)}  {row.provider.ljust(18)}  {row.metric.ljust(34)}  {row.value:12.3f} {row.unit}")
-    if args.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "threads": torch.get_num_threads()}
-        data = {"machine": machine, "rows": [dataclasses.asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(data, indent=1) + "\n")
+    names = parser.add_subparsers(dest="name", required=True, metavar="NAME")
+    chosen = next((arg for arg in argv if arg in BENCHES), None)
+    module: Any = importlib.import_module(f"funcops.bench.{chosen}") if chosen else None  # the others' imports are not paid for
+    for name, what in BENCHES.items():
+        one = names.add_parser(name, help=what, description=what)
+        one.add_argument("--json", metavar="FILE", help="also write the rows here, with the machine's versions")
+        one.add_argument("--csv", metavar="FILE", help="also write the rows here")
+        if name == chosen and hasattr(module, "add_arguments"):
+            module.add_arguments(one)
+    options = vars(parser.parse_args(argv))
+    json_path, csv_path = options.pop("json"), options.pop("csv")
+    del options["name"]
+    try:
+        rows = module.run(**options)
+    except BenchError as e:
+        parser.error(str(e))
+    print_table(rows)
+    if json_path:
+        write_json(json_path, rows)
+    if csv_path:
+        write_csv(csv_path, rows)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -6,69 +6,16 @@ timed is all that happens on the host before the driver's launch call.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
 
+from funcops.backend.aot import stubbed
 from funcops.backend.launch import launcher
 from funcops.bench.measure import Row, interleaved, summary
-
-
-class _Utils:
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        return 0, 1, 32, 0, 1024
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
-
-
-class _Launch:
-    def __init__(self, src: Any, metadata: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any) -> None:
-        pass
-
-
-class StubDriver:
-    """A driver that compiles for `target` and launches nothing. Each is a device of its own: Triton keeps what it compiled
-    by device."""
-
-    launcher_cls, utils = _Launch, _Utils()
-    _numbers = itertools.count(1000)
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target, self.number = target, next(self._numbers)
-
-    def get_current_device(self) -> int:
-        return self.number
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-@contextmanager
-def stubbed(target: GPUTarget = GPUTarget("cuda", 90, 32)) -> Iterator[None]:  # noqa: B008 (immutable)
-    """Triton on a `StubDriver` for the block."""
-    before = driver._active
-    driver.set_active(StubDriver(target))
-    try:
-        yield
-    finally:
-        driver._active = before
 
 
 @triton.jit

@@ -1,16 +1,26 @@
-"""Rows and interleaved timing, which the benches share."""
+"""Rows, tables and interleaved timing, which the benches share."""
 
 from __future__ import annotations
 
-import dataclasses
+import csv
+import json
+import os
+import platform
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
+class BenchError(Exception):
+    """A bench that cannot run here, and why."""
+
+
+class Row(NamedTuple):
     bench: str
     case: str
     provider: str
@@ -46,3 +56,45 @@ def summary(bench: str, case: str, samples: dict[str, list[float]], ours: str, u
     ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
     rows.append(Row(bench, case, ours, f"ratio to {rival}", statistics.median(ratios), ""))
     return rows
+
+
+def print_table(rows: Sequence[Any]) -> None:
+    """Named tuples of one kind, a line each under their fields' names."""
+    if not rows:
+        return
+    lines = [rows[0]._fields, *([_text(value) for value in row] for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    numbers = [isinstance(value, (int, float)) for value in rows[0]]
+    for line in lines:
+        cells = [c.rjust(w) if n else c.ljust(w) for c, w, n in zip(line, widths, numbers, strict=True)]
+        print("  ".join(cells).rstrip())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) >= 0.01 or value == 0 else f"{value:.2e}"
+    return str(value)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    found: dict[str, Any] = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "optree", "liger_kernel"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    found["device"] = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    return {**found, "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def write_json(path: str, rows: Sequence[Any]) -> None:
+    lines = ",\n".join("  " + json.dumps(row._asdict()) for row in rows)
+    Path(path).write_text(f'{{"machine": {json.dumps(machine())},\n "rows": [\n{lines}\n]}}\n')
+
+
+def write_csv(path: str, rows: Sequence[Any]) -> None:
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(rows[0]._fields if rows else [])
+        writer.writerows(rows)

@@ -1,0 +1,171 @@
+"""Compiling kernels for a GPU that is not there, and reading what came out.
+
+    with stubbed(TARGETS["sm_90"].gpu), compiled_launches() as found, backend("triton"):
+        rms_norm_fwd(torch.empty(4096, 4096, device="meta"), ...)
+    builds = [inspect(launched, "sm_90") for launched in found]
+
+A kernel is built just as a launch on that device would build it: the same code path chooses its configuration, and Triton
+specialises on the same arguments. Tensors on the meta device need no memory, so every shape can be tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from funcops.backend.launch import Launched
+from funcops.errors import short
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+MATRIX = re.compile(r"^(?:[A-Z]*MMA|v_mfma)")  # HMMA, HGMMA, QGMMA, UTCHMMA, ...; v_mfma_f32_32x32x8_bf16
+
+
+class Target(NamedTuple):
+    """A device to compile for, and the bytes of shared memory that a program may have there."""
+
+    gpu: GPUTarget
+    shared_limit: int
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 166912),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232448),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 232448),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536),
+}
+
+
+class Build(NamedTuple):
+    """What one kernel, specialised for one launch, became on one target. `spills`: bytes of local memory a thread."""
+
+    kernel: str
+    config: str
+    target: str
+    warps: int
+    registers: int
+    shared: int
+    spills: int
+    matrix: str
+    instructions: int
+
+
+class _Utils:
+    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 0, 1, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232448, "multiprocessor_count": 132}
+
+
+class _Launch:
+    def __init__(self, src: Any, metadata: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> None:
+        pass
+
+
+class StubDriver:
+    """A driver that compiles for `target` and launches nothing. Each is a device of its own: Triton keeps what it compiled
+    by device."""
+
+    launcher_cls, utils = _Launch, _Utils()
+    _numbers = itertools.count(1000)
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target, self.number = target, next(self._numbers)
+
+    def get_current_device(self) -> int:
+        return self.number
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+@contextmanager
+def stubbed(target: GPUTarget = TARGETS["sm_90"].gpu) -> Iterator[None]:
+    """Triton on a `StubDriver` for the block."""
+    before = driver._active
+    driver.set_active(StubDriver(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+def inspect(launched: Launched, target: str) -> Build:
+    """Read a compiled kernel with the disassembler that Triton brings."""
+    compiled = launched.compiled
+    read = _read_amd if TARGETS[target].gpu.backend == "hip" else _read_nvidia
+    registers, spills, opcodes = read(compiled.asm)
+    matrix = ", ".join(sorted({opcode for opcode in opcodes if MATRIX.match(opcode)}))
+    metadata = compiled.metadata
+    return Build(
+        name_of(launched.kernel), _config(launched), target, metadata.num_warps, registers, metadata.shared,
+        spills, matrix, opcodes.total(),
+    )  # fmt: skip
+
+
+def name_of(kernel: Any) -> str:
+    """The family and the function: `norm.forward`."""
+    return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__.lstrip('_')}"
+
+
+def _config(launched: Launched) -> str:
+    """The dtypes of the tensors, the values of the constexprs, and which integers Triton knows to be multiples of 16."""
+    found = []
+    for parameter in launched.kernel.params:
+        value = launched.arguments[parameter.name]
+        if isinstance(value, TensorDescriptor):
+            value = value.base
+        if isinstance(value, Tensor):
+            found.append(short(value.dtype))
+        elif parameter.is_constexpr:
+            found.append(f"{parameter.name}={value}")
+        elif isinstance(value, int) and value % 16 == 0:
+            found.append(f"{parameter.name}%16=0")
+    dtypes = dict.fromkeys(f for f in found if "=" not in f)
+    return " ".join([*dtypes, *(f for f in found if "=" in f)])
+
+
+def _read_nvidia(asm: Any) -> tuple[int, int, Counter[str]]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "kernel.cubin")
+        Path(path).write_bytes(asm["cubin"])
+        usage, sass = (
+            subprocess.run([TOOLS / tool, option, path], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)[.\w]*", sass, re.M)
+    return registers, stack, Counter(opcodes)
+
+
+def _read_amd(asm: Any) -> tuple[int, int, Counter[str]]:
+    text = asm["amdgcn"]
+    registers, vector, scalar = (
+        int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
+        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
+    )
+    return registers, 4 * (vector + scalar), Counter(re.findall(r"^\t([a-z][a-z0-9_]+)\s", text, re.M))

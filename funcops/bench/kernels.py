@@ -1,0 +1,172 @@
+"""Every kernel on this GPU: ours, torch eager, torch.compile, and Liger-Kernel where it imports.
+
+Rates count the compulsory bytes, each argument read once and each result written once, as a share of what a copy reaches
+in the same process; matrix products as a share of cuBLAS's bare product in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.backend import backend
+from funcops.bench.device import COLD_BYTES, MOST_COPIES, CudaTimer
+from funcops.bench.liger import liger_call, write_liger_csv
+from funcops.bench.measure import BenchError
+from funcops.bench.plot import draw
+from funcops.bench.samples import Maker, Prepared, Sample, direct, samples
+from funcops.errors import short
+from funcops.trees import leaves, nbytes, tree_map
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NOT_MEASURED: Any = (math.nan,) * 9
+PROVIDERS = ("funcops", "torch", "torch.compile", "liger", "cublas")
+
+
+class Measured(NamedTuple):
+    """`error`: of ours, relative to float64 in the Euclidean norm. A rate that makes no sense for a row is NaN."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    provider: str
+    device_us: float
+    host_us: float
+    gb_per_s: float
+    of_copy: float
+    tflop_per_s: float
+    of_cublas: float
+    peak_mib: float
+    delta_mib: float
+    error: float
+    note: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="kernels whose names hold this")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: bf16")
+    parser.add_argument("--providers", choices=PROVIDERS, nargs="+", default=PROVIDERS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no sample after this; what is left is named")
+    parser.add_argument("--liger-csv", metavar="FILE", help="also write the times under Liger-Kernel's columns")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the rates (PNG or SVG)")
+
+
+def run(
+    only: str = "", dtype: list[str] | None = None, providers: tuple[str, ...] = PROVIDERS, seconds: float = math.inf,
+    liger_csv: str | None = None, plot: str | None = None,
+) -> list[Measured]:  # fmt: skip
+    if not torch.cuda.is_available():
+        raise BenchError("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
+    timer, stop = CudaTimer(), time.monotonic() + seconds
+    rows: list[Measured] = []
+    left: list[str] = []
+    copy_rate = measured_copy_rate(timer)
+    for name in dtype or ["bf16"]:
+        for sample in samples(Maker("cuda", DTYPES[name])):
+            if only not in sample.name:
+                continue
+            if time.monotonic() > stop:
+                left.append(f"{sample.name} {sample.shape} {name}")
+                continue
+            with backend("triton"):
+                rows += measure(sample, DTYPES[name], providers, timer, copy_rate)
+    if left:
+        print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
+    if liger_csv:
+        write_liger_csv(liger_csv, rows)
+    if plot:
+        draw(plot, rows)
+    return rows
+
+
+def measured_copy_rate(timer: Any) -> float:
+    """Bytes read and written per second by a copy of 1 GiB."""
+    source = torch.randn(2**28, device="cuda")
+    seconds = timer.device_us({"copy": timer.replay([source.clone])})["copy"] / 1e6
+    return 2 * source.nbytes / seconds
+
+
+def measure(
+    sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float
+) -> Iterator[Measured]:
+    """A row for each provider that has this kernel, and for each that fails, with the reason."""
+    read = nbytes(sample.args)
+    copies = [sample.args, *(clones(sample.args) for _ in range(min(MOST_COPIES, COLD_BYTES // max(1, read))))]
+    calls: dict[str, list[Callable[[], Any]]] = {}
+    with torch.cuda.stream(timer.stream):
+        for name, prepare in provided(sample).items():
+            if prepare is None or name not in providers:
+                continue
+            try:
+                ready = [prepare(*args) for args in copies]
+                ready[0]()
+            except Exception as e:  # a rival that lacks a case must not end the bench
+                why = f"failed: {type(e).__name__}: {e}".splitlines()[0][:120]
+                yield Measured(sample.name, sample.shape, short(dtype), name, *NOT_MEASURED, note=why)
+            else:
+                calls[name] = ready
+    replays = {name: timer.replay(some) for name, some in calls.items()}
+    times = timer.device_us(replays)
+    moved = read + nbytes(sample.kernel(*clones(sample.args))) + written(sample)
+    for name, (first, *_) in calls.items():
+        us = times[name]
+        rate = moved / us * 1e6 if name != "cublas" else math.nan
+        peak, delta = timer.memory_mib(first)
+        error = relative_error(sample) if name == "funcops" else math.nan
+        yield Measured(
+            sample.name, sample.shape, short(dtype), name, us, timer.host_us(first), rate / 1e9, rate / copy_rate,
+            sample.flops / us / 1e6 if sample.flops else math.nan, times.get("cublas", math.nan) / us, peak, delta, error,
+            "" if replays[name].captured else "not captured",
+        )  # fmt: skip
+
+
+def provided(sample: Sample) -> dict[str, Prepared | None]:
+    body = sample.kernel.kernel.torch_impl
+
+    def compiled(*args: Any) -> Callable[[], Any]:
+        return direct(torch.compile(body, dynamic=False))(*args)
+
+    return {
+        "funcops": direct(sample.kernel),
+        "torch": sample.torch or direct(body),
+        "torch.compile": compiled,
+        "liger": liger_call(sample),
+        "cublas": sample.product,
+    }
+
+
+def written(sample: Sample) -> int:
+    """Bytes of the arguments that the kernel writes to."""
+    declared = sample.kernel.kernel
+    names = inspect.signature(declared.torch_impl).parameters
+    return sum(nbytes(arg) for name, arg in zip(names, sample.args, strict=True) if name in declared.mutates)
+
+
+def clones(args: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
+
+
+def relative_error(sample: Sample) -> float:
+    """Of the results, and of the arguments written to, against the torch body's in float64; partial sums are summed first."""
+    own = clones(sample.args)
+    exact = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() else t, own)
+    got, want = sample.kernel(*own), sample.kernel.kernel.torch_impl(*exact)
+    if sample.kernel.kernel.mutates:
+        got, want = (got, own), (want, exact)
+    off = size = 0.0
+    for a, b in zip(leaves(got), leaves(want), strict=True):
+        if not isinstance(a, Tensor) or not a.is_floating_point():
+            continue
+        if a.shape != b.shape:
+            a, b = a.double().sum(0), b.sum(0)
+        off += float((a.double() - b).square().sum())
+        size += float(b.square().sum())
+    return math.sqrt(off / size) if size else math.sqrt(off)

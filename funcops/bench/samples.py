@@ -1,0 +1,175 @@
+"""One list of calls, for `bench kernels` (on a GPU) and `bench aot` (on the meta device, for any GPU): every kernel that has a
+Triton implementation, by shape class. A kernel without a row here fails a test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from funcops import random
+from funcops.kernels import cross_entropy, embedding, glu, norm, pointwise, rope
+from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
+from funcops.kernels.rope import rope_table
+
+Prepared = Callable[..., Callable[[], Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
+    kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
+    measured by bytes)."""
+
+    kernel: Any
+    shape: str
+    args: tuple[Any, ...]
+    torch: Prepared | None = None
+    product: Prepared | None = None
+    flops: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.kernel.name)
+
+
+def direct(f: Callable[..., Any]) -> Prepared:
+    return lambda *args: lambda: f(*args)
+
+
+def gradient(f: Callable[..., Tensor], *, wrt: int) -> Prepared:
+    """The autograd backward of f alone, for args `(dy, *inputs of f)`, with respect to the first `wrt` inputs."""
+
+    def prepare(dy: Tensor, *args: Any) -> Callable[[], Any]:
+        leaves = [t.detach().requires_grad_() for t in args[:wrt]]
+        y = f(*leaves, *args[wrt:])
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    return prepare
+
+
+class Maker:
+    """Makes arguments on a device, in a dtype, of sizes divided by `shrink`."""
+
+    def __init__(self, device: str, dtype: torch.dtype, shrink: int = 1) -> None:
+        self.device, self.dtype, self.shrink = device, dtype, shrink
+
+    def sizes(self, *sizes: int) -> tuple[int, ...]:
+        return tuple(max(8, n // self.shrink) for n in sizes)
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, device=self.device).to(dtype or self.dtype)
+
+    def wide(self, *shape: int) -> Tensor:
+        return torch.rand(shape, device=self.device) + 0.5
+
+    def ids(self, *shape: int, below: int) -> Tensor:
+        return torch.randint(below, shape, device=self.device)
+
+    def key(self) -> Tensor:
+        return random.key(0).to(self.device)
+
+
+def samples(make: Maker) -> Iterator[Sample]:
+    for family in (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings):
+        yield from family(make)
+
+
+def _rms_norm(x: Tensor, w: Tensor, *_: Any) -> Tensor:
+    return F.rms_norm(x, w.shape, w, 1e-6)
+
+
+def _layer_norm(x: Tensor, w: Tensor, b: Tensor, *_: Any) -> Tensor:
+    return F.layer_norm(x, w.shape, w, b, 1e-6)
+
+
+def _norms(make: Maker) -> Iterator[Sample]:
+    for rows, width in ((131072, 256), (8192, 4096), (4096, 16384)):
+        rows, width = make.sizes(rows, width)
+        shape = f"{rows}x{width}"
+        x, dy, w, b = make.floats(rows, width), make.floats(rows, width), make.floats(width), make.floats(width)
+        rstd, mean = make.wide(rows, 1), make.wide(rows, 1)
+        yield Sample(norm.rms_norm_fwd, shape, (x, w, 1e-6, False), direct(_rms_norm))
+        yield Sample(
+            norm.rms_norm_bwd, shape, (dy, x, w, rstd, False, True, True), gradient(_rms_norm, wrt=2)
+        )
+        yield Sample(norm.layer_norm_fwd, shape, (x, w, b, 1e-6, False), direct(_layer_norm))
+        yield Sample(
+            norm.layer_norm_bwd, shape, (dy, x, w, mean, rstd, False, True, True, True),
+            lambda dy, x, w, *_: gradient(_layer_norm, wrt=3)(dy, x, w, w),
+        )  # fmt: skip
+        yield Sample(norm.l2_norm_fwd, shape, (x, 1e-6), direct(lambda x, _: F.normalize(x, dim=-1)))
+        yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
+        yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
+
+
+def _pointwise(make: Maker) -> Iterator[Sample]:
+    for rows, width in ((8192, 4096), (8192, 4099)):
+        rows, width = make.sizes(rows, width)
+        shape = f"{rows}x{width}"
+        x, y, b = make.floats(rows, width), make.floats(rows, width), make.floats(width)
+        yield Sample(pointwise.add, shape, (x, y))
+        yield Sample(pointwise.add, f"{shape} + {width}", (x, b))
+        yield Sample(pointwise.scale, shape, (x, 0.5))
+        yield Sample(pointwise.dropout, shape, (x, make.key(), 0.1), direct(lambda x, *_: F.dropout(x, 0.1)))
+
+
+def _activations(make: Maker) -> Iterator[Sample]:
+    rows, width = make.sizes(8192, 4096)
+    x, dy = make.floats(rows, width), make.floats(rows, width)
+    for kind in ACTIVATIONS:
+        shape = f"{kind} {rows}x{width}"
+        yield Sample(activation_fwd, shape, (x, kind))
+        yield Sample(activation_bwd, shape, (dy, x, kind))
+
+
+def _glus(make: Maker) -> Iterator[Sample]:
+    rows, width = make.sizes(8192, 4096)
+    x, dy, scales = make.floats(rows, 2 * width), make.floats(rows, width), make.floats(rows)
+    for kind in glu.GATES:
+        shape = f"{kind} {rows}x2x{width}"
+        yield Sample(glu.glu_fwd, shape, (x, None, kind, True))
+        yield Sample(glu.glu_bwd, shape, (dy, x, None, kind, True, True, False))
+    shape = f"clamped_swiglu {rows}x2x{width}"
+    clamp = (False, 7.0, 1.702, 1.0)
+    yield Sample(glu.clamped_swiglu_fwd, shape, (x, scales, *clamp))
+    yield Sample(glu.clamped_swiglu_bwd, shape, (dy, x, scales, *clamp, True, True))
+
+
+def _ropes(make: Maker) -> Iterator[Sample]:
+    for interleaved in (False, True):
+        tokens, heads = make.sizes(8192, 32)
+        x = make.floats(2, tokens, heads, 128)
+        positions = torch.arange(tokens, device=make.device)
+        table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
+        shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
+        yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    return F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+
+
+def _losses(make: Maker) -> Iterator[Sample]:
+    for rows, vocab in ((8192, 32000), (4096, 50257), (2048, 128256)):
+        rows, vocab = make.sizes(rows, vocab)
+        shape = f"{rows}x{vocab}"
+        logits, labels = make.floats(rows, vocab), make.ids(rows, below=vocab)
+        losses, lse, options = make.wide(rows), make.wide(rows) + 10.0, (0.1, -100, 1e-4)
+        yield Sample(cross_entropy.cross_entropy_fwd, shape, (logits, labels, *options), direct(_cross_entropy))
+        yield Sample(
+            cross_entropy.cross_entropy_bwd, shape, (losses, logits, labels, lse, *options),
+            lambda d, *args: gradient(_cross_entropy, wrt=1)(d.to(args[0].dtype), *args),
+        )  # fmt: skip
+
+
+def _embeddings(make: Maker) -> Iterator[Sample]:
+    tokens, width, vocab = make.sizes(32768, 2048, 50257)
+    dy, ids = make.floats(tokens, width), make.ids(tokens, below=vocab)
+    shape = f"{tokens}x{width} of {vocab}"
+    yield Sample(embedding.embedding_wgrad, shape, (dy, ids, vocab, -1))
