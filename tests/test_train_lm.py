@@ -1,6 +1,7 @@
 """The main job's promises, on a tiny model and a text of its own."""
 
 import csv
+import os
 import signal
 import subprocess
 import sys
@@ -19,9 +20,9 @@ def text(tmp_path_factory):
     return path
 
 
-def run(*flags, code=0):
+def run(*flags, code=0, **env):
     command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300, env={**os.environ, **env})
     assert done.returncode == code, done.stderr
     return done.stdout + done.stderr
 
@@ -64,6 +65,18 @@ def test_bfloat16_trains(text, tmp_path):
     run(*TINY, "--text", text, "--steps", 12, "--out", tmp_path, "--dtype", "bfloat16")
     rows = losses(tmp_path)
     assert float(rows[-1][1]) < float(rows[0][1])
+
+
+def test_trains_on_triton_as_on_torch(text, tmp_path):
+    pytest.importorskip("triton")
+    smaller = "--dim 16 --layers 1 --hidden 32 --context 16 --batch 1 --eval-every 10 --sample 2".split()
+    flags = [*TINY, *smaller, "--text", text, "--steps", 10]
+    run(*flags, "--out", tmp_path / "a")
+    run(*flags, "--out", tmp_path / "b", FUNCOPS_BACKEND="triton", TRITON_INTERPRET="1")
+    on_torch, on_triton = losses(tmp_path / "a"), losses(tmp_path / "b")
+    assert len(on_triton) == 10 and on_triton != on_torch
+    for a, b in zip(on_torch, on_triton, strict=True):
+        assert float(b[1]) == pytest.approx(float(a[1]), rel=1e-5) and float(b[3]) == pytest.approx(float(a[3]), rel=1e-4)
 
 
 @pytest.mark.slow
