@@ -1,11 +1,22 @@
 import os
 
+import pytest
 import torch
 from hypothesis import settings
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported: kernels run their source on the CPU
 
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    """Triton reads this once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source."""
+    if config.getoption("markexpr") != "gpu":
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    for item in items:
+        if absent and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and to be chosen by -m gpu alone"))

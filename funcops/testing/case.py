@@ -50,6 +50,7 @@ class Case:
     name: str = ""
     free: tuple[str, ...] = ()  # paths, such as "x" or "x.0", of leaves that may have any size
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return self.name or f"{self.op.name}-{self.cfg}"
@@ -62,7 +63,7 @@ class Case:
         else:
             params = self.op.init(self.cfg, key=random.key(seed), dtype=dtype)
             params = tree_map_tensors(lambda t: draw.randn(*t.shape), params)
-        return params, self.x(draw)
+        return tree_map_tensors(lambda t: t.to(self.device), (params, self.x(draw)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

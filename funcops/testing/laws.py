@@ -28,7 +28,7 @@ def float_like(tree: Any, seed: int) -> Any:
     def draw(t: Any) -> Any:
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return None
-        return torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t.dtype)
+        return torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t)
 
     return tree_map(draw, tree)
 
@@ -232,7 +232,7 @@ def law_edges(case: Case, dtype: torch.dtype) -> None:
     def strided(t: Tensor) -> Tensor:
         if t.dim() == 0 or not t.is_floating_point():
             return t
-        spread = torch.empty((*t.shape, 2), dtype=t.dtype)
+        spread = t.new_empty((*t.shape, 2))
         spread[..., 0] = t
         return spread[..., 0]
 
@@ -329,7 +329,7 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
     faults: dict[str, Callable[[Tensor], Any]] = {
         "missing": lambda t: None,
         "of another shape": _larger,
-        "of integers": lambda t: torch.zeros(t.shape, dtype=torch.int64),
+        "of integers": lambda t: torch.zeros_like(t, dtype=torch.int64),
         "on another device": _to_meta,
         "no tensor": lambda t: 3.0,
     }
@@ -365,7 +365,7 @@ def _to_complex(t: Tensor) -> Tensor:
 
 
 def _larger(t: Tensor) -> Tensor:
-    return torch.zeros([n + 1 for n in t.shape], dtype=t.dtype)
+    return t.new_zeros([n + 1 for n in t.shape])
 
 
 def tree_map_path(fn: Callable[[str, Any], Any], tree: Any) -> Any:

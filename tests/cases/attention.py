@@ -13,7 +13,7 @@ def reference(params, x, cfg):
     scale = q.shape[-1] ** -0.5 if cfg.scale is None else cfg.scale
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
     if cfg.causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], device=scores.device).triu(1).bool(), float("-inf"))
     p = scores.softmax(-1) if k.shape[1] else scores
     return torch.einsum("bhts,bshd->bthd", p, v)
 

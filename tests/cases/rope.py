@@ -10,7 +10,7 @@ def reference(params, x, cfg):
     t, positions = x
     r = cfg.rotating
     turning, rest = t[..., :r], t[..., r:]
-    frequencies = cfg.theta ** (-torch.arange(0, r, 2, dtype=torch.float64) / r)
+    frequencies = cfg.theta ** (-torch.arange(0, r, 2, dtype=torch.float64, device=x[0].device) / r)
     angles = positions.double()[..., None] * frequencies
     phase = torch.polar(torch.ones_like(angles), angles)[..., None, :]
     if cfg.interleaved:

@@ -1,0 +1,123 @@
+"""On a real device: `python -m pytest -m gpu`, and `make gpu` for these and the kernel benchmark."""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+from test_laws import CASES
+from test_train_lm import TINY, losses, run
+
+from funcops import random
+from funcops.backend import backend
+from funcops.bench import kernels
+from funcops.bench.samples import Maker, samples
+from funcops.kernels import cross_entropy, norm, pointwise
+from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops.testing import LAWS
+from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.gpu
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HELD = [name for name in LAWS if name not in ("compiles", "loud", "finite_differences")]
+
+
+@pytest.mark.parametrize("implementation", ["triton", "torch", None])
+@pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
+def test_laws(case, dtype, implementation):
+    case = dataclasses.replace(case, device="cuda")
+    for law in HELD:
+        if law not in case.exempt:
+            if implementation is None:
+                LAWS[law](case, dtype)
+            else:
+                with backend(implementation):
+                    LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("name", sorted({case.op.name for case, _ in CASES}))
+def test_compiles(name):
+    case = next(case for case, _ in CASES if case.op.name == name)
+    if "compiles" not in case.exempt:
+        LAWS["compiles"](dataclasses.replace(case, device="cuda"), torch.float32)
+
+
+SAMPLES = [(s.name, s.shape) for s in samples(Maker("meta", torch.float32))]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("i", range(len(SAMPLES)), ids=lambda i: " ".join(SAMPLES[i]))
+def test_real_sizes(i, dtype):
+    """Every benchmark sample against the torch body in float64, at a quarter of its sizes."""
+    sample = list(samples(Maker("cuda", dtype, shrink=4)))[i]
+    with backend("triton"):
+        assert kernels.relative_error(sample) < FACTOR[dtype] * ROUNDOFF[dtype]
+    del sample
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("by", [1, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unaligned_addresses(by, dtype):
+    flat = torch.randn(by + 512 * 1024, device="cuda").to(dtype)
+    w = torch.randn(by + 1024, device="cuda").to(dtype)[by:]
+    x = flat[by:].view(512, 1024)
+    with backend("torch"):
+        want = norm.rms_norm_fwd(x, w, 1e-6, False)
+    with backend("triton"):
+        assert_close(norm.rms_norm_fwd(x, w, 1e-6, False), want, dtype=dtype)
+        assert_close(norm.rms_norm_fwd(x.clone(), w.clone(), 1e-6, False), want, dtype=dtype)
+
+
+def test_dropout_draws_the_bits_of_the_cpu():
+    x, key = torch.ones(100_003), random.fold_in(random.key(3), 2**40 + 7)
+    want = pointwise.dropout(x, key, 0.3)
+    with backend("triton"):
+        assert torch.equal(pointwise.dropout(x.cuda(), key.cuda(), 0.3).cpu(), want)
+
+
+def test_more_than_two_billion_elements():
+    n = 2**31 + 1024 * 3
+    x = torch.zeros(n, dtype=torch.bfloat16, device="cuda")
+    x[-1] = 1.0
+    with backend("triton"):
+        y = pointwise.add(x, x)
+        assert float(y[-1]) == 2.0 and int(torch.count_nonzero(y)) == 1
+        z, rstd = norm.rms_norm_fwd(x.view(-1, 1024), x.new_ones(1024), 1e-6, False)
+    assert float(z[-1, -1]) > 30 and int(torch.count_nonzero(z)) == 1 and rstd.shape == (n // 1024, 1)
+
+
+def test_a_long_row_of_logits():
+    logits, labels = torch.randn(4, 128256, device="cuda"), torch.tensor([128255, -100, 7, 0], device="cuda")
+
+    def both():
+        losses, lse = cross_entropy.cross_entropy_fwd(logits, labels, 0.1, -100, 1e-3)
+        return losses, lse, cross_entropy.cross_entropy_bwd(losses, logits, labels, lse, 0.1, -100, 1e-3)
+
+    with backend("torch"):
+        want = both()
+    with backend("triton"):
+        assert_close(both(), want, dtype=torch.float32, length=128256)
+
+
+def test_linear_cross_entropy_keeps_to_a_tenth_of_the_logits():
+    cfg = LinearCrossEntropyConfig(1024, 128256)
+    params = linear_cross_entropy.init(cfg, key=random.key(0), device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(8192, 1024, device="cuda", dtype=torch.bfloat16), torch.randint(128256, (8192,), device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    y, residuals = linear_cross_entropy.fwd(params, x, cfg)
+    dparams, dx = linear_cross_entropy.bwd(residuals, torch.ones_like(y), cfg)
+    gradients = sum(t.nbytes for t in (dparams.weight, dx[0]))
+    assert torch.cuda.max_memory_allocated() - before - gradients <= 0.1 * 8192 * 128256 * 2
+
+
+def test_the_example_trains_as_on_the_cpu(tmp_path):
+    flags = [*TINY, "--text", "funcops/schema.py", "--steps", 10]
+    run(*flags, "--out", tmp_path / "a")
+    run(*flags, "--out", tmp_path / "b", "--device", "cuda")
+    for a, b in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
+        assert float(b[1]) == pytest.approx(float(a[1]), rel=1e-3)
