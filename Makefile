@@ -2,12 +2,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PY = $(VENV)/bin/python
 ARGS ?=
+RESULTS ?= docs/benchmarks
 
-.PHONY: help train test check clean
+.PHONY: help train test gpu check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make test    set up, then run all tests that need no GPU (ARGS=... for pytest's)"
+	@echo "make gpu     the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make check   set up, then lint and type-check"
 	@echo "make clean   remove the environment"
 
@@ -25,6 +27,11 @@ train: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(ARGS)
+
+gpu:
+	$(PYTHON) -m pytest -q -m gpu $(ARGS) && status=0 || status=$$?; \
+	$(PYTHON) -m funcops.bench kernels --seconds 240 --json $(RESULTS)/kernels.json --liger-csv $(RESULTS)/kernels-liger.csv \
+		--plot $(RESULTS)/kernels.png && exit $$status
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .
