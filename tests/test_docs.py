@@ -2,8 +2,10 @@
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -24,6 +26,16 @@ def test_code_blocks_run(page, monkeypatch):
     names = module.__dict__
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
+
+
+PROGRAMS = [(page, program) for page in PAGES for program in re.findall(r"<<'END'\n(.*?)^END", page.read_text(), re.S | re.M)]
+
+
+@pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[page.name for page, _ in PROGRAMS])
+def test_shell_programs_run(page, program):
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-"], input=program, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout, done.stderr
 
 
 def test_there_are_pages():
