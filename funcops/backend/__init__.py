@@ -3,3 +3,4 @@ from funcops.backend.declare import kernel as kernel
 from funcops.backend.declare import tracing as tracing
 from funcops.backend.declare import wide as wide
 from funcops.backend.select import backend as backend
+from funcops.backend.select import gemm as gemm

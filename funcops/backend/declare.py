@@ -37,9 +37,9 @@ def tracing() -> bool:
 class Kernel:
     """A tensor-in, tensor-out function with up to two implementations."""
 
-    def __init__(self, body: Implementation, mutates: tuple[str, ...], library: str) -> None:
+    def __init__(self, body: Implementation, mutates: tuple[str, ...], library: bool, product: bool) -> None:
         self.name = body.__name__
-        self.mutates, self.library = mutates, library
+        self.mutates, self.library, self.product = mutates, library, product
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
         self.unsought = body.__module__.startswith("funcops.kernels.")
@@ -68,9 +68,9 @@ class Kernel:
 
     def choose(self, first: Tensor) -> Implementation:
         """The implementation for tensors like `first`, in the current mode."""
-        if self.library == "always" or not select.wants_triton(first) or first.dtype is torch.float64:
+        if self.library or not select.wants_triton(first) or first.dtype is torch.float64:
             return self.torch_impl
-        if self.library == "unless forced" and select.forced() is None:
+        if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
             return self.torch_impl
         if self.triton_impl is None and not self.find_triton():
             require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
@@ -87,16 +87,18 @@ class Kernel:
         return self.triton_impl is not None
 
 
-def kernel(*, mutates: tuple[str, ...] = (), library: str = "never") -> Callable[[Implementation], Any]:
-    """Declare a kernel. `mutates` names the arguments that it writes to. `library` says where torch's own kernels are
-    the implementation on CUDA too: "never", "unless forced" (by `backend("triton")`) or "always". The result is called
-    positionally, and has the decorators `.triton` and `.fake`.
+def kernel(
+    *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False
+) -> Callable[[Implementation], Any]:
+    """Declare a kernel. `mutates` names the arguments that it writes to; `library` says that torch's own kernels are the
+    implementation on every device; `product`, that it is a bare matrix product, which `gemm` may leave to cuBLAS. The
+    result is called positionally, and has the decorators `.triton` and `.fake`.
 
     float64 always runs on the torch implementation: it is there to check the others by.
     """
 
     def decorate(body: Implementation) -> Any:
-        declared = Kernel(body, mutates, library)
+        declared = Kernel(body, mutates, library, product)
 
         call: Any = functools.wraps(body)(_write_call(body, declared))
         call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake
@@ -117,7 +119,7 @@ def _schema(body: Implementation, mutates: tuple[str, ...]) -> str:
     arguments = torch.library.infer_schema(prototype, mutates_args=mutates).rpartition(" -> ")[0]
     returned = hints["return"]
     results = typing.get_args(returned) if typing.get_origin(returned) is tuple else (returned,)
-    named = ["Tensor" if r is Tensor else "Tensor?" for r in results]
+    named = ["Tensor" if r is Tensor else "Tensor?" for r in results if r is not type(None)]
     return f"{arguments} -> {named[0] if len(named) == 1 else '(' + ', '.join(named) + ')'}"
 
 

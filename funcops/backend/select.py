@@ -1,4 +1,5 @@
-"""Which implementation runs: by the tensor's device, or by `backend("torch" | "triton")`, or by FUNCOPS_BACKEND."""
+"""Which implementation runs: by the tensor's device, or by `backend("torch" | "triton")`, or by FUNCOPS_BACKEND; and which
+matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from torch import Tensor
 from funcops.errors import require
 
 BACKENDS = ("torch", "triton")
+PROVIDERS = ("auto", "cublas", "triton")
 
 
-def _checked(name: str | None, where: str) -> str | None:
-    require(name is None or name in BACKENDS, where, "name", "'torch' or 'triton'", repr(name))
+def _checked(name: str | None, where: str, among: tuple[str, ...] = BACKENDS) -> str | None:
+    require(name is None or name in among, where, "name", " or ".join(map(repr, among)), repr(name))
     return name
 
 
 _forced: str | None = _checked(os.environ.get("FUNCOPS_BACKEND") or None, "FUNCOPS_BACKEND")
+_gemm: str | None = _checked(os.environ.get("FUNCOPS_GEMM") or None, "FUNCOPS_GEMM", PROVIDERS)
 
 
 @contextmanager
@@ -30,6 +33,22 @@ def backend(name: str) -> Iterator[None]:
         yield
     finally:
         _forced = before
+
+
+@contextmanager
+def gemm(name: str) -> Iterator[None]:
+    """Run bare matrix products in the block by cuBLAS, by our Triton kernels, or ("auto", the default) by the table of
+    `funcops/kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton"."""
+    global _gemm
+    before, _gemm = _gemm, _checked(name, "gemm", PROVIDERS)
+    try:
+        yield
+    finally:
+        _gemm = before
+
+
+def gemm_provider() -> str:
+    return _gemm or ("auto" if _forced is None else "triton")
 
 
 def forced() -> str | None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
-from funcops.kernels import cross_entropy, embedding, glu, norm, pointwise, rope
+from funcops.kernels import cross_entropy, embedding, fused_linear, glu, linear, norm, pointwise, rope
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.rope import rope_table
 
@@ -76,7 +76,7 @@ class Maker:
 
 
 def samples(make: Maker) -> Iterator[Sample]:
-    for family in (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings):
+    for family in (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _products):
         yield from family(make)
 
 
@@ -173,3 +173,35 @@ def _embeddings(make: Maker) -> Iterator[Sample]:
     dy, ids = make.floats(tokens, width), make.ids(tokens, below=vocab)
     shape = f"{tokens}x{width} of {vocab}"
     yield Sample(embedding.embedding_wgrad, shape, (dy, ids, vocab, -1))
+
+
+def _products(make: Maker) -> Iterator[Sample]:
+    for tokens, inner, outer in ((8192, 4096, 4096), (16384, 1024, 512), (48, 4096, 4096), (4096, 4099, 1001)):
+        tokens, inner, outer = make.sizes(tokens, inner, outer)
+        shape, flops = f"{tokens}x{inner} to {outer}", 2.0 * tokens * inner * outer
+        x, w, dy = make.floats(tokens, inner), make.floats(outer, inner), make.floats(tokens, outer)
+        b, residual, z = make.floats(outer), make.floats(tokens, outer), make.floats(tokens, inner)
+        dw, db, into = make.wide(outer, inner), make.wide(outer), make.floats(tokens, inner)
+        forward, dgrad, wgrad = ((lambda f: lambda *_: f)(f) for f in _bare_products(x, w, dy))
+        rows: list[tuple[Any, str, tuple[Any, ...], Prepared]] = [
+            (linear.linear_fwd, "", (x, w, None), forward),
+            (linear.linear_fwd, "bias", (x, w, b), forward),
+            (linear.linear_dgrad, "", (dy, w), dgrad),
+            (linear.linear_wgrad, "", (dy, x, False), wgrad),
+            (linear.linear_wgrad, "bias", (dy, x, True), wgrad),
+            (fused_linear.fused_linear_fwd, "bias gelu", (x, w, b, None, "gelu_tanh", 1.0, False), forward),
+            (fused_linear.fused_linear_fwd, "bias gelu keep", (x, w, b, None, "gelu_tanh", 1.0, True), forward),
+            (fused_linear.fused_linear_fwd, "bias residual", (x, w, b, residual, "", 0.5, False), forward),
+            (fused_linear.fused_linear_fwd, "all", (x, w, b, residual, "gelu", 0.5, True), forward),
+            (fused_linear.fused_linear_dgrad, "gelu", (dy, w, z, "gelu_tanh", 1.0), dgrad),
+            (fused_linear.fused_linear_dgrad_into, "", (dy, w, 1.0, into), dgrad),
+            (fused_linear.fused_linear_wgrad, "bias", (dy, x, 0.5, True), wgrad),
+            (fused_linear.fused_linear_wgrad_into, "bias", (dy, x, 1.0, dw, db), wgrad),
+        ]
+        for kernel, what, args, product in rows:
+            yield Sample(kernel, f"{shape} {what}".strip(), args, product=product, flops=flops)
+
+
+def _bare_products(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Callable[[], Tensor], ...]:
+    """Forward, dgrad and wgrad as torch multiplies them, whatever copies of the arguments the kernel gets."""
+    return lambda: x @ w.mT, lambda: dy @ w, lambda: dy.mT @ x

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
-@kernel(library="always")
+@kernel(library=True)
 def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     """out = softmax(scale q k^T) v per head, and logsumexp."""
     if q.numel() == 0 or k.numel() == 0:
@@ -30,7 +30,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     return out.transpose(1, 2), lse
 
 
-@kernel(library="always")
+@kernel(library=True)
 def attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from funcops.backend import kernel
 
 
-@kernel(library="always")
+@kernel(library=True)
 def embedding_fwd(w: Tensor, ids: Tensor) -> Tensor:
     """y = w[ids]. An id outside [0, V) raises IndexError on the CPU."""
     return torch.embedding(w, ids)

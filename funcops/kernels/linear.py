@@ -11,19 +11,19 @@ from torch.nn.functional import linear as torch_linear
 from funcops.backend import kernel
 
 
-@kernel(library="unless forced")
+@kernel(product=True)
 def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
     """y = x w^T + b."""
     return torch_linear(x, w, b)
 
 
-@kernel(library="unless forced")
+@kernel(product=True)
 def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     """dx = dy w."""
     return matmul(dy, w)
 
 
-@kernel(library="unless forced")
+@kernel(product=True)
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     """dw = dy^T x (None without x) and db = sum of dy (None unless `bias`), both over all rows, in dy's dtype."""
     dy = reshape(dy, (-1, dy.shape[-1]))
@@ -31,7 +31,7 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
     return dw, torch_sum(dy, 0) if bias else None
 
 
-@kernel(library="unless forced")
+@kernel(product=True)
 def linear_bwd(
     dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool
 ) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:

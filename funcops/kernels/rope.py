@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops.backend import kernel, wide
 
 
-@kernel(library="always")
+@kernel(library=True)
 def rope_table(positions: Tensor, theta: float, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> Tensor:
     """Of position * theta^(-2i/R), i < R/2: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs."""
     powers = torch.arange(0, rotary_dim, 2, dtype=dtype, device=positions.device).mul_(-1.0 / rotary_dim)

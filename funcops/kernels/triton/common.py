@@ -17,13 +17,19 @@ def load_wide(ptr, mask):
 
 
 @triton.jit
+def rounded(v, DTYPE: tl.constexpr):
+    """float32 in another dtype, rounding to nearest even."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = v.to(tl.int32, bitcast=True)  # the interpreter's own cast truncates
+        nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        v = tl.where(v == v, nearest.to(tl.float32, bitcast=True), v)
+    return v.to(DTYPE)
+
+
+@triton.jit
 def store_rounded(ptr, v, mask):
     """A masked store of float32 in the pointer's dtype, rounding to nearest even."""
-    if INTERPRETED and ptr.dtype.element_ty == tl.bfloat16:
-        bits = v.to(tl.int32, bitcast=True)  # the interpreter's own cast truncates
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
-        v = tl.where(v == v, rounded.to(tl.float32, bitcast=True), v)
-    tl.store(ptr, v.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptr, rounded(v, ptr.dtype.element_ty), mask=mask)
 
 
 def block_of(n: int, most: int) -> int:

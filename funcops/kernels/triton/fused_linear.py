@@ -1,0 +1,62 @@
+"""Matrix products of a linear layer with what surrounds them: one launch each, and one more where the inner dimension is split."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from funcops.kernels import fused_linear as declared
+from funcops.kernels.triton.matmul import Epilogue, matmul
+
+
+def rows_of(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+def contiguous(t: Optional[Tensor]) -> Optional[Tensor]:
+    return None if t is None else t.contiguous()
+
+
+@declared.fused_linear_fwd.triton
+def fused_linear_fwd(
+    x: Tensor, w: Tensor, b: Optional[Tensor], residual: Optional[Tensor], kind: str, scale: float, keep: bool
+) -> tuple[Tensor, Optional[Tensor]]:
+    y = x.new_empty((*x.shape[:-1], w.shape[0]))
+    z = torch.empty_like(y) if keep else None
+    if y.numel():
+        mode = "keep" if keep else ""
+        matmul(rows_of(x), w.mT, rows_of(y), Epilogue(contiguous(b), z, mode, kind, contiguous(residual), scale))
+    return y, z
+
+
+@declared.fused_linear_dgrad.triton
+def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, scale: float) -> Tensor:
+    dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
+    if dx.numel():
+        mode = "derivative" if kind else ""
+        matmul(rows_of(dy), w, rows_of(dx), Epilogue(z=contiguous(z) if kind else None, mode=mode, kind=kind, scale=scale))
+    return dx
+
+
+@declared.fused_linear_dgrad_into.triton
+def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
+    if into.numel():
+        out = into.view(-1, into.shape[-1])
+        matmul(rows_of(dy), w, out, Epilogue(add=out, scale=scale))
+
+
+@declared.fused_linear_wgrad.triton
+def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple[Tensor, Optional[Tensor]]:
+    dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
+    db = dy.new_empty(dy.shape[-1]) if bias else None
+    if dw.numel():
+        matmul(rows_of(dy).mT, rows_of(x), dw, Epilogue(scale=scale, sums=db))
+    return dw, db
+
+
+@declared.fused_linear_wgrad_into.triton
+def fused_linear_wgrad_into(dy: Tensor, x: Tensor, scale: float, dw: Tensor, db: Optional[Tensor]) -> None:
+    if dw.numel():
+        matmul(rows_of(dy).mT, rows_of(x), dw, Epilogue(add=dw, scale=scale, sums=db))

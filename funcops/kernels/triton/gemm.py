@@ -1,0 +1,148 @@
+"""C [M, N] = A [M, K] B [K, N] with an epilogue, in two kernels: over tensor descriptors (TMA), persistent, for large 16-bit
+products on devices that have them; over pointers, for every shape, stride and dtype.
+
+Where the output has few tiles and the inner dimension is long (a weight gradient over many rows), the inner dimension is
+split: each part writes a float32 slice of a workspace, and a second kernel sums the slices in order.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from funcops.backend.launch import launcher
+from funcops.kernels.triton.activation import activate, derivative
+from funcops.kernels.triton.common import INTERPRETED, load_wide, rounded, store_rounded
+
+
+@triton.jit
+def _tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+    """Row and column of a tile. Tiles go in groups of GROUP rows, so that those that run together share what they read."""
+    rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group = tile // (GROUP * columns)
+    height = tl.minimum(rows - group * GROUP, GROUP)
+    return group * GROUP + (tile % (GROUP * columns)) % height, (tile % (GROUP * columns)) // height
+
+
+@triton.jit
+def _epilogue(
+    total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale,
+    BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """t = scale total + bias; with Z "keep" t is written to z; then f(t), or with Z "derivative" t f'(z); then + add."""
+    total *= scale
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    at = m[:, None] * N + n[None, :]
+    if BIAS:
+        total += load_wide(bias_ptr + n, n < N)[None, :]
+    if Z == "keep":
+        store_rounded(z_ptr + at, total, inside)
+    if Z == "derivative":
+        total *= derivative(load_wide(z_ptr + at, inside), KIND)
+    elif KIND != "":
+        total = activate(total, KIND)
+    if ADD:
+        total += load_wide(add_ptr + at, inside)
+    return total
+
+
+@triton.jit
+def _row_sum(
+    a_ptr, sums_ptr, m, M, first, last, a_m, a_k, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """sums[m] (+)= sum over k in [first, last) of A: the bias gradient, where A is dy^T. What it reads is still in the cache."""
+    k = tl.arange(0, BLOCK_K)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(first, last, BLOCK_K):
+        inside = (m < M)[:, None] & (start + k < last)[None, :]
+        total += tl.sum(load_wide(a_ptr + m[:, None] * a_m + (start + k)[None, :].to(tl.int64) * a_k, inside), 1)
+    if ADD:
+        total += load_wide(sums_ptr + m, m < M)
+    store_rounded(sums_ptr + m, total, m < M)
+
+
+@triton.jit
+def _pointer(
+    a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, sums_ptr, M, N, K, a_m, a_k, b_k, b_n, per_split, scale: tl.float32,
+    BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Split s goes over its own part of K and writes C [s, M, N] and, with SUMS, sums [s, M]."""
+    tile_m, tile_n = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    split = tl.program_id(1).to(tl.int64)
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    first = split * per_split
+    last = tl.minimum(first + per_split, K)
+    a_at = a_ptr + m[:, None] * a_m + (first + k)[None, :] * a_k
+    b_at = b_ptr + (first + k)[:, None] * b_k + n[None, :] * b_n
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(first, last, BLOCK_K):
+        left = last - start
+        a = tl.load(a_at, mask=(m < M)[:, None] & (k < left)[None, :], other=0.0)
+        b = tl.load(b_at, mask=(k < left)[:, None] & (n < N)[None, :], other=0.0)
+        if INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_at += BLOCK_K * a_k
+        b_at += BLOCK_K * b_k
+    total = _epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    store_rounded(c_ptr + split * M * N + m[:, None] * N + n[None, :], total, inside)
+    if SUMS:
+        if tile_n == 0:
+            _row_sum(a_ptr, sums_ptr + split * M, m, M, first, last, a_m, a_k, ADD, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def _descriptor(
+    a_desc, b_desc, c_desc, bias_ptr, z_ptr, add_ptr, a_ptr, sums_ptr, M, N, K, a_m, a_k, per_split, splits, slice_rows,
+    scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `_pointer`, a program taking tiles p, p + P, ... A is stored [M, K], or [K, M] where flipped; B [K, N] or [N, K].
+    Split s writes from row s slice_rows of C, a multiple of BLOCK_M, so that no tile reaches into the next split."""
+    tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    for work in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
+        split = work // tiles
+        tile_m, tile_n = _tile_of(work % tiles, M, N, BLOCK_M, BLOCK_N, GROUP)
+        first = split * per_split
+        last = tl.minimum(first + per_split, K)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for k in range(first, last, BLOCK_K):
+            if A_FLIPPED:
+                a = a_desc.load([k, tile_m * BLOCK_M]).T
+            else:
+                a = a_desc.load([tile_m * BLOCK_M, k])
+            if B_FLIPPED:
+                b = b_desc.load([tile_n * BLOCK_N, k]).T
+            else:
+                b = b_desc.load([k, tile_n * BLOCK_N])
+            if INTERPRETED:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, b, total)
+        m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+        total = _epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
+        c_desc.store([split * slice_rows + tile_m * BLOCK_M, tile_n * BLOCK_N], rounded(total, c_desc.dtype))
+        if SUMS:
+            if tile_n == 0:
+                _row_sum(a_ptr, sums_ptr + split.to(tl.int64) * M, m, M, first, last, a_m, a_k, ADD, BLOCK_M, BLOCK_K)
+
+
+@triton.jit
+def _sum_splits(parts_ptr, c_ptr, n, slice_size, splits, ADD: tl.constexpr, BLOCK: tl.constexpr):
+    """c (+)= the slices' sum, in order."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(0, splits):
+        total += tl.load(parts_ptr + i, mask=i < n, other=0.0)
+        parts_ptr += slice_size
+    if ADD:
+        total += load_wide(c_ptr + i, i < n)
+    store_rounded(c_ptr + i, total, i < n)
+
+
+launch_pointer, launch_descriptor, launch_sum_splits = launcher(_pointer), launcher(_descriptor), launcher(_sum_splits)

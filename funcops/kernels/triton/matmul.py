@@ -1,0 +1,137 @@
+"""Matrix products with an epilogue: the choice of a kernel, its grid, and the splits of the inner dimension."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Optional
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from funcops.kernels.triton.common import INTERPRETED
+from funcops.kernels.triton.gemm import launch_descriptor, launch_pointer, launch_sum_splits
+from funcops.kernels.triton.gemm_table import Choice, Tile, choose
+
+FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
+
+
+class Epilogue(NamedTuple):
+    """C = f(scale A B + bias) + add. `z` with mode "keep" receives what f is taken of; with "derivative" it is the argument
+    of f', by which the product is multiplied. `add` may be the output itself. `sums` [M] receives the row sums of A, added to
+    what is there where `add` is given."""
+
+    bias: Optional[Tensor] = None
+    z: Optional[Tensor] = None
+    mode: str = ""
+    kind: str = ""
+    add: Optional[Tensor] = None
+    scale: float = 1.0
+    sums: Optional[Tensor] = None
+
+    def family(self, out: Tensor) -> str:
+        if self.bias is not None or self.kind or self.z is not None or (self.add is not None and self.add is not out):
+            return "fused"
+        return "none" if self.add is None else "accumulate"
+
+
+def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Optional[Choice] = None) -> None:
+    """out [M, N], contiguous, from A [M, K] and B [K, N] of any strides and one dtype, all but empty."""
+    (m, k), n = a.shape, b.shape[1]
+    family = epilogue.family(out)
+    choice = choice or choose(family, a.dtype, m, n)
+    tile = choice.tile
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    splits = 1 if family == "fused" else number_of_splits(tiles, k)
+    per_split = max(1, triton.cdiv(triton.cdiv(k, splits), tile.k)) * tile.k
+    run = by_descriptor if choice.descriptor and descriptors_serve(a, b, out) else by_pointer
+    if splits == 1:
+        run(a, b, out, epilogue, tile, 1, m, per_split, epilogue.sums)
+        return
+    rows = triton.cdiv(m, tile.m) * tile.m if run is by_descriptor else m
+    parts = a.new_empty((splits, rows, n), dtype=torch.float32)
+    sums = a.new_empty((splits, m), dtype=torch.float32) if epilogue.sums is not None else None
+    run(a, b, parts, Epilogue(scale=epilogue.scale), tile, splits, rows, per_split, sums)
+    add_up(parts, rows * n, out, epilogue.add is not None)
+    if sums is not None and epilogue.sums is not None:
+        add_up(sums, m, epilogue.sums, epilogue.add is not None)
+
+
+def number_of_splits(tiles: int, k: int) -> int:
+    """How many parts of the inner dimension: a function of the shape alone, so that the order of a sum is, too."""
+    if tiles >= FEW_TILES or k < LONG:
+        return 1
+    return min(MOST_SPLITS, triton.cdiv(FEW_TILES, tiles), k // (LONG // 4))
+
+
+def add_up(parts: Tensor, slice_size: int, out: Tensor, add: bool) -> None:
+    n = out.numel()
+    launch_sum_splits(triton.cdiv(n, SUM_BLOCK), 1, 1, parts, out, n, slice_size, parts.shape[0], add, SUM_BLOCK)
+
+
+def by_pointer(
+    a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
+    sums: Optional[Tensor],
+) -> None:  # fmt: skip
+    (m, k), n = a.shape, b.shape[1]
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    launch_pointer(
+        tiles, splits, 1, a, b, c, e.bias, e.z, e.add, sums, m, n, k, *a.stride(), *b.stride(), per_split, e.scale,
+        e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, precision(a.dtype),
+        tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def by_descriptor(
+    a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
+    sums: Optional[Tensor],
+) -> None:  # fmt: skip
+    (m, k), n = a.shape, b.shape[1]
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
+    a_desc = descriptor(a.mT, tile.k, tile.m) if a_flipped else descriptor(a, tile.m, tile.k)
+    b_desc = descriptor(b.mT, tile.n, tile.k) if b_flipped else descriptor(b, tile.k, tile.n)
+    launch_descriptor(
+        min(programs_at_once(), tiles * splits), 1, 1, a_desc, b_desc, descriptor(c.view(-1, n), tile.m, tile.n),
+        e.bias, e.z, e.add, a, sums, m, n, k, *a.stride(), per_split, splits, slice_rows, e.scale,
+        e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, a_flipped, b_flipped,
+        tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+
+
+def descriptors_serve(a: Tensor, b: Tensor, out: Tensor) -> bool:
+    """Whether the device has tensor descriptors, and they take these strides: multiples of 16 bytes, one of them 1."""
+    return a.numel() > 0 and device_has_descriptors() and all([_describable(t) for t in (a, b, out)])
+
+
+def _describable(t: Tensor) -> bool:
+    rows, columns = t.stride()
+    outer = rows if columns == 1 else columns
+    return (rows == 1 or columns == 1) and outer * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
+
+
+def precision(dtype: torch.dtype) -> str:
+    """float32 products are exact unless torch's own switch asks for tf32, so that cuBLAS and these kernels agree."""
+    return "tf32" if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+
+
+def device_has_descriptors() -> bool:
+    return bool(INTERPRETED) or _facts(driver.active.get_current_device(), driver.active)[0]
+
+
+def programs_at_once() -> int:
+    """One a multiprocessor."""
+    return 4 if INTERPRETED else _facts(driver.active.get_current_device(), driver.active)[1]
+
+
+@functools.lru_cache(maxsize=64)
+def _facts(device: int, active: Any) -> tuple[bool, int]:
+    target = active.get_current_target()
+    count = active.utils.get_device_properties(device)["multiprocessor_count"]
+    return target.backend == "cuda" and target.arch >= 90, count
