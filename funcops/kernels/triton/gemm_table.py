@@ -1,7 +1,7 @@
 """Which kernel and tile a matrix product gets, by shape class: data, to be replaced by measurement.
 
-No row has been tuned on a GPU. The tiles are those that compile without spills for sm_80, sm_90 and sm_100
-(`python -m funcops.bench aot`); a product without an epilogue is left to cuBLAS.
+No row has been tuned on a GPU. The tiles are those that compile without spills for sm_90, within the shared memory of every
+target (`python -m funcops.bench aot`); a product without an epilogue is left to cuBLAS.
 """
 
 from __future__ import annotations
@@ -20,34 +20,41 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`library`: torch's own kernels serve, unless Triton is asked for; `descriptor`: by TMA where device and strides allow."""
+    """`library`: torch's own kernels serve, unless Triton is asked for. `descriptor`: the tile of the kernel by TMA, where
+    device and strides allow that one; `pointer`: of the other."""
 
     library: bool
-    descriptor: bool
-    tile: Tile
+    descriptor: Tile | None
+    pointer: Tile
 
 
-WIDE, SQUARE, SMALL, FP32 = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
+WIDE, SQUARE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
+UNALIGNED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 32, 8, 3)  # nothing known of a stride costs registers
 
 # by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual) or "accumulate" (into float32)
 TABLE = {
-    ("none", "16-bit", "large"): Choice(True, True, WIDE),
-    ("none", "16-bit", "medium"): Choice(True, True, SQUARE),
-    ("none", "16-bit", "narrow"): Choice(True, False, SMALL),
-    ("none", "float32", "any"): Choice(True, False, FP32),
-    ("fused", "16-bit", "large"): Choice(False, True, SQUARE),
-    ("fused", "16-bit", "medium"): Choice(False, True, SQUARE),
-    ("fused", "16-bit", "narrow"): Choice(False, False, SMALL),
-    ("fused", "float32", "any"): Choice(False, False, FP32),
-    ("accumulate", "16-bit", "large"): Choice(False, True, SQUARE),
-    ("accumulate", "16-bit", "medium"): Choice(False, True, SQUARE),
-    ("accumulate", "16-bit", "narrow"): Choice(False, False, SMALL),
-    ("accumulate", "float32", "any"): Choice(False, False, FP32),
+    ("none", "16-bit", "large"): Choice(True, WIDE, SQUARE),
+    ("none", "16-bit", "medium"): Choice(True, SQUARE, SQUARE),
+    ("none", "16-bit", "narrow"): Choice(True, None, SMALL),
+    ("none", "float32", "any"): Choice(True, None, FP32),
+    ("fused", "16-bit", "large"): Choice(False, SQUARE, SMALL),
+    ("fused", "16-bit", "medium"): Choice(False, SQUARE, SMALL),
+    ("fused", "16-bit", "narrow"): Choice(False, None, SMALL),
+    ("fused", "float32", "any"): Choice(False, None, FP32),
+    ("accumulate", "16-bit", "large"): Choice(False, SQUARE, SMALL),
+    ("accumulate", "16-bit", "medium"): Choice(False, SQUARE, SMALL),
+    ("accumulate", "16-bit", "narrow"): Choice(False, None, SMALL),
+    ("accumulate", "float32", "any"): Choice(False, None, FP32),
 }
 
 
-def choose(epilogue: str, dtype: torch.dtype, m: int, n: int) -> Choice:
+def choose(epilogue: str, dtype: torch.dtype, m: int, n: int, aligned: bool) -> Choice:
+    """`aligned`: whether the strides of A and B, but for the one that is 1, are multiples of 16 elements."""
     if dtype is torch.float32:
-        return TABLE[epilogue, "float32", "any"]
+        choice = TABLE[epilogue, "float32", "any"]
+        return choice if aligned else choice._replace(pointer=FP32_UNALIGNED)
+    if not aligned:
+        return TABLE[epilogue, "16-bit", "narrow"]._replace(pointer=UNALIGNED)
     size = "narrow" if min(m, n) <= 64 else "large" if m >= 1024 and n >= 1024 else "medium"
     return TABLE[epilogue, "16-bit", size]

@@ -14,7 +14,7 @@ from funcops.kernels.triton.matmul import Epilogue, matmul
 
 
 def _left_to_library(like: Tensor, m: int, n: int) -> bool:
-    return gemm_provider() == "auto" and choose("none", like.dtype, m, n).library
+    return gemm_provider() == "auto" and choose("none", like.dtype, m, n, True).library
 
 
 @declared.linear_fwd.triton

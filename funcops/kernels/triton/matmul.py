@@ -41,16 +41,17 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
     """out [M, N], contiguous, from A [M, K] and B [K, N] of any strides and one dtype, all but empty."""
     (m, k), n = a.shape, b.shape[1]
     family = epilogue.family(out)
-    choice = choice or choose(family, a.dtype, m, n)
-    tile = choice.tile
+    choice = choice or choose(family, a.dtype, m, n, aligned(a) and aligned(b))
+    described = choice.descriptor is not None and descriptors_serve(a, b, out)
+    run, tile = (by_descriptor, choice.descriptor) if described else (by_pointer, choice.pointer)
+    assert tile is not None
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
     splits = 1 if family == "fused" else number_of_splits(tiles, k)
     per_split = max(1, triton.cdiv(triton.cdiv(k, splits), tile.k)) * tile.k
-    run = by_descriptor if choice.descriptor and descriptors_serve(a, b, out) else by_pointer
     if splits == 1:
         run(a, b, out, epilogue, tile, 1, m, per_split, epilogue.sums)
         return
-    rows = triton.cdiv(m, tile.m) * tile.m if run is by_descriptor else m
+    rows = triton.cdiv(m, tile.m) * tile.m if described else m
     parts = a.new_empty((splits, rows, n), dtype=torch.float32)
     sums = a.new_empty((splits, m), dtype=torch.float32) if epilogue.sums is not None else None
     run(a, b, parts, Epilogue(scale=epilogue.scale), tile, splits, rows, per_split, sums)
@@ -103,6 +104,11 @@ def by_descriptor(
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+
+
+def aligned(t: Tensor) -> bool:
+    rows, columns = t.stride()
+    return (rows if columns == 1 else columns) % 16 == 0
 
 
 def descriptors_serve(a: Tensor, b: Tensor, out: Tensor) -> bool:

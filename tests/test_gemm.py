@@ -1,0 +1,184 @@
+"""The GEMM kernels in the interpreter, both of them, every epilogue, against products in float64."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from funcops.backend import backend, gemm
+from funcops.kernels import fused_linear, linear
+from funcops.kernels.activation import ACTIVATIONS
+from funcops.testing.tolerances import assert_close
+
+pytest.importorskip("triton")
+from funcops.kernels.triton import matmul as products  # noqa: E402
+from funcops.kernels.triton.gemm_table import TABLE, Choice, Tile, choose  # noqa: E402
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
+TILE = Tile(16, 32, 16, 4, 3)
+KERNELS = {"descriptor": Choice(False, TILE, TILE), "pointer": Choice(False, None, TILE)}
+
+
+def draw(*shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def product(a, b, choice, epilogue=products.Epilogue(), dtype=None):
+    out = a.new_full((a.shape[0], b.shape[1]), float("nan"), dtype=dtype or a.dtype)
+    products.matmul(a, b, out, epilogue, choice)
+    return out
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("flips", [(False, False), (False, True), (True, False), (True, True)], ids=str)
+def test_layouts(kernel, dtype, flips):
+    a, b = draw(40, 24, dtype=dtype), draw(24, 48, dtype=dtype, seed=1)
+    a, b = (t.mT.contiguous().mT if flip else t for t, flip in zip((a, b), flips, strict=True))
+    assert products.descriptors_serve(a, b, a.new_empty(40, 48))
+    got = product(a, b, KERNELS[kernel])
+    assert_close(got, a.double() @ b.double(), dtype=dtype)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_descriptor_and_pointer_split_alike(kernel, dtype, monkeypatch):
+    """K in three parts whose slices of the workspace end inside a tile; accumulated, with row sums."""
+    monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
+    a, b = draw(40, 72, dtype=dtype), draw(72, 48, dtype=dtype, seed=1)
+    into, sums = torch.ones(40, 48), torch.ones(40)
+    products.matmul(a, b, into, products.Epilogue(add=into, sums=sums, scale=0.5), KERNELS[kernel])
+    assert_close(into, 1 + 0.5 * (a.double() @ b.double()), dtype=torch.float32)
+    assert_close(sums, 1 + a.double().sum(1), dtype=torch.float32)
+    plain = product(a, b, KERNELS[kernel])
+    assert_close(plain, a.double() @ b.double(), dtype=dtype)
+    assert torch.equal(plain, product(a, b, KERNELS[kernel]))
+
+
+@settings(max_examples=25)
+@given(st.tuples(*[st.integers(1, 40)] * 3), st.sampled_from(DTYPES), st.booleans(), st.booleans())
+def test_any_shape(shape, dtype, a_flipped, b_flipped):
+    m, n, k = shape
+    a, b = draw(m, k, dtype=dtype), draw(k, n, dtype=dtype, seed=1)
+    a, b = (t.mT.contiguous().mT if flip else t for t, flip in ((a, a_flipped), (b, b_flipped)))
+    assert_close(product(a, b, KERNELS["descriptor"]), a.double() @ b.double(), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_forward_epilogues(kind, dtype):
+    x, w, b, r = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 3, 24), (32, 24), (32,), (5, 3, 32)]))
+    for bias, residual, keep in itertools.product((None, b), (None, r), (False, True)):
+        exact = [None if t is None else t.double() for t in (x, w, bias, residual)]
+        want = fused_linear.fused_linear_fwd(*exact, kind, 0.5, keep)
+        with backend("triton"):
+            got = fused_linear.fused_linear_fwd(x, w, bias, residual, kind, 0.5, keep)
+        assert_close(got, want, dtype=dtype)
+        assert_close(fused_linear.fused_linear_fwd(x, w, bias, residual, kind, 0.5, keep), want, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", ["", *ACTIVATIONS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dgrad_epilogues(kind, dtype):
+    dy, w, z = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 3, 32), (32, 24), (5, 3, 24)]))
+    want = fused_linear.fused_linear_dgrad(dy.double(), w.double(), z.double(), kind, 2.0)
+    with backend("triton"):
+        got = fused_linear.fused_linear_dgrad(dy, w, z, kind, 2.0)
+        into = torch.ones(5, 3, 24, dtype=dtype)
+        fused_linear.fused_linear_dgrad_into(dy, w, 2.0, into)
+    assert_close(got, want, dtype=dtype)
+    assert_close(into, 1 + 2 * (dy.double() @ w.double()), dtype=dtype)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wgrad_accumulates_with_the_bias_gradient(dtype, bias):
+    dy, x = draw(5, 7, 32, dtype=dtype), draw(5, 7, 24, dtype=dtype, seed=1)
+    dw, db = 0.5 * (dy.double().flatten(0, 1).mT @ x.double().flatten(0, 1)), dy.double().sum((0, 1))
+    for name in ("torch", "triton"):
+        main_dw, main_db = torch.ones(32, 24), torch.ones(32) if bias else None
+        with backend(name):
+            fresh = fused_linear.fused_linear_wgrad(dy, x, 0.5, bias)
+            fused_linear.fused_linear_wgrad_into(dy, x, 0.5, main_dw, main_db)
+        assert_close(fresh, (dw, db if bias else None), dtype=dtype, length=35)
+        # the torch body multiplies in the dtype of dy before it adds
+        assert_close(main_dw, 1 + dw, dtype=dtype if name == "torch" else torch.float32)
+        if bias:
+            assert_close(main_db, 1 + db, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_no_row_and_one(rows, dtype):
+    x, w, b, dy = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(rows, 24), (32, 24), (32,), (rows, 32)]))
+    into, into_b = torch.ones(32, 24), torch.ones(32)
+
+    def everything():
+        fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into, into_b)
+        return (
+            fused_linear.fused_linear_fwd(x, w, b, None, "gelu", 1.0, True),
+            fused_linear.fused_linear_dgrad(dy, w, x, "gelu", 1.0),
+            fused_linear.fused_linear_wgrad(dy, x, 1.0, True),
+            linear.linear_bwd(dy, x, w, True),
+        )
+
+    want = everything()
+    with backend("triton"):
+        assert_close(everything(), want, dtype=dtype)
+    if not rows:
+        assert torch.equal(into, torch.ones(32, 24)) and torch.equal(into_b, torch.ones(32))
+
+
+@pytest.mark.parametrize("by", [1, 3, 5])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unaligned_addresses_and_strides(by, dtype):
+    def moved(*shape, seed):
+        wide = draw(shape[0], shape[1] + 8, dtype=dtype, seed=seed)
+        return wide[:, by : by + shape[1]]
+
+    x, w, r = moved(16, 24, seed=0), moved(32, 24, seed=1), moved(16, 32, seed=2)
+    assert not products.descriptors_serve(x, w.mT, x.new_empty(16, 32))
+    with backend("triton"):
+        got = fused_linear.fused_linear_fwd(x, w, None, r, "silu", 1.0, True)
+    want = fused_linear.fused_linear_fwd(x.double(), w.double(), None, r.double(), "silu", 1.0, True)
+    assert_close(got, want, dtype=dtype)
+
+
+def test_who_multiplies():
+    x, w = torch.randn(4, 8), torch.randn(8, 8)
+    calls = []
+    kernel = linear.linear_fwd.kernel
+    body, kernel.torch_impl = kernel.torch_impl, lambda *args: calls.append(args) or body(*args)
+    try:
+        with backend("triton"):
+            for name, count in (("auto", 1), ("cublas", 1), ("triton", 0)):
+                calls.clear()
+                with gemm(name):
+                    linear.linear_fwd(x, w, None)
+                assert len(calls) == count, name
+            calls.clear()
+            linear.linear_fwd(x, w, None)
+            assert not calls
+    finally:
+        kernel.torch_impl = body
+    with pytest.raises(ValueError, match="gemm: name must be 'auto' or 'cublas' or 'triton', got 'cutlass'"):
+        with gemm("cutlass"):
+            pass
+
+
+def test_float32_products_are_exact_unless_torch_is_told_otherwise():
+    assert products.precision(torch.float32) == "ieee"
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert products.precision(torch.float32) == "tf32" and products.precision(torch.bfloat16) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_every_row_of_the_table_is_chosen():
+    sizes = {"narrow": (8, 4096), "medium": (512, 512), "large": (4096, 4096), "any": (8, 8)}
+    for (epilogue, dtype, size), choice in TABLE.items():
+        assert choose(epilogue, torch.float32 if dtype == "float32" else torch.bfloat16, *sizes[size], True) == choice
