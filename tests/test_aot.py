@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys
 from funcops.bench.aot import builds, never_built
 found = builds(sys.argv[1])
-print(json.dumps({"builds": [build._asdict() for build in found], "missing": sorted(never_built(found))}))
+print(json.dumps({"builds": [build._asdict() for build in found], "missing": sorted(never_built(found, sys.argv[1]))}))
 """
 SPILLS = """
 import json, torch, triton, triton.language as tl

@@ -36,17 +36,18 @@ MATRIX = re.compile(r"^(?:[A-Z]*MMA|v_mfma)")  # HMMA, HGMMA, QGMMA, UTCHMMA, ..
 
 
 class Target(NamedTuple):
-    """A device to compile for, and the bytes of shared memory that a program may have there."""
+    """A device to compile for, the bytes of shared memory that a program may have there, and whether it has tensor descriptors."""
 
     gpu: GPUTarget
     shared_limit: int
+    descriptors: bool
 
 
 TARGETS = {
-    "sm_80": Target(GPUTarget("cuda", 80, 32), 166912),
-    "sm_90": Target(GPUTarget("cuda", 90, 32), 232448),
-    "sm_100": Target(GPUTarget("cuda", 100, 32), 232448),
-    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536),
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 166912, False),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 232448, True),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 232448, True),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 65536, False),
 }
 
 
@@ -130,6 +131,10 @@ def inspect(launched: Launched, target: str) -> Build:
 def name_of(kernel: Any) -> str:
     """The family and the function: `norm.forward`."""
     return f"{kernel.__module__.rpartition('.')[2]}.{kernel.__name__.lstrip('_')}"
+
+
+def takes_descriptors(kernel: Any) -> bool:
+    return any(parameter.name.endswith("_desc") for parameter in kernel.params)
 
 
 def _config(launched: Launched) -> str:

@@ -134,8 +134,9 @@ def call({names}):
 def _write_call(body: Implementation, declared: Kernel) -> Any:
     """The dispatch, written out with the body's own argument names: it runs in every call of a kernel."""
     names = list(inspect.signature(body).parameters)
+    first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
     scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose}
-    exec(_CALL.format(names=", ".join(names), first=names[0]), scope)
+    exec(_CALL.format(names=", ".join(names), first=first), scope)
     return scope["call"]
 
 

@@ -8,7 +8,7 @@ import torch
 from triton import knobs
 
 from funcops.backend import backend
-from funcops.backend.aot import TARGETS, Build, inspect, name_of, stubbed
+from funcops.backend.aot import TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
 from funcops.backend.launch import compiled_launches, launched_kernels
 from funcops.bench.measure import BenchError
 from funcops.bench.samples import Maker, samples
@@ -35,6 +35,7 @@ def builds(target: str) -> list[Build]:
         return [inspect(launched, target) for launched in found]
 
 
-def never_built(found: list[Build]) -> set[str]:
-    """Kernels that have a launcher and were not built: a sample is missing."""
-    return {name_of(kernel) for kernel in launched_kernels()} - {build.kernel for build in found}
+def never_built(found: list[Build], target: str) -> set[str]:
+    """Kernels that have a launcher, that `target` can run, and that were not built: a sample is missing."""
+    able = [kernel for kernel in launched_kernels() if TARGETS[target].descriptors or not takes_descriptors(kernel)]
+    return {name_of(kernel) for kernel in able} - {build.kernel for build in found}

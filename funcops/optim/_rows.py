@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -15,18 +15,19 @@ from funcops.trees import leaves, paths, same_structure, structure, tensors, tre
 
 T = TypeVar("T")
 Row = Sequence[Tensor]
-Kind = tuple[torch.device, torch.dtype, bool]
+Kind = tuple[torch.device, torch.dtype]
 _seen: list[Any] = []  # structures of params, the latest first
 _SEEN_KEPT = 8
 _LEAVES = (Tensor, bool, type(None))
 
 
 class Opened(NamedTuple):
-    """The tensors of params, grads and state where there is a gradient; the kind of each param there: its device, its dtype
-    and whether it is decayed; and whether each of params' tensors has a gradient."""
+    """The tensors of params, grads and state where there is a gradient; the device and dtype of each param there, and whether
+    it is decayed; and whether each of params' tensors has a gradient."""
 
     rows: list[Row]
     kinds: list[Kind]
+    decayed: list[bool]
     has_grad: list[bool]
 
 
@@ -35,7 +36,7 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
     lists = lists_of(where, trees if decay is None else {**trees, "decay": decay})
     kept = [row for row in zip(*lists, strict=True) if row[1] is not None]
     rows: list[Any] = list(zip(*kept, strict=True)) if kept else [()] * len(lists)
-    decayed = [True] * len(kept) if decay is None else rows.pop()
+    decayed: list[Any] = [True] * len(kept) if decay is None else list(rows.pop())
     if not set(map(type, decayed)) <= {bool}:
         path, flag = next((k, v) for k, v in paths(decay).items() if not isinstance(v, bool))
         fail(where, dotted("decay", path), "a bool", describe(flag), TypeError)
@@ -49,7 +50,7 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
         with torch.no_grad():
             rows = [row if i == 1 else [t.clone() for t in row] for i, row in enumerate(rows)]
     has_grad = [g is not None for p, g in zip(lists[0], lists[1], strict=True) if p is not None]
-    return Opened(rows, list(zip(devices, dtypes, decayed, strict=True)), has_grad)
+    return Opened(rows, list(zip(devices, dtypes, strict=True)), decayed, has_grad)
 
 
 def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
@@ -132,17 +133,6 @@ def own_tensors(where: str, params: Any) -> list[Tensor]:
 
 def zeros_like(params: Any) -> Any:
     return tree_map(lambda p: None if p is None else torch.zeros_like(p, requires_grad=False), params)
-
-
-def groups(rows: list[Row], kinds: list[Kind]) -> Iterator[tuple[Kind, list[Row]]]:
-    """The rows by kind, with gradients contiguous and in the dtype of their params, as a fused op takes them."""
-    alike = kinds[:1] * len(kinds) == kinds
-    for kind in kinds[:1] if alike else dict.fromkeys(kinds):
-        at = [] if alike else [i for i, k in enumerate(kinds) if k == kind]
-        p, g, *state = rows if alike else [[row[i] for i in at] for row in rows]
-        if not all([t.dtype is kind[1] and t.is_contiguous() for t in g]):
-            g = [t.to(kind[1]).contiguous() for t in g]
-        yield kind, [p, g, *state]
 
 
 def fusable(rows: list[Row]) -> bool:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from funcops.backend import tracing
 from funcops.errors import check, require, require_type
+from funcops.kernels import adamw as kernels
 from funcops.op import config
 from funcops.optim._rows import (
     check_rate,
     fusable,
-    groups,
     not_negative,
     on_device,
     open_trees,
@@ -94,7 +94,7 @@ def adamw_update(
     require_type(where, "state", state, AdamWState)
     rate = check_rate(where, cfg.lr if lr is None else lr)
     trees = {"params": params, "grads": grads, "state.exp_avg": state.exp_avg, "state.exp_avg_sq": state.exp_avg_sq}
-    rows, kinds, has_grad = open_trees(where, trees, decay, in_place)
+    rows, kinds, decayed, has_grad = open_trees(where, trees, decay, in_place)
     step = state.step
     check(where, "state.step", step, (len(has_grad),), torch.float32)
     with torch.no_grad():
@@ -105,10 +105,10 @@ def adamw_update(
         elif rows[0]:
             times = [t for t, has in zip(times, has_grad, strict=True) if has]
             torch._foreach_add_(times, 1)
-        run = _fused_ if fusable(rows) else _foreach_
-        for (device, _, decays), (p, g, m, v, t) in groups([*rows, times], kinds):
+        run, (b1, b2) = kernels.adamw if fusable(rows) else _foreach_, cfg.betas
+        for (device, _), (p, g, m, v, t, decays) in kernels.grouped([*rows, times, decayed], kinds):
             t = [s.to(device) for s in t] if t[0].device != device else t
-            run(p, g, m, v, t, on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
+            run(p, g, m, v, t, decays, on_device(rate, device), b1, b2, cfg.eps, cfg.weight_decay)
     if in_place:
         return params, state
     places, (p, _, m, v) = leaves(grads), rows
@@ -127,21 +127,18 @@ def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
     return views
 
 
-def _fused_(p: Any, g: Any, m: Any, v: Any, t: Any, lr: Any, cfg: AdamWConfig, decay: float) -> None:
-    b1, b2 = cfg.betas
-    torch._fused_adamw_(
-        p, g, m, v, [], t, lr=lr, beta1=b1, beta2=b2, weight_decay=decay, eps=cfg.eps, amsgrad=False, maximize=False
-    )
-
-
-def _foreach_(p: Any, g: Any, m: Any, v: Any, t: Any, lr: Any, cfg: AdamWConfig, decay: float) -> None:
-    b1, b2 = cfg.betas
-    if decay:
-        torch._foreach_mul_(p, 1 - lr * decay)
+def _foreach_(
+    params: Any, g: Any, m: Any, v: Any, t: Any, decayed: Any, lr: Any, b1: float, b2: float, eps: float, decay: float
+) -> None:
+    """As the kernel, for tensors of any strides, in operators that a tracer can follow."""
+    g = kernels.like_params(g, params[0].dtype)
+    for decays, (p,) in kernels.grouped([params], decayed):
+        if decays and decay:
+            torch._foreach_mul_(p, 1 - lr * decay)
     torch._foreach_lerp_(m, g, 1 - b1)
     torch._foreach_mul_(v, b2)
     torch._foreach_addcmul_(v, g, g, 1 - b2)
-    root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, p, strict=True)]
-    rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, p, strict=True)]
-    scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), cfg.eps)
-    torch._foreach_sub_(p, torch._foreach_mul(torch._foreach_div(m, scaled), rate))
+    root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, params, strict=True)]
+    rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
+    scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)
+    torch._foreach_sub_(params, torch._foreach_mul(torch._foreach_div(m, scaled), rate))

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from funcops.errors import require, require_type
+from funcops.kernels.adamw import grouped, like_params
 from funcops.op import config
 from funcops.optim._rows import (
     check_rate,
     fusable,
-    groups,
     not_negative,
     on_device,
     open_trees,
@@ -79,10 +79,11 @@ def sgd_update(
     require_type(where, "state", state, SGDState)
     rate = check_rate(where, cfg.lr if lr is None else lr)
     trees = {"params": params, "grads": grads} | ({"state.momentum": state.momentum} if cfg.momentum else {})
-    rows, kinds, _ = open_trees(where, trees, decay, in_place)
+    rows, kinds, decayed, _ = open_trees(where, trees, decay, in_place)
     with torch.no_grad():
         run = _fused_ if fusable(rows) else _foreach_
-        for (device, _, decays), (p, g, *u) in groups(rows, kinds):
+        for ((device, dtype), decays), (p, g, *u) in grouped(rows, list(zip(kinds, decayed, strict=True))):
+            g = like_params(g, dtype)
             run(p, g, u[0] if u else [], on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
     if in_place:
         return params, state

@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 WIDE, SQUARE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)
 SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
-UNALIGNED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 32, 8, 3)  # nothing known of a stride costs registers
+UNALIGNED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 16, 8, 3)  # nothing known of a stride costs registers
 
 # by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual) or "accumulate" (into float32)
 TABLE = {

@@ -1,0 +1,45 @@
+"""AdamW over lists of tensors, in place. A param, its means and its step count: any shape, one float dtype but for the
+count, a float32 scalar; its gradient: that dtype or a narrower one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+
+from funcops.backend import kernel
+
+
+def grouped(rows: Sequence[Sequence[Any]], keys: Sequence[Hashable]) -> Iterator[tuple[Any, list[Any]]]:
+    """The rows' columns by key, in order of the keys' first appearance."""
+    kinds = dict.fromkeys(keys)
+    if len(kinds) == 1:
+        yield keys[0], list(rows)
+        return
+    for key in kinds:
+        at = [i for i, k in enumerate(keys) if k == key]
+        yield key, [[row[i] for i in at] for row in rows]
+
+
+def like_params(grads: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]:
+    """Gradients contiguous and in `dtype`, as torch's multi-tensor operators take them."""
+    if all([g.dtype is dtype and g.is_contiguous() for g in grads]):
+        return grads
+    return [g.to(dtype).contiguous() for g in grads]
+
+
+@kernel(mutates=("params", "exp_avg", "exp_avg_sq"))
+def adamw(
+    params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
+    decayed: list[bool], lr: Union[float, Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    """m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; p <- p - lr weight_decay p (where `decayed`)
+    - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). The tensors are on one device, and contiguous but for the gradients."""
+    for decays, (p, g, m, v, t) in grouped([params, grads, exp_avg, exp_avg_sq, steps], decayed):
+        torch._fused_adamw_(  # type: ignore[call-overload]
+            p, like_params(g, p[0].dtype), m, v, [], t, lr=lr, beta1=beta1, beta2=beta2,
+            weight_decay=weight_decay if decays else 0.0, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip

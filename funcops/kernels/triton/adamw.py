@@ -1,0 +1,137 @@
+"""AdamW in one launch for all tensors of a dtype: a program takes a chunk of one tensor, and finds tensor and chunk in a table
+of addresses on the device, which is made when the addresses are new."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any, NamedTuple, Union
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import adamw as declared
+from funcops.kernels.triton.common import load_wide, store_rounded
+
+BLOCK, BLOCKS = 1024, 16  # elements that a program takes at a time, and how many times
+KEPT = 32  # tables
+
+
+@triton.jit
+def _own(first_ptr, table_ptr, field: tl.constexpr, ALIGNED: tl.constexpr):
+    """The tensor's pointer. The table holds distances, in elements, as a compiler sees no alignment in an address that it loads."""
+    distance = tl.load(table_ptr + field)
+    if ALIGNED:
+        distance = tl.multiple_of(distance, 16)
+    return first_ptr + distance
+
+
+@triton.jit
+def _step(p_ptr, g_ptr, m_ptr, v_ptr, i, inside, new1, new2, shrink, rate, root, eps):
+    p, g = load_wide(p_ptr + i, inside), load_wide(g_ptr + i, inside)
+    m, v = load_wide(m_ptr + i, inside), load_wide(v_ptr + i, inside)
+    m += new1 * (g - m)
+    v += new2 * (g * g - v)
+    p = p * shrink - rate * m / (tl.sqrt(v) / root + eps)
+    store_rounded(p_ptr + i, p, inside)
+    store_rounded(m_ptr + i, m, inside)
+    store_rounded(v_ptr + i, v, inside)
+
+
+@triton.jit
+def _adamw(
+    table_ptr, chunks_ptr, p_ptr, g_ptr, m_ptr, v_ptr, t_ptr, lr_ptr, lr: tl.float32, new1: tl.float32, new2: tl.float32, log1: tl.float32,
+    log2: tl.float32, eps: tl.float32, weight_decay: tl.float32, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Chunk c is `chunks[c]` = (tensor, chunk of that tensor), and a row of the table (distances of p, g, m, v and t from those
+    of the first tensor, number of elements, whether decayed). Of a beta b come 1 - b and log b: float32 has neither from b."""
+    program = tl.program_id(0).to(tl.int64)
+    table_ptr += tl.load(chunks_ptr + 2 * program) * 7
+    start = tl.load(chunks_ptr + 2 * program + 1) * (BLOCK * BLOCKS)
+    own_p, own_g = _own(p_ptr, table_ptr, 0, ALIGNED), _own(g_ptr, table_ptr, 1, ALIGNED)
+    own_m, own_v = _own(m_ptr, table_ptr, 2, ALIGNED), _own(v_ptr, table_ptr, 3, ALIGNED)
+    step = tl.load(_own(t_ptr, table_ptr, 4, False)).to(tl.float64)
+    n, decays = tl.load(table_ptr + 5), tl.load(table_ptr + 6)
+    if lr_ptr is not None:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    # b^t is close to 1 at first, so 1 - b^t takes more digits than float32 has
+    rate = lr / (1.0 - tl.exp(step * log1)).to(tl.float32)
+    root = tl.sqrt((1.0 - tl.exp(step * log2)).to(tl.float32))
+    shrink = tl.where(decays != 0, 1.0 - lr * weight_decay, 1.0)
+    for at in range(start, tl.minimum(start + BLOCK * BLOCKS, n), BLOCK):
+        i = at + tl.arange(0, BLOCK)
+        if at + BLOCK <= n:  # no mask, so that loads and stores are whole vectors
+            _step(own_p, own_g, own_m, own_v, i, tl.full([BLOCK], True, tl.int1), new1, new2, shrink, rate, root, eps)
+        else:
+            _step(own_p, own_g, own_m, own_v, i, i < n, new1, new2, shrink, rate, root, eps)
+
+
+_launch = launcher(_adamw)
+
+
+def _log(beta: float) -> float:
+    return math.log(beta) if beta else -float("inf")
+
+
+class _Table(NamedTuple):
+    """`aligned`: whether every distance but the steps' is a multiple of 16. `kept`: what a captured copy reads."""
+
+    rows: Tensor
+    chunks: Tensor
+    aligned: bool
+    kept: Any
+
+
+_tables: OrderedDict[Any, _Table] = OrderedDict()
+_captured: list[_Table] = []  # a CUDA graph reads them at every replay
+
+
+@declared.adamw.triton
+def adamw(
+    params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
+    decayed: list[bool], lr: Union[float, Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> None:  # fmt: skip
+    lr_tensor = lr if isinstance(lr, Tensor) and lr.device == params[0].device else None
+    rate = 0.0 if lr_tensor is not None else float(lr)
+    rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, decayed]
+    for _, (p, g, m, v, t, decays) in declared.grouped(rows, [g.dtype for g in grads]):
+        g = [one.contiguous() for one in g]
+        table = _table_of(p, g, m, v, t, decays)
+        if table.chunks.shape[0]:
+            _launch(
+                table.chunks.shape[0], 1, 1, table.rows, table.chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, rate,
+                1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay, table.aligned, BLOCK, BLOCKS,
+            )  # fmt: skip
+
+
+def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> _Table:
+    device = p[0].device
+    addresses = [tuple([one.data_ptr() for one in row]) for row in (p, g, m, v, t)]
+    sizes = tuple([one.numel() for one in p])
+    widths = [row[0].itemsize for row in (p, g, m, v, t)]
+    key = device, *addresses, sizes, *widths, *decays
+    table = _tables.pop(key, None) or _new_table(device, addresses, widths, sizes, decays)
+    _tables[key] = table
+    if len(_tables) > KEPT:
+        _tables.popitem(last=False)
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _captured.append(table)
+    return table
+
+
+def _new_table(device: Any, addresses: Any, widths: list[int], sizes: tuple[int, ...], decays: Any) -> _Table:
+    distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
+    host_rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64)
+    counts = torch.tensor([triton.cdiv(n, BLOCK * BLOCKS) for n in sizes])
+    tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    before = (counts.cumsum(0) - counts)[tensor]
+    host_chunks = torch.stack((tensor, torch.arange(tensor.numel()) - before), 1)
+    if device.type == "cuda":
+        host_rows, host_chunks = host_rows.pin_memory(), host_chunks.pin_memory()
+    aligned = all([at % 16 == 0 for row in distances[:4] for at in row])
+    found = [host.to(device, non_blocking=True) for host in (host_rows, host_chunks)]
+    return _Table(found[0], found[1], aligned, (host_rows, host_chunks))
