@@ -75,7 +75,11 @@ class Kernel:
         if self.triton_impl is None and not self.find_triton():
             require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
             return self.torch_impl
-        return self.operator() if tracing() else self.triton_impl  # type: ignore[return-value]
+        if tracing():
+            return self.operator()
+        if first.is_cuda and first.get_device() != torch.cuda.current_device():
+            return functools.partial(_on_device, first.device, self.triton_impl)
+        return self.triton_impl  # type: ignore[return-value]
 
     def find_triton(self) -> bool:
         """Import the file that holds the Triton implementation, once, and say whether there is one."""
@@ -85,6 +89,12 @@ class Kernel:
             if importlib.util.find_spec("triton") and importlib.util.find_spec(f"{package}.triton.{family}"):
                 importlib.import_module(f"{package}.triton.{family}")
         return self.triton_impl is not None
+
+
+def _on_device(device: torch.device, implementation: Implementation, *args: Any) -> Any:
+    """A Triton launch goes to the current device, an aten operator to its tensors'."""
+    with torch.cuda.device(device):
+        return implementation(*args)
 
 
 def kernel(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
-from funcops.kernels import cross_entropy, embedding, fused_linear, glu, linear, norm, pointwise, rope
+from funcops.kernels import adamw, cross_entropy, embedding, fused_linear, glu, linear, norm, pointwise, rope
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.rope import rope_table
 
@@ -76,7 +76,7 @@ class Maker:
 
 
 def samples(make: Maker) -> Iterator[Sample]:
-    for family in (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _products):
+    for family in (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products):
         yield from family(make)
 
 
@@ -166,6 +166,8 @@ def _losses(make: Maker) -> Iterator[Sample]:
             cross_entropy.cross_entropy_bwd, shape, (losses, logits, labels, lse, *options),
             lambda d, *args: gradient(_cross_entropy, wrt=1)(d.to(args[0].dtype), *args),
         )  # fmt: skip
+        owned = (losses, logits, labels, lse, *options, vocab // 2, 2 * vocab)
+        yield Sample(cross_entropy.cross_entropy_bwd_owned, f"{shape} of {2 * vocab}", owned)
 
 
 def _embeddings(make: Maker) -> Iterator[Sample]:
@@ -173,6 +175,19 @@ def _embeddings(make: Maker) -> Iterator[Sample]:
     dy, ids = make.floats(tokens, width), make.ids(tokens, below=vocab)
     shape = f"{tokens}x{width} of {vocab}"
     yield Sample(embedding.embedding_wgrad, shape, (dy, ids, vocab, -1))
+
+
+def _optimisers(make: Maker) -> Iterator[Sample]:
+    """The tensors of a GPT-2 of 124 million parameters."""
+    (width,) = make.sizes(768)
+    layer = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,),
+             (4 * width, width), (4 * width,), (width, 4 * width), (width,)]  # fmt: skip
+    shapes = [make.sizes(50257, 768), make.sizes(1024, 768), *layer * 12, (width,), (width,)]
+    p, g, m = ([make.floats(*shape) for shape in shapes] for _ in range(3))
+    v = [make.floats(*shape).square() for shape in shapes]
+    steps = [make.wide().fill_(3.0) for _ in shapes]
+    decayed = [len(shape) > 1 for shape in shapes]
+    yield Sample(adamw.adamw, f"gpt-2 {len(shapes)} tensors", (p, g, m, v, steps, decayed, 1e-3, 0.9, 0.95, 1e-8, 0.1))
 
 
 def _products(make: Maker) -> Iterator[Sample]:

@@ -38,13 +38,36 @@ def cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float
 ) -> Tensor:
     """dlogits [N, V] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype."""
-    dtype = wide(logits.dtype)
+    d = logits - logsumexp.unsqueeze(-1)
+    _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, 0, logits.shape[-1])
+    return d.to(logits.dtype)
+
+
+@kernel(mutates=("logits",))
+def cross_entropy_bwd_owned(
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int, vocab: int,
+) -> None:  # fmt: skip
+    """dlogits written over logits [N, C], contiguous, which are those of the classes from `first` among `vocab`."""
+    inside = logits.dtype is wide(logits.dtype)
+    d = logits.sub_(logsumexp.unsqueeze(-1)) if inside else logits - logsumexp.unsqueeze(-1)
+    _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
+    if not inside:
+        logits.copy_(d)
+
+
+def _gradient_(
+    d: Tensor, dloss: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int, vocab: int,
+) -> None:  # fmt: skip
+    """d, which holds logits - logsumexp in the wide dtype, becomes dlogits."""
     ignored = labels == ignore_index
-    rows = torch.where(ignored, torch.zeros((), dtype=dtype, device=logits.device), dloss.to(dtype))
-    d = (logits - logsumexp.unsqueeze(-1)).exp_()
+    rows = torch.where(ignored, torch.zeros((), dtype=d.dtype, device=d.device), dloss.to(d.dtype))
+    d.exp_()
     d.mul_((rows * (1 + 2 * z_loss * logsumexp) if z_loss else rows).unsqueeze(-1))
     if smoothing:
-        d.sub_((rows * (smoothing / logits.shape[-1])).unsqueeze(-1))
-    index = labels.masked_fill(ignored, 0).unsqueeze(-1)
-    d.scatter_add_(-1, index, (rows * (smoothing - 1.0)).unsqueeze(-1))
-    return d.to(logits.dtype)
+        d.sub_((rows * (smoothing / vocab)).unsqueeze(-1))
+    index, at_label = labels - first, rows * (smoothing - 1.0)
+    elsewhere = ignored if d.shape[-1] == vocab else ignored | (index < 0) | (index >= d.shape[-1])
+    at_label, index = at_label.masked_fill(elsewhere, 0.0), index.masked_fill(elsewhere, 0)
+    d.scatter_add_(-1, index.unsqueeze(-1), at_label.unsqueeze(-1))

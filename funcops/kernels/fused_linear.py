@@ -39,7 +39,11 @@ def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, sc
 @kernel(mutates=("into",))
 def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
     """into += scale dy w. into: [*, I], contiguous."""
-    into += torch.matmul(dy, w) * scale
+    rows, out = dy.reshape(-1, dy.shape[-1]), into.view(-1, into.shape[-1])
+    if into.dtype is dy.dtype:
+        out.addmm_(rows, w, alpha=scale)
+    else:
+        out.add_(torch.mm(rows, w), alpha=scale)
 
 
 @kernel()
@@ -53,7 +57,10 @@ def fused_linear_wgrad(dy: Tensor, x: Tensor, scale: float, bias: bool) -> tuple
 @kernel(mutates=("dw", "db"))
 def fused_linear_wgrad_into(dy: Tensor, x: Tensor, scale: float, dw: Tensor, db: Optional[Tensor]) -> None:
     """dw += scale dy^T x, db += the sum of dy. dw [O, I], db [O]: contiguous, in the wide dtype."""
-    rows = dy.reshape(-1, dy.shape[-1])
-    dw += torch.mm(rows.mT, x.reshape(-1, x.shape[-1])) * scale
+    rows, inner = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+    if dw.dtype is dy.dtype:
+        dw.addmm_(rows.mT, inner, alpha=scale)
+    else:
+        dw.add_(torch.mm(rows.mT, inner), alpha=scale)
     if db is not None:
         db += rows.sum(0, dtype=wide(dy.dtype))

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.backend import wide
 from funcops.errors import check, check_rows, require
+from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
 from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -100,9 +102,11 @@ def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> t
 @wgrad_of(LinearPending, LinearParams)
 def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = dy^T x`, `db = sum of dy`; added to `into` where that is given."""
-    dy, x, needs = pending.dy, pending.x, pending.needs
-    dw, db = kernels.linear_wgrad(dy, x, cfg.bias and (needs.params is True or needs.param("bias")))
-    return accumulate("linear_wgrad", LinearParams(dw, db), into)
+    needs = pending.needs
+    bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    if into is not None:
+        return _wgrad_into("linear_wgrad", pending.dy, pending.x, bias, into)
+    return LinearParams(*kernels.linear_wgrad(pending.dy, pending.x, bias))
 
 
 @bwd_of(LinearResiduals, LinearParams)
@@ -113,12 +117,23 @@ def linear_bwd(
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    if into is not None:
+        return _wgrad_into("linear_bwd", dy, x, bias, into), kernels.linear_dgrad(dy, weight) if needs.x else None
     if needs.x:
         dx, dw, db = kernels.linear_bwd(dy, x, weight, bias)
-    else:
-        dx, (dw, db) = None, kernels.linear_wgrad(dy, x, bias)
-    dparams = LinearParams(dw, db)
-    return dparams if into is None else accumulate("linear_bwd", dparams, into), dx
+        return LinearParams(dw, db), dx
+    return LinearParams(*kernels.linear_wgrad(dy, x, bias)), None
+
+
+def _wgrad_into(where: str, dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> LinearParams:
+    """The gradients added to `into`: in the product itself, unrounded, where the accumulators are as wide as its sums."""
+    shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
+    check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
+    db = into.bias if bias else None
+    if all([t is None or (t.dtype is wide(dy.dtype) and t.is_contiguous()) for t in (into.weight, db)]):
+        fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into.weight, db)
+        return into
+    return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, x, bias)), into)
 
 
 linear = make_op(

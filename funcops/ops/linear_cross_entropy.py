@@ -3,25 +3,27 @@
     l = x w^T        loss: as in cross_entropy        dx = dl w        dw = dl^T x
 
 x is `(x, labels)`. x, dx: [*, I]; labels: [*] int64; w, dw: [V, I]; one float dtype; y: a float32 scalar (float64 for
-float64), or [*] with reduction "none". A chunk's logits and their float32 copy fill at most `chunk_bytes`. Kept: x, w and
-labels, aliases, and logsumexp: 4 bytes a row; both halves of the backward recompute the logits of a chunk at a time.
-arXiv:2411.09009, Liger-Kernel.
+float64), or [*] with reduction "none". The forward goes by chunks of rows. The backward goes by chunks of classes, so that
+every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp: 4 bytes a row;
+each half of the backward, and the whole one once, recomputes the logits of a chunk at a time. arXiv:2411.09009, Liger-Kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.backend import wide
 from funcops.errors import check, require
 from funcops.kernels import cross_entropy as kernels
+from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.schema import DGRAD, WGRAD, Inputs, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -29,7 +31,7 @@ from funcops.trees import leaf, tree
 
 @config
 class LinearCrossEntropyConfig:
-    """`in_features` (I) and `vocab` (V); `chunk_bytes` bounds the logits that exist at a time."""
+    """`in_features` (I) and `vocab` (V); `chunk_bytes` bounds the logits that exist at a time, as if in float32."""
 
     in_features: int = positional()
     vocab: int = positional()
@@ -37,7 +39,7 @@ class LinearCrossEntropyConfig:
     ignore_index: int = -100
     z_loss: float = 0.0
     reduction: str = "mean"
-    chunk_bytes: int = 64 * 2**20
+    chunk_bytes: int = 128 * 2**20
 
     def __post_init__(self) -> None:
         for name in ("in_features", "vocab", "chunk_bytes"):
@@ -45,10 +47,16 @@ class LinearCrossEntropyConfig:
             require(isinstance(value, int) and value >= 1, "LinearCrossEntropyConfig", name, "at least 1", value)
         check_options(self, "LinearCrossEntropyConfig")
 
-    def chunks(self, rows: int) -> Iterator[slice]:
+    def row_chunks(self, rows: int) -> Iterator[slice]:
         """Slices of rows; their number depends on the sizes alone."""
-        size = max(1, self.chunk_bytes // (8 * self.vocab))
+        size = max(1, self.chunk_bytes // (4 * self.vocab))
         return (slice(start, start + size) for start in range(0, rows, size))
+
+    def class_chunks(self, rows: int) -> Iterator[slice]:
+        """Slices of classes, of a multiple of 128 where they are as large."""
+        size = max(1, self.chunk_bytes // (4 * max(1, rows)))
+        size = size - size % 128 if size > 128 else size
+        return (slice(start, start + size) for start in range(0, self.vocab, size))
 
 
 @tree
@@ -105,7 +113,7 @@ def linear_cross_entropy_fwd(
         kernels.cross_entropy_fwd(
             linear_kernels.linear_fwd(rows[c], weight, None), flat[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
         )
-        for c in cfg.chunks(rows.shape[0])
+        for c in cfg.row_chunks(rows.shape[0])
     ]
     losses, lse = (_joined([f[i] for f in found], labels, t) for i in range(2))
     y, count = reduce_losses(losses, labels, cfg)
@@ -117,35 +125,45 @@ def linear_cross_entropy_fwd(
 
 def _joined(parts: list[Tensor], labels: Tensor, like: Tensor) -> Tensor:
     if not parts:
-        return torch.empty(labels.shape, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+        return torch.empty(labels.shape, dtype=wide(like.dtype), device=like.device)
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(labels.shape)
 
 
-def _dlogits(kept: Any, dloss: Tensor, cfg: LinearCrossEntropyConfig) -> Iterator[tuple[Tensor, Tensor]]:
-    """By chunk: the rows of x and the gradient of their logits."""
+def _gradients(
+    kept: Any, dloss: Tensor, cfg: LinearCrossEntropyConfig, dx: bool, dw: Callable[[slice, Tensor, Tensor], None] | None
+) -> Tensor | None:
+    """The gradient of the logits, a chunk of classes at a time: `dw(classes, dlogits, rows of x)` is called with each, and the
+    result is dx [N, I], where wanted, summed over them in the wide dtype."""
     rows, labels, lse = kept.x.reshape(-1, cfg.in_features), kept.labels.reshape(-1), kept.logsumexp.reshape(-1)
-    d = dloss.reshape(-1) if dloss.dim() else dloss
-    for c in cfg.chunks(rows.shape[0]):
-        logits = linear_kernels.linear_fwd(rows[c], kept.weight, None)
-        options = (cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
-        yield rows[c], kernels.cross_entropy_bwd(d[c] if d.dim() else d, logits, labels[c], lse[c], *options)
+    chunks, total = list(cfg.class_chunks(rows.shape[0])), None
+    for c in chunks:
+        weight = kept.weight[c]
+        d = linear_kernels.linear_fwd(rows, weight, None)
+        kernels.cross_entropy_bwd_owned(
+            dloss.reshape(-1) if dloss.dim() else dloss, d, labels, lse, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss,
+            c.start, cfg.vocab,
+        )  # fmt: skip
+        if dw is not None:
+            dw(c, d, rows)
+        if dx and len(chunks) == 1:
+            total = linear_kernels.linear_dgrad(d, weight)
+        elif dx:
+            total = rows.new_zeros(rows.shape, dtype=wide(rows.dtype)) if total is None else total
+            fused_linear.fused_linear_dgrad_into(d, weight, 1.0, total)
+    return None if total is None else total.to(rows.dtype).reshape(kept.x.shape)
 
 
 @dgrad_of(LinearCrossEntropyResiduals)
 def linear_cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Any, Any]:
     """`(dx, None)`, and the pending weight gradient."""
-    needs, x = residuals.needs, residuals.x
-    if x is None:
+    if residuals.x is None:
         return residuals.nothing(), None
-    dloss = row_gradient("linear_cross_entropy_dgrad", dy, residuals.labels, x.dtype, residuals.count, cfg)
-    dx = None
-    if needs.input(0):
-        parts = [linear_kernels.linear_dgrad(d, residuals.weight) for _, d in _dlogits(residuals, dloss, cfg)]
-        dx = torch.cat(parts).reshape(x.shape) if parts else torch.zeros_like(x)
+    dloss = _dloss("linear_cross_entropy_dgrad", residuals, dy, cfg)
+    dx = _gradients(residuals, dloss, cfg, True, None) if residuals.needs.input(0) else None
     pending = LinearCrossEntropyPending.keep(
         cfg,
-        needs,
-        x=x,
+        residuals.needs,
+        x=residuals.x,
         labels=residuals.labels,
         weight=residuals.weight,
         logsumexp=residuals.logsumexp,
@@ -154,18 +172,56 @@ def linear_cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: LinearCrossEntro
     return residuals.inputs.make((dx, None)), pending
 
 
+def _dloss(where: str, residuals: Any, dy: Tensor, cfg: LinearCrossEntropyConfig) -> Tensor:
+    return row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
+
+
 @wgrad_of(LinearCrossEntropyPending, LinearCrossEntropyParams)
 def linear_cross_entropy_wgrad(
     pending: Any, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
-    """dw: [V, I], summed over the chunks in order; added to `into` where that is given."""
-    dw = None
-    for rows, d in _dlogits(pending, pending.dloss, cfg):
-        part, _ = linear_kernels.linear_wgrad(d, rows, False)
-        dw = part if dw is None else dw.add_(part)
-    if dw is None:
-        dw = torch.zeros_like(pending.weight)
-    return accumulate("linear_cross_entropy_wgrad", LinearCrossEntropyParams(dw), into)
+    """dw: [V, I], a chunk of classes at a time; added to `into` where that is given."""
+    dparams, dw = _weight_gradient("linear_cross_entropy_wgrad", pending.weight, into)
+    _gradients(pending, pending.dloss, cfg, False, dw)
+    return dparams
+
+
+@bwd_of(LinearCrossEntropyResiduals, LinearCrossEntropyParams)
+def linear_cross_entropy_bwd(
+    residuals: Any, dy: Tensor, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
+) -> tuple[LinearCrossEntropyParams, Any]:
+    """The whole backward, which computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
+    where, needs, dw = "linear_cross_entropy_bwd", residuals.needs, None
+    dparams: Any = into or LinearCrossEntropyParams()  # type: ignore[call-arg]
+    if residuals.x is None:
+        return dparams, residuals.nothing()
+    dloss = _dloss(where, residuals, dy, cfg)
+    if needs.params:
+        dparams, dw = _weight_gradient(where, residuals.weight, into)
+    return dparams, residuals.inputs.make((_gradients(residuals, dloss, cfg, needs.input(0), dw), None))
+
+
+def _weight_gradient(
+    where: str, weight: Tensor, into: LinearCrossEntropyParams | None
+) -> tuple[LinearCrossEntropyParams, Callable[[slice, Tensor, Tensor], None]]:
+    """dparams, and what writes a chunk of classes to it: into fresh memory, or added to `into`."""
+    if into is None:
+        fresh = torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+        def write(classes: slice, d: Tensor, rows: Tensor) -> None:
+            fresh[classes] = linear_kernels.linear_wgrad(d, rows, False)[0]
+
+        return LinearCrossEntropyParams(fresh), write
+    check_into(where, into, LinearCrossEntropyParams(weight))
+    total = into.weight
+
+    def add(classes: slice, d: Tensor, rows: Tensor) -> None:
+        if total.dtype is wide(weight.dtype) and total.is_contiguous():
+            fused_linear.fused_linear_wgrad_into(d, rows, 1.0, total[classes], None)
+        else:
+            total[classes] += linear_kernels.linear_wgrad(d, rows, False)[0]
+
+    return into, add
 
 
 linear_cross_entropy = make_op(
@@ -175,5 +231,5 @@ linear_cross_entropy = make_op(
     fwd=linear_cross_entropy_fwd,
     dgrad=linear_cross_entropy_dgrad,
     wgrad=linear_cross_entropy_wgrad,
+    bwd=linear_cross_entropy_bwd,
 )
-linear_cross_entropy_bwd = linear_cross_entropy.bwd
