@@ -78,7 +78,7 @@ class Kernel:
         if tracing():
             return self.operator()
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
-            return functools.partial(_on_device, first.device, self.triton_impl)
+            return functools.partial(_on_device, first.device, self.triton_impl)  # type: ignore[arg-type]
         return self.triton_impl  # type: ignore[return-value]
 
     def find_triton(self) -> bool:

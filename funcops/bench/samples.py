@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
-from funcops.kernels import adamw, cross_entropy, embedding, fused_linear, glu, linear, norm, pointwise, rope
+from funcops.kernels import adamw, add_norm, cross_entropy, embedding, fused_linear, glu, linear, norm, pointwise, rope
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
+from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
 from funcops.kernels.rope import rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
@@ -106,6 +107,18 @@ def _norms(make: Maker) -> Iterator[Sample]:
         yield Sample(norm.l2_norm_fwd, shape, (x, 1e-6), direct(lambda x, _: F.normalize(x, dim=-1)))
         yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
         yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
+        yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
+        yield from _add_norms(make, rows, width)
+
+
+def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
+    shape = f"{rows}x{width}"
+    x, residual, dy, dstream = (make.floats(rows, width) for _ in range(4))
+    w, b, rstd, mean = make.floats(width), make.floats(width), make.wide(rows, 1), make.wide(rows, 1)
+    yield Sample(add_norm.add_rms_norm_fwd, shape, (x, residual, w, 1e-6, False))
+    yield Sample(add_norm.add_rms_norm_bwd, shape, (dy, dstream, x, w, rstd, False, True, True))
+    yield Sample(add_norm.add_layer_norm_fwd, shape, (x, residual, w, b, 1e-6, False))
+    yield Sample(add_norm.add_layer_norm_bwd, shape, (dy, dstream, x, w, mean, rstd, False, True, True, True))
 
 
 def _pointwise(make: Maker) -> Iterator[Sample]:
@@ -117,15 +130,21 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
         yield Sample(pointwise.add, f"{shape} + {width}", (x, b))
         yield Sample(pointwise.scale, shape, (x, 0.5))
         yield Sample(pointwise.dropout, shape, (x, make.key(), 0.1), direct(lambda x, *_: F.dropout(x, 0.1)))
+        yield Sample(
+            pointwise.dropout_add, f"{shape} + {width}", (x, b, y, make.key(), 0.1),
+            direct(lambda x, b, y, *_: y + F.dropout(x + b, 0.1)),
+        )  # fmt: skip
 
 
 def _activations(make: Maker) -> Iterator[Sample]:
     rows, width = make.sizes(8192, 4096)
-    x, dy = make.floats(rows, width), make.floats(rows, width)
+    x, dy, b = make.floats(rows, width), make.floats(rows, width), make.floats(width)
     for kind in ACTIVATIONS:
         shape = f"{kind} {rows}x{width}"
         yield Sample(activation_fwd, shape, (x, kind))
         yield Sample(activation_bwd, shape, (dy, x, kind))
+        yield Sample(bias_activation_fwd, shape, (x, b, kind))
+        yield Sample(bias_activation_bwd, shape, (dy, x, b, kind, True))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:

@@ -95,6 +95,12 @@ def row_sums(dy: Tensor) -> Tensor:
 
 
 @kernel()
+def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partial sums [P, D] as their total [D]."""
+    return _to(parts.sum(0), dtype)
+
+
+@kernel()
 def l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y = x * rstd, rstd = (sum(x^2) + eps)^(-1/2). Returns y, rstd."""
     rstd = _rstd(x, 1.0, eps, wide(x.dtype))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 from torch import Tensor
 
 from funcops import random
-from funcops.backend import kernel
+from funcops.backend import kernel, wide
 
 
 @kernel()
@@ -25,3 +27,11 @@ def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
     """x / (1 - p) where the element's 32 random bits are at least p 2^32, else 0; 0 < p < 1. Its own backward on dy."""
     kept = random.bits(key, x.numel()).reshape(x.shape) >= round(p * 2**32)
     return x * kept * (1.0 / (1.0 - p))
+
+
+@kernel()
+def dropout_add(x: Tensor, b: Optional[Tensor], residual: Tensor, key: Tensor, p: float) -> Tensor:
+    """residual + dropout(x + b). x, residual: [*, D]; b: [D]. Computed in the wide dtype and rounded once."""
+    t = x.to(wide(x.dtype))
+    t = t if b is None else t + b
+    return (dropout(t, key, p) + residual).to(x.dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, check_rows, fail, require, short
+from funcops.kernels import norm as kernels
 
 # (x, weight): the weight has x's dtype, or is a float32 master weight beside 16-bit x.
 DTYPES = frozenset([(d, d) for d in FLOATS] + [(d, torch.float32) for d in FLOATS[2:]])
@@ -51,9 +52,11 @@ def finish(
     `owned`: nobody else reads the parts, so that a single one may itself become the gradient."""
     if parts is None:
         return None
-    total = parts.squeeze(0) if owned and len(parts) == 1 else parts.sum(0)
-    if len(dim) > 1:
-        total = total.reshape(dim)
-    if isinstance(accumulator, Tensor) and accumulator.element_size() >= total.element_size():
-        return total
-    return total if total.dtype is dtype else total.to(dtype)
+    if isinstance(accumulator, Tensor) and accumulator.element_size() >= parts.element_size():
+        dtype = parts.dtype
+    if owned and len(parts) == 1:
+        total = parts.squeeze(0)
+        total = total if total.dtype is dtype else total.to(dtype)
+    else:
+        total = kernels.sum_parts(parts, dtype)
+    return total if len(dim) == 1 else total.reshape(dim)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -39,6 +41,10 @@ def block_of(n: int, most: int) -> int:
 
 def warps_of(block: int) -> int:
     return max(1, min(16, block // 512))
+
+
+def contiguous(t: Optional[Tensor]) -> Optional[Tensor]:
+    return None if t is None else t.contiguous()
 
 
 def flat_rows(t: Tensor) -> tuple[Tensor, int, int]:

@@ -1,4 +1,8 @@
-"""The embedding's weight gradient without atomics: tokens sorted by id, and each id's rows summed in order by one program."""
+"""The embedding's weight gradient without atomics: tokens sorted by id, and each id's rows summed in that order.
+
+A program walks RUN sorted tokens. It writes the ids that begin and end there; of one that goes on beyond, it leaves a part, and
+a second launch sums the parts in order. So an id that fills the batch takes no program longer than another.
+"""
 
 from __future__ import annotations
 
@@ -11,38 +15,71 @@ from funcops.backend.launch import launcher
 from funcops.kernels import embedding as declared
 from funcops.kernels.triton.common import block_of, load_wide, store_rounded, warps_of
 
-BLOCK = 1024
+BLOCK, RUN = 1024, 32
 
 
 @triton.jit
-def _sum_runs(dy_ptr, ids_ptr, order_ptr, dw_ptr, n, width, padding_idx, BLOCK: tl.constexpr):
-    """A program for each place in the sorted ids; those that do not start a run have nothing to do."""
-    first = tl.program_id(0).to(tl.int64)
+def _sum_runs(
+    dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """parts [tokens / RUN, 2, D]: of the id that comes from before this program's tokens, and of the one that goes on after."""
+    chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = chunk * RUN
+    last = tl.minimum(first + RUN, n)
+    parts_ptr += chunk * 2 * width + i
     own = tl.load(ids_ptr + first)
-    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1)
-    if (own != before) & (own != padding_idx):
-        total = tl.zeros([BLOCK], tl.float32)
-        at, same = first, own
-        while same == own:
-            total += load_wide(dy_ptr + tl.load(order_ptr + at) * width + i, i < width)
-            at += 1
-            same = tl.load(ids_ptr + at, mask=at < n, other=-1)
+    before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == own
+    total = tl.zeros([BLOCK], tl.float32)
+    for at in range(first, last):
+        total += load_wide(dy_ptr + tl.load(order_ptr + at) * width + i, i < width)
+        after = tl.load(ids_ptr + at + 1, mask=at + 1 < n, other=-1)
+        if (after != own) | (at + 1 == last):
+            if before:
+                tl.store(parts_ptr, total, mask=i < width)
+            elif after == own:
+                tl.store(parts_ptr + width, total, mask=i < width)
+            elif own != padding_idx:
+                store_rounded(dw_ptr + own * width + i, total, i < width)
+            total = tl.zeros([BLOCK], tl.float32)
+            before = after != after
+        own = after
+
+
+@triton.jit
+def _sum_parts(
+    ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr
+):
+    """For every chunk whose last id began in it and goes on after it."""
+    chunk = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    after = (chunk + 1) * RUN
+    own = tl.load(ids_ptr + after - 1, mask=after - 1 < n, other=-1)
+    following = tl.load(ids_ptr + after, mask=after < n, other=-2)
+    earlier = tl.load(ids_ptr + chunk * RUN - 1, mask=chunk > 0, other=-1)
+    if (own == following) & (own != earlier) & (own != padding_idx):
+        total = tl.load(parts_ptr + (2 * chunk + 1) * width + i, mask=i < width, other=0.0)
+        while following == own:
+            chunk += 1
+            total += tl.load(parts_ptr + 2 * chunk * width + i, mask=i < width, other=0.0)
+            after = (chunk + 1) * RUN
+            # the id goes on where it still stands at the end of this chunk and at the start of the next
+            following = tl.load(ids_ptr + after, mask=after < n, other=-2)
         store_rounded(dw_ptr + own * width + i, total, i < width)
 
 
-_launch_sum_runs = launcher(_sum_runs)
+_launch_sum_runs, _launch_sum_parts = launcher(_sum_runs), launcher(_sum_parts)
 
 
 @declared.embedding_wgrad.triton
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
-    width = dy.shape[-1]
+    width, n = dy.shape[-1], ids.numel()
     dw = dy.new_zeros((vocab, width))
-    if ids.numel() and width:
+    if n and width:
         ordered, order = torch.sort(ids.reshape(-1), stable=True)
-        block = block_of(width, BLOCK)
-        grid = ordered.numel(), triton.cdiv(width, block), 1
-        _launch_sum_runs(
-            *grid, dy.contiguous(), ordered, order, dw, ordered.numel(), width, padding_idx, block, num_warps=warps_of(block)
-        )  # fmt: skip
+        block, chunks = block_of(width, BLOCK), triton.cdiv(n, RUN)
+        grid, options = (chunks, triton.cdiv(width, block), 1), {"num_warps": warps_of(block)}
+        parts = dy.new_empty((chunks, 2, width), dtype=torch.float32)
+        _launch_sum_runs(*grid, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, RUN, block, **options)
+        _launch_sum_parts(*grid, ordered, dw, parts, n, width, padding_idx, RUN, block, **options)
     return dw

@@ -8,15 +8,12 @@ import torch
 from torch import Tensor
 
 from funcops.kernels import fused_linear as declared
+from funcops.kernels.triton.common import contiguous
 from funcops.kernels.triton.matmul import Epilogue, matmul
 
 
 def rows_of(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
-
-
-def contiguous(t: Optional[Tensor]) -> Optional[Tensor]:
-    return None if t is None else t.contiguous()
 
 
 @declared.fused_linear_fwd.triton

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Optional
+
 import torch
 import triton
 import triton.language as tl
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import pointwise as declared
-from funcops.kernels.triton.common import load_wide, store_rounded
+from funcops.kernels.triton.common import contiguous, load_wide, store_rounded
 
 BLOCK = 1024
 
@@ -29,16 +31,8 @@ def _scale(x_ptr, y_ptr, n, factor: tl.float32, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _kept(x_ptr, y_ptr, i, word, n, threshold, factor: tl.float32):
-    """One of four: x times factor where its word is at least the threshold, else 0."""
-    keep = (word.to(tl.int64) & 0xFFFFFFFF) >= threshold
-    x = load_wide(x_ptr + i, i < n)
-    store_rounded(y_ptr + i, tl.where(keep, x * factor, x * 0.0), i < n)
-
-
-@triton.jit
-def _dropout(x_ptr, key_ptr, y_ptr, n, threshold, factor: tl.float32, BLOCK: tl.constexpr):
-    """Element 4 b + j gets word j of the Philox block b; key = (seed, stream)."""
+def _words(key_ptr, BLOCK: tl.constexpr):
+    """The random words of 4 BLOCK elements: element 4 b + j gets word j of the Philox block b; key = (seed, stream)."""
     block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
     zero = block * 0
@@ -50,11 +44,25 @@ def _dropout(x_ptr, key_ptr, y_ptr, n, threshold, factor: tl.float32, BLOCK: tl.
         ((zero + seed) & 0xFFFFFFFF).to(tl.uint32),
         (((zero + seed) >> 32) & 0xFFFFFFFF).to(tl.uint32),
     )
-    i = 4 * block
-    _kept(x_ptr, y_ptr, i, w0, n, threshold, factor)
-    _kept(x_ptr, y_ptr, i + 1, w1, n, threshold, factor)
-    _kept(x_ptr, y_ptr, i + 2, w2, n, threshold, factor)
-    _kept(x_ptr, y_ptr, i + 3, w3, n, threshold, factor)
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
+    return tl.reshape(words, [4 * BLOCK]).to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
+def _dropout(
+    x_ptr, bias_ptr, residual_ptr, key_ptr, y_ptr, n, width, threshold, factor: tl.float32, BIAS: tl.constexpr,
+    ADD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = x + bias, times factor where its word is at least the threshold, else 0; then + residual."""
+    keep = _words(key_ptr, BLOCK) >= threshold
+    i = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK)
+    x = load_wide(x_ptr + i, i < n)
+    if BIAS:
+        x += load_wide(bias_ptr + i % width, i < n)
+    y = tl.where(keep, x * factor, x * 0.0)
+    if ADD:
+        y += load_wide(residual_ptr + i, i < n)
+    store_rounded(y_ptr + i, y, i < n)
 
 
 _launch_add, _launch_scale, _launch_dropout = launcher(_add), launcher(_scale), launcher(_dropout)
@@ -80,9 +88,20 @@ def scale(x: Tensor, factor: float) -> Tensor:
 
 @declared.dropout.triton
 def dropout(x: Tensor, key: Tensor, p: float) -> Tensor:
-    x = x.contiguous()
+    return _dropped(x, None, None, key, p)
+
+
+@declared.dropout_add.triton
+def dropout_add(x: Tensor, b: Optional[Tensor], residual: Tensor, key: Tensor, p: float) -> Tensor:
+    return _dropped(x, b, residual, key, p)
+
+
+def _dropped(x: Tensor, b: Optional[Tensor], residual: Optional[Tensor], key: Tensor, p: float) -> Tensor:
+    x, b, residual = x.contiguous(), contiguous(b), contiguous(residual)
     y, n = torch.empty_like(x), x.numel()
     if n:
-        grid = triton.cdiv(n, BLOCK)
-        _launch_dropout(grid, 1, 1, x, key.contiguous(), y, n, round(p * 2**32), 1.0 / (1.0 - p), BLOCK // 4)
+        _launch_dropout(
+            triton.cdiv(n, BLOCK), 1, 1, x, b, residual, key.contiguous(), y, n, x.shape[-1] if x.dim() else 1,
+            round(p * 2**32), 1.0 / (1.0 - p), b is not None, residual is not None, BLOCK // 4,
+        )  # fmt: skip
     return y

@@ -1,0 +1,26 @@
+"""An activation of x + b, and its backward with the gradient of b. x, y, dy, dz: [*, D]; b: [D]; one dtype."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor
+
+from funcops.backend import kernel, wide
+from funcops.kernels.activation import ACTIVATIONS
+
+
+@kernel()
+def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
+    """y = f(x + b), rounded once."""
+    dtype = wide(x.dtype)
+    return ACTIVATIONS[kind].forward(x.to(dtype) + b.to(dtype)).to(x.dtype)
+
+
+@kernel()
+def bias_activation_bwd(dy: Tensor, x: Tensor, b: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+    """dz = dy f'(x + b), which is the gradient of x; db, the sum of dz over rows, as partial sums [P, D] in the wide dtype."""
+    f, dtype = ACTIVATIONS[kind], wide(x.dtype)
+    z = x.to(dtype) + b.to(dtype)
+    dz = f.backward(dy.to(dtype), z, f.forward(z) if f.reads_y else None)
+    return dz.to(x.dtype), dz.reshape(-1, dz.shape[-1]).sum(0, keepdim=True) if db else None

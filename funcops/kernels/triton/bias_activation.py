@@ -1,0 +1,94 @@
+"""Bias and activation: a program takes a chunk of columns of some rows; backward, of rows p, p + P, ..., with a part of db."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import bias_activation as declared
+from funcops.kernels.triton.activation import activate, derivative
+from funcops.kernels.triton.common import block_of, flat_rows, load_wide, store_rounded, warps_of
+
+COLUMNS, TILE, PARTS = 1024, 2048, 256
+
+
+@triton.jit
+def _forward(x_ptr, b_ptr, y_ptr, rows, width, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
+    z = load_wide(x_ptr + at, inside) + load_wide(b_ptr + i, i < width)[None, :]
+    store_rounded(y_ptr + at, activate(z, KIND), inside)
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = load_wide(b_ptr + i, i < width)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for group in range(part, tl.cdiv(rows, ROWS), parts):
+        row = group * ROWS + tl.arange(0, ROWS)
+        at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
+        dz = load_wide(dy_ptr + at, inside) * derivative(load_wide(x_ptr + at, inside) + b, KIND)
+        store_rounded(dz_ptr + at, dz, inside)
+        if DB:
+            total += dz
+    if DB:
+        tl.store(db_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
+
+
+_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+
+
+def _tile(width: int) -> tuple[int, int]:
+    """Rows and columns that a program takes at a time."""
+    block = block_of(width, COLUMNS)
+    return TILE // block, block
+
+
+def _parts(rows: int, width: int) -> int:
+    return max(1, min(PARTS, triton.cdiv(rows, _tile(width)[0])))
+
+
+@declared.bias_activation_fwd.triton
+def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
+    x, rows, width = flat_rows(x)
+    y, (at_once, block) = torch.empty_like(x), _tile(width)
+    if rows:
+        grid = triton.cdiv(rows, at_once), triton.cdiv(width, block), 1
+        _launch_forward(*grid, x, b.contiguous(), y, rows, width, kind, at_once, block, num_warps=warps_of(TILE))
+    return y
+
+
+@declared.bias_activation_bwd.triton
+def bias_activation_bwd(dy: Tensor, x: Tensor, b: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+    x, rows, width = flat_rows(x)
+    dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
+    if not rows:
+        return dz, None if d_b is None else d_b.zero_()
+    grid = _parts(rows, width), triton.cdiv(width, block), 1
+    _launch_backward(
+        *grid, dy.contiguous(), x, b.contiguous(), dz, d_b, rows, width, kind, db, at_once, block, num_warps=warps_of(TILE)
+    )  # fmt: skip
+    return dz, d_b
+
+
+@declared.bias_activation_bwd.fake
+def _bias_activation_bwd_fake(
+    dy: Tensor, x: Tensor, b: Tensor, kind: str, db: bool
+) -> tuple[Tensor, Optional[Tensor]]:
+    return torch.empty_like(x), _room(x) if db else None
+
+
+def _room(x: Tensor) -> Tensor:
+    width = x.shape[-1]
+    return x.new_empty((_parts(x.numel() // width, width), width), dtype=torch.float32)

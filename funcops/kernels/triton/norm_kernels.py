@@ -1,0 +1,224 @@
+"""Normalisations, the device code: programs of whole rows, or of one row in chunks of columns where it is too long to be kept.
+
+The backward runs a fixed number of programs, each with rows and partial sums of its own. Of a long row it takes the two
+sums first, and gets dx and the partial sums of a chunk of columns from a second pass.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from funcops.backend.launch import launcher
+from funcops.kernels.triton.common import load_wide, rounded, store_rounded
+
+
+@triton.jit
+def _forward(
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32,
+    eps: tl.float32, ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr,
+    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y = (x - mean) * rstd * (w or 1 + w) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), of ROWS whole rows. With ADD
+    x is first the sum of x and residual, rounded, which goes to stream."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, BLOCK)
+    at = row[:, None] * width + i[None, :]
+    inside = (row < rows)[:, None] & (i < width)[None, :]
+    x = load_wide(x_ptr + at, inside)
+    if ADD:
+        x = add_rounded(x, residual_ptr, stream_ptr, at, inside)
+    mean = tl.zeros([ROWS], tl.float32)
+    if CENTRE:
+        mean = tl.sum(x, 1) / width
+        tl.store(mean_ptr + row, mean, mask=row < rows)
+    centred = tl.where(inside, x - mean[:, None], 0.0)
+    rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) * alpha + eps)
+    tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    y = centred * rstd[:, None]
+    if WEIGHT:
+        y *= (load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0))[None, :]
+    if BIAS:
+        y += load_wide(b_ptr + i, i < width)[None, :]
+    store_rounded(y_ptr + at, y, inside)
+
+
+@triton.jit
+def add_rounded(x, residual_ptr, stream_ptr, at, inside):
+    """x + residual, written to stream, as it reads there."""
+    stream = rounded(x + load_wide(residual_ptr + at, inside), stream_ptr.dtype.element_ty)
+    tl.store(stream_ptr + at, stream, mask=inside)
+    return stream.to(tl.float32)
+
+
+@triton.jit
+def _forward_long(
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, width, alpha: tl.float32, eps: tl.float32,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_forward`, one row in chunks of columns."""
+    start_of_row = tl.program_id(0).to(tl.int64) * width
+    total = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float32)
+    mean = 0.0
+    if CENTRE or ADD:
+        for start in range(0, width, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            x = load_wide(x_ptr + start_of_row + i, i < width)
+            if ADD:
+                x = add_rounded(x, residual_ptr, stream_ptr, start_of_row + i, i < width)
+            total += x
+        if CENTRE:
+            mean = tl.sum(total, 0) / width
+            tl.store(mean_ptr + tl.program_id(0), mean)
+    if ADD:
+        x_ptr = stream_ptr  # every thread reads what it wrote itself
+    for start in range(0, width, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        centred = tl.where(i < width, load_wide(x_ptr + start_of_row + i, i < width) - mean, 0.0)
+        squares += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, 0) * alpha + eps)
+    tl.store(rstd_ptr + tl.program_id(0), rstd)
+    for start in range(0, width, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        y = (load_wide(x_ptr + start_of_row + i, i < width) - mean) * rstd
+        if WEIGHT:
+            y *= load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0)
+        if BIAS:
+            y += load_wide(b_ptr + i, i < width)
+        store_rounded(y_ptr + start_of_row + i, y, i < width)
+
+
+@triton.jit
+def _terms(dy_ptr, x_ptr, w, at, inside, mean, rstd, WEIGHT: tl.constexpr):
+    """dy, n = (x - mean) * rstd, and g = dy * w."""
+    dy = load_wide(dy_ptr + at, inside)
+    n = tl.where(inside, (load_wide(x_ptr + at, inside) - mean) * rstd, 0.0)
+    g = dy
+    if WEIGHT:
+        g = dy * w
+    return dy, n, g
+
+
+@triton.jit
+def _backward(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, add_ptr, dx_ptr, dw_ptr, db_ptr, rows, width, alpha: tl.float32,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, DX: tl.constexpr,
+    DW: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time."""
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.arange(0, BLOCK)
+    w = tl.zeros([1, BLOCK], tl.float32)
+    if WEIGHT:
+        w = (load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0))[None, :]
+    dw, db = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
+    for group in range(part, tl.cdiv(rows, ROWS), parts):
+        row = group * ROWS + tl.arange(0, ROWS)
+        at = row[:, None] * width + i[None, :]
+        inside = (row < rows)[:, None] & (i < width)[None, :]
+        rstd, mean = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None], 0.0
+        if CENTRE:
+            mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+        dy, n, g = _terms(dy_ptr, x_ptr, w, at, inside, mean, rstd, WEIGHT)
+        if DX:
+            dx = g - n * (tl.sum(g * n, 1) * alpha)[:, None]
+            if CENTRE:
+                dx -= (tl.sum(g, 1) * alpha)[:, None]
+            dx *= rstd
+            if ADD:
+                dx += load_wide(add_ptr + at, inside)
+            store_rounded(dx_ptr + at, dx, inside)
+        if DW:
+            dw += dy * n
+        if DB:
+            db += dy
+    if DW:
+        tl.store(dw_ptr + part * width + i, tl.sum(dw, 0), mask=i < width)
+    if DB:
+        tl.store(db_ptr + part * width + i, tl.sum(db, 0), mask=i < width)
+
+
+@triton.jit
+def _row_sums(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, sums_ptr, width, alpha: tl.float32,
+    CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """alpha * sum(g n) and, where centred, alpha * sum(g), of each row: [rows, 2]."""
+    row = tl.program_id(0).to(tl.int64)
+    rstd, mean, w = tl.load(rstd_ptr + row), 0.0, 0.0
+    if CENTRE:
+        mean = tl.load(mean_ptr + row)
+    along, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for start in range(0, width, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        if WEIGHT:
+            w = load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0)
+        _, n, g = _terms(dy_ptr, x_ptr, w, row * width + i, i < width, mean, rstd, WEIGHT)
+        along += g * n
+        plain += g
+    tl.store(sums_ptr + 2 * row, tl.sum(along, 0) * alpha)
+    tl.store(sums_ptr + 2 * row + 1, tl.sum(plain, 0) * alpha if CENTRE else 0.0)
+
+
+@triton.jit
+def _backward_long(
+    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, add_ptr, sums_ptr, dx_ptr, dw_ptr, db_ptr, rows, width,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, DX: tl.constexpr,
+    DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_backward`, for program p and a chunk of columns of rows p, p + P, ..., whose sums are known."""
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < width
+    w = tl.zeros([BLOCK], tl.float32)
+    if WEIGHT:
+        w = load_wide(w_ptr + i, inside) + (1.0 if SHIFTED else 0.0)
+    dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for row in range(part, rows, parts):
+        rstd, mean = tl.load(rstd_ptr + row), 0.0
+        if CENTRE:
+            mean = tl.load(mean_ptr + row)
+        at = row * width + i
+        dy, n, g = _terms(dy_ptr, x_ptr, w, at, inside, mean, rstd, WEIGHT)
+        if DX:
+            dx = rstd * (g - tl.load(sums_ptr + 2 * row + 1) - n * tl.load(sums_ptr + 2 * row))
+            if ADD:
+                dx += load_wide(add_ptr + at, inside)
+            store_rounded(dx_ptr + at, dx, inside)
+        if DW:
+            dw += dy * n
+        if DB:
+            db += dy
+    if DW:
+        tl.store(dw_ptr + part * width + i, dw, mask=inside)
+    if DB:
+        tl.store(db_ptr + part * width + i, db, mask=inside)
+
+
+@triton.jit
+def _column_sums(dy_ptr, parts_ptr, rows, width, BLOCK: tl.constexpr):
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for row in range(part, rows, parts):
+        total += load_wide(dy_ptr + row * width + i, i < width)
+    tl.store(parts_ptr + part * width + i, total, mask=i < width)
+
+
+@triton.jit
+def _sum_parts(parts_ptr, total_ptr, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Every program sums a few columns: there are many parts, and few columns."""
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, parts, ROWS):
+        row = start + tl.arange(0, ROWS)
+        inside = (row < parts)[:, None] & (i < width)[None, :]
+        total += tl.load(parts_ptr + row[:, None] * width + i[None, :], mask=inside, other=0.0)
+    store_rounded(total_ptr + i, tl.sum(total, 0), i < width)
+
+
+launch_forward, launch_forward_long = launcher(_forward), launcher(_forward_long)
+launch_backward, launch_backward_long, launch_row_sums = launcher(_backward), launcher(_backward_long), launcher(_row_sums)
+launch_column_sums, launch_sum_parts = launcher(_column_sums), launcher(_sum_parts)

@@ -1,0 +1,131 @@
+"""Kernels that do two things in one launch, in both implementations, against autograd in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from funcops import random
+from funcops.backend import backend
+from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, norm, pointwise
+from funcops.kernels.activation import ACTIVATIONS
+from funcops.testing.tolerances import assert_close
+
+pytest.importorskip("triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = [(0, 8), (1, 1), (1, 19), (33, 5), (2, 3, 69), (2, 2100), (3, 8300)]
+BACKENDS = ("torch", "triton")
+
+pytestmark = [
+    pytest.mark.parametrize("name", BACKENDS),
+    pytest.mark.parametrize("dtype", DTYPES, ids=str),
+]
+
+
+def draw(*shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def strided(t):
+    """The same values, every other element of a tensor twice as wide."""
+    return torch.stack((t, t), -1).flatten(-2)[..., ::2]
+
+
+def exact(*tensors):
+    return [t.double().requires_grad_() for t in tensors]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("centred", [False, True])
+def test_add_rms_norm(name, dtype, shape, centred):
+    x, r, dy, ds, w = (strided(draw(*s, dtype=dtype, seed=i)) for i, s in enumerate([shape] * 4 + [shape[-1:]]))
+    with backend(name):
+        y, stream, rstd = add_norm.add_rms_norm_fwd(x, r, w, 1e-6, centred)
+        dx, parts = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
+        again = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
+    assert torch.equal(stream, x + r)
+    assert torch.equal(dx, again[0]) and torch.equal(parts, again[1])
+    s, v = exact(stream, w)
+    want = F.rms_norm(s, v.shape, v + 1 if centred else v, 1e-6)
+    (want * dy.double()).sum().backward()
+    assert_close((y, dx), (want.detach(), s.grad + ds.double()), dtype=dtype, length=shape[-1])
+    assert_close(parts.sum(0), v.grad, dtype=dtype, length=shape[-1])
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[-1] > 1], ids=str)  # x - mean of one element is rounding alone
+@pytest.mark.parametrize("bias", [False, True])
+def test_add_layer_norm(name, dtype, shape, bias):
+    x, r, dy, ds, w, b = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([shape] * 4 + [shape[-1:]] * 2))
+    with backend(name):
+        y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, r, w, b if bias else None, 1e-5, False)
+        dx, dw, db = add_norm.add_layer_norm_bwd(dy, ds, stream, w, mean, rstd, False, True, True, bias)
+    assert torch.equal(stream, x + r) and (db is not None) == bias
+    s, v, c = exact(stream, w, b)
+    want = F.layer_norm(s, v.shape, v, c if bias else None, 1e-5)
+    (want * dy.double()).sum().backward()
+    assert_close((y, dx), (want.detach(), s.grad + ds.double()), dtype=dtype, length=shape[-1])
+    assert_close(dw.sum(0), v.grad, dtype=dtype, length=shape[-1])
+    if bias:
+        assert_close(db.sum(0), c.grad, dtype=dtype, length=shape[-1])
+
+
+@pytest.mark.parametrize("parts", [1, 5, 256])
+@pytest.mark.parametrize("width", [1, 69, 200])
+def test_parts_are_summed(name, dtype, parts, width):
+    t = draw(parts, width, dtype=torch.float32)
+    with backend(name):
+        got = norm.sum_parts(t, dtype)
+    assert got.dtype is dtype
+    assert_close(got, t.double().sum(0), dtype=dtype, length=parts)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 1), (5, 3, 19), (70, 1100)], ids=str)
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_bias_activation(name, dtype, shape, kind):
+    x, dy, b = (strided(draw(*s, dtype=dtype, seed=i)) for i, s in enumerate([shape, shape, shape[-1:]]))
+    with backend(name):
+        y = bias_activation.bias_activation_fwd(x, b, kind)
+        dz, db = bias_activation.bias_activation_bwd(dy, x, b, kind, True)
+        alone, none = bias_activation.bias_activation_bwd(dy, x, b, kind, False)
+    assert none is None and torch.equal(alone, dz)
+    z = x.double() + b.double()
+    f = ACTIVATIONS[kind]
+    want = f.backward(dy.double(), z, f.forward(z) if f.reads_y else None)
+    assert_close((y, dz), (f.forward(z), want), dtype=dtype)
+    assert_close(db.sum(0), want.reshape(-1, shape[-1]).sum(0), dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1,), (3, 5), (7, 1031)], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_dropout_add(name, dtype, shape, bias):
+    x, r, b = draw(*shape, dtype=dtype), draw(*shape, dtype=dtype, seed=1), draw(shape[-1], dtype=dtype, seed=2)
+    key = random.key(5)
+    with backend(name):
+        y = pointwise.dropout_add(x, b if bias else None, r, key, 0.4)
+    kept = random.bits(key, x.numel()).reshape(shape) >= round(0.4 * 2**32)
+    want = r.double() + kept * (x.double() + (b.double() if bias else 0.0)) / 0.6
+    assert torch.equal(y[~kept], r[~kept]), "the very same elements are dropped"
+    assert_close(y, want, dtype=dtype)
+
+
+@pytest.mark.parametrize("classes", [slice(0, 9), slice(0, 4), slice(4, 9), slice(8, 9)], ids=str)
+def test_cross_entropy_gradient_over_some_classes(name, dtype, classes):
+    logits, labels = draw(6, 9, dtype=dtype), torch.tensor([0, 8, -100, 4, 3, 8])
+    dloss, lse = torch.rand(6), torch.logsumexp(logits.float(), -1)
+    options = 0.1, -100, 1e-2
+    want = cross_entropy.cross_entropy_bwd(dloss.double(), logits.double(), labels, lse.double(), *options)
+    owned = logits[:, classes].contiguous()
+    with backend(name):
+        cross_entropy.cross_entropy_bwd_owned(dloss, owned, labels, lse, *options, classes.start, 9)
+    assert_close(owned, want[:, classes], dtype=dtype)
+
+
+@pytest.mark.parametrize("n", [1, 32, 33, 100, 321])
+@pytest.mark.parametrize("vocab", [1, 3, 50])
+def test_embedding_gradient_of_long_runs(name, dtype, n, vocab):
+    ids, dy = torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(n)), draw(n, 5, dtype=dtype)
+    for padding in (-1, 0):
+        want = embedding.embedding_wgrad(dy.double(), ids, vocab, padding)
+        with backend(name):
+            got = embedding.embedding_wgrad(dy, ids, vocab, padding)
+        tight = name == "triton" or dtype is torch.float32  # torch adds up in the dtype itself
+        assert_close(got, want, dtype=dtype if tight else torch.bfloat16, length=n)
