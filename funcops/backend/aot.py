@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import struct
 import subprocess
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -62,6 +62,13 @@ class Build(NamedTuple):
     shared: int
     spills: int
     matrix: str
+    instructions: int
+
+
+class _Read(NamedTuple):
+    registers: int
+    spills: int
+    opcodes: set[str]
     instructions: int
 
 
@@ -119,12 +126,12 @@ def inspect(launched: Launched, target: str) -> Build:
     """Read a compiled kernel with the disassembler that Triton brings."""
     compiled = launched.compiled
     read = _read_amd if TARGETS[target].gpu.backend == "hip" else _read_nvidia
-    registers, spills, opcodes = read(compiled.asm)
-    matrix = ", ".join(sorted({opcode for opcode in opcodes if MATRIX.match(opcode)}))
+    found = read(compiled.asm)
+    matrix = ", ".join(sorted(opcode for opcode in found.opcodes if MATRIX.match(opcode)))
     metadata = compiled.metadata
     return Build(
-        name_of(launched.kernel), _config(launched), target, metadata.num_warps, registers, metadata.shared,
-        spills, matrix, opcodes.total(),
+        name_of(launched.kernel), _config(launched), target, metadata.num_warps, found.registers, metadata.shared,
+        found.spills, matrix, found.instructions,
     )  # fmt: skip
 
 
@@ -154,23 +161,34 @@ def _config(launched: Launched) -> str:
     return " ".join([*dtypes, *(f for f in found if "=" in f)])
 
 
-def _read_nvidia(asm: Any) -> tuple[int, int, Counter[str]]:
+def _read_nvidia(asm: Any) -> _Read:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         Path(path).write_bytes(asm["cubin"])
-        usage, sass = (
-            subprocess.run([TOOLS / tool, option, path], capture_output=True, text=True, check=True).stdout
-            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
-        )
+
+        def tool(name: str, option: str) -> str:
+            return subprocess.run([TOOLS / name, option, path], capture_output=True, text=True, check=True).stdout
+
+        usage = tool("cuobjdump", "-res-usage")
+        # the disassembler takes a quarter of a second, and finds a matrix opcode only where the assembly asked for one
+        sass = tool("nvdisasm", "-c") if "mma" in asm["ptx"] else ""
     registers, stack = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
     opcodes = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)[.\w]*", sass, re.M)
-    return registers, stack, Counter(opcodes)
+    return _Read(registers, stack, set(opcodes), _code_bytes(asm["cubin"]) // 16)
 
 
-def _read_amd(asm: Any) -> tuple[int, int, Counter[str]]:
+def _code_bytes(cubin: bytes) -> int:
+    """The size of the executable sections of a 64-bit ELF file (System V ABI, section headers)."""
+    offset, size, count = *struct.unpack_from("<Q", cubin, 0x28), *struct.unpack_from("<2H", cubin, 0x3A)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, offset + i * size) for i in range(count)]
+    return sum(header[5] for header in headers if header[2] & 4)
+
+
+def _read_amd(asm: Any) -> _Read:
     text = asm["amdgcn"]
     registers, vector, scalar = (
         int(re.search(rf"\.{name}:\s+(\d+)", text)[1])  # type: ignore[index]
         for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count")
     )
-    return registers, 4 * (vector + scalar), Counter(re.findall(r"^\t([a-z][a-z0-9_]+)\s", text, re.M))
+    opcodes = re.findall(r"^\t([a-z][a-z0-9_]+)\s", text, re.M)
+    return _Read(registers, 4 * (vector + scalar), set(opcodes), len(opcodes))

@@ -44,6 +44,7 @@ class Launched(NamedTuple):
     """A kernel as it was compiled for one launch."""
 
     kernel: Any
+    grid: tuple[int, int, int]
     arguments: dict[str, Any]
     compiled: Any
 
@@ -85,7 +86,7 @@ def launcher(kernel: Any) -> Callable[..., None]:
     def miss(key: Any, grid: Any, arguments: Any, num_warps: int, num_stages: int) -> None:
         compiled = kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
         if _collected is not None and key not in cache:
-            _collected.append(Launched(kernel, dict(zip(names, arguments, strict=True)), compiled))
+            _collected.append(Launched(kernel, grid, dict(zip(names, arguments, strict=True)), compiled))
         cache[key] = compiled.run, compiled.function, compiled.packed_metadata
 
     source = _SOURCE.format(parameters=", ".join(names), key=", ".join(map(_key_of, kernel.params)))

@@ -53,19 +53,20 @@ def _sum_parts(
     """For every chunk whose last id began in it and goes on after it."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    after = (chunk + 1) * RUN
-    own = tl.load(ids_ptr + after - 1, mask=after - 1 < n, other=-1)
-    following = tl.load(ids_ptr + after, mask=after < n, other=-2)
+    own = tl.load(ids_ptr + chunk * RUN + RUN - 1, mask=(chunk + 1) * RUN <= n, other=-1)
     earlier = tl.load(ids_ptr + chunk * RUN - 1, mask=chunk > 0, other=-1)
-    if (own == following) & (own != earlier) & (own != padding_idx):
+    if (own >= 0) & (_first(ids_ptr, chunk + 1, n, RUN) == own) & (own != earlier) & (own != padding_idx):
         total = tl.load(parts_ptr + (2 * chunk + 1) * width + i, mask=i < width, other=0.0)
-        while following == own:
+        while _first(ids_ptr, chunk + 1, n, RUN) == own:
             chunk += 1
             total += tl.load(parts_ptr + 2 * chunk * width + i, mask=i < width, other=0.0)
-            after = (chunk + 1) * RUN
-            # the id goes on where it still stands at the end of this chunk and at the start of the next
-            following = tl.load(ids_ptr + after, mask=after < n, other=-2)
         store_rounded(dw_ptr + own * width + i, total, i < width)
+
+
+@triton.jit
+def _first(ids_ptr, chunk, n, RUN: tl.constexpr):
+    """The id at the start of a chunk, -1 after the last."""
+    return tl.load(ids_ptr + chunk * RUN, mask=chunk * RUN < n, other=-1)
 
 
 _launch_sum_runs, _launch_sum_parts = launcher(_sum_runs), launcher(_sum_parts)

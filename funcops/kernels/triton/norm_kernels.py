@@ -147,10 +147,10 @@ def _row_sums(
 ):  # fmt: skip
     """alpha * sum(g n) and, where centred, alpha * sum(g), of each row: [rows, 2]."""
     row = tl.program_id(0).to(tl.int64)
-    rstd, mean, w = tl.load(rstd_ptr + row), 0.0, 0.0
+    rstd, mean = tl.load(rstd_ptr + row), 0.0
     if CENTRE:
         mean = tl.load(mean_ptr + row)
-    along, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    w, along, plain = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
         if WEIGHT:
