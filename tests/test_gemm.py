@@ -58,6 +58,28 @@ def test_descriptor_and_pointer_split_alike(kernel, dtype, monkeypatch):
     assert torch.equal(plain, product(a, b, KERNELS[kernel]))
 
 
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("flips", [(False, False), (False, True), (True, False)], ids=str)
+def test_specialised_warps(dtype, flips):
+    a, b = draw(136, 24, dtype=dtype), draw(24, 48, dtype=dtype, seed=1)
+    a, b = (t.mT.contiguous().mT if flip else t for t, flip in zip((a, b), flips, strict=True))
+    bias, add, z = draw(48, dtype=dtype, seed=2), draw(136, 48, dtype=dtype, seed=3), torch.empty(136, 48, dtype=dtype)
+    launched = []
+    launch = products.launch_specialised
+    products.launch_specialised = lambda *args, **options: launched.append(args) or launch(*args, **options)
+    try:
+        with gemm("specialised"):
+            plain = product(a, b, KERNELS["descriptor"])
+            fused = product(a, b, KERNELS["descriptor"], products.Epilogue(bias, z, "keep", "silu", add, 0.5))
+    finally:
+        products.launch_specialised = launch
+    want = 0.5 * (a.double() @ b.double()) + bias.double()
+    assert len(launched) == 2
+    assert_close(plain, a.double() @ b.double(), dtype=dtype)
+    assert_close(z, want, dtype=dtype)
+    assert_close(fused, torch.nn.functional.silu(want) + add.double(), dtype=dtype)
+
+
 @settings(max_examples=25)
 @given(st.tuples(*[st.integers(1, 40)] * 3), st.sampled_from(DTYPES), st.booleans(), st.booleans())
 def test_any_shape(shape, dtype, a_flipped, b_flipped):
@@ -164,7 +186,7 @@ def test_who_multiplies():
             assert not calls
     finally:
         kernel.torch_impl = body
-    with pytest.raises(ValueError, match="gemm: name must be 'auto' or 'cublas' or 'triton', got 'cutlass'"):
+    with pytest.raises(ValueError, match="gemm: name must be 'auto' or 'cublas' or 'triton' or 'specialised', got 'cutlass'"):
         with gemm("cutlass"):
             pass
 

@@ -141,7 +141,7 @@ def name_of(kernel: Any) -> str:
 
 
 def takes_descriptors(kernel: Any) -> bool:
-    return any(parameter.name.endswith("_desc") for parameter in kernel.params)
+    return "make_tensor_descriptor" in kernel.src or any(parameter.name.endswith("_desc") for parameter in kernel.params)
 
 
 def _config(launched: Launched) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops.errors import require
 
 BACKENDS = ("torch", "triton")
-PROVIDERS = ("auto", "cublas", "triton")
+PROVIDERS = ("auto", "cublas", "triton", "specialised")
 
 
 def _checked(name: str | None, where: str, among: tuple[str, ...] = BACKENDS) -> str | None:
@@ -38,7 +38,8 @@ def backend(name: str) -> Iterator[None]:
 @contextmanager
 def gemm(name: str) -> Iterator[None]:
     """Run bare matrix products in the block by cuBLAS, by our Triton kernels, or ("auto", the default) by the table of
-    `funcops/kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton"."""
+    `funcops/kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton". With "specialised" all
+    products that can go to our kernel with specialised warps: a candidate, to be measured."""
     global _gemm
     before, _gemm = _gemm, _checked(name, "gemm", PROVIDERS)
     try:

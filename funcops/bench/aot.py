@@ -7,7 +7,7 @@ import argparse
 import torch
 from triton import knobs
 
-from funcops.backend import backend
+from funcops.backend import backend, gemm
 from funcops.backend.aot import TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
 from funcops.backend.launch import compiled_launches, launched_kernels
 from funcops.bench.measure import BenchError
@@ -32,6 +32,9 @@ def builds(target: str) -> list[Build]:
         for dtype in DTYPES:
             for sample in samples(Maker("meta", dtype)):
                 sample.kernel(*sample.args)
+                if sample.product is not None:
+                    with gemm("specialised"):
+                        sample.kernel(*sample.args)
         return [inspect(launched, target) for launched in found]
 
 

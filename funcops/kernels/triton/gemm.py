@@ -16,7 +16,7 @@ from funcops.kernels.triton.common import INTERPRETED, load_wide, rounded, store
 
 
 @triton.jit
-def _tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
+def tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl.constexpr):
     """Row and column of a tile. Tiles go in groups of GROUP rows, so that those that run together share what they read."""
     rows, columns = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     group = tile // (GROUP * columns)
@@ -25,7 +25,7 @@ def _tile_of(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP: tl
 
 
 @triton.jit
-def _epilogue(
+def epilogue(
     total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale,
     BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +68,7 @@ def _pointer(
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Split s goes over its own part of K and writes C [s, M, N] and, with SUMS, sums [s, M]."""
-    tile_m, tile_n = _tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1).to(tl.int64)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -87,7 +87,7 @@ def _pointer(
         total = tl.dot(a, b, total, input_precision=PRECISION)
         a_at += BLOCK_K * a_k
         b_at += BLOCK_K * b_k
-    total = _epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
+    total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
     inside = (m < M)[:, None] & (n < N)[None, :]
     store_rounded(c_ptr + split * M * N + m[:, None] * N + n[None, :], total, inside)
     if SUMS:
@@ -107,7 +107,7 @@ def _descriptor(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for work in tl.range(tl.program_id(0), tiles * splits, tl.num_programs(0)):
         split = work // tiles
-        tile_m, tile_n = _tile_of(work % tiles, M, N, BLOCK_M, BLOCK_N, GROUP)
+        tile_m, tile_n = tile_of(work % tiles, M, N, BLOCK_M, BLOCK_N, GROUP)
         first = split * per_split
         last = tl.minimum(first + per_split, K)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -125,7 +125,7 @@ def _descriptor(
             total = tl.dot(a, b, total)
         m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-        total = _epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
+        total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
         c_desc.store([split * slice_rows + tile_m * BLOCK_M, tile_n * BLOCK_N], rounded(total, c_desc.dtype))
         if SUMS:
             if tile_n == 0:

@@ -17,6 +17,7 @@ class Tile(NamedTuple):
     k: int
     warps: int
     stages: int
+    specialised: bool = False
 
 
 class Choice(NamedTuple):
@@ -29,6 +30,8 @@ class Choice(NamedTuple):
 
 
 WIDE, SQUARE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+# for gemm("specialised"): wide without an epilogue, square where one takes registers
+SPECIALISED = Tile(128, 256, 64, 4, 3, True), Tile(128, 128, 64, 4, 3, True)
 SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
 UNALIGNED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 16, 8, 3)  # nothing known of a stride costs registers
 

@@ -11,9 +11,11 @@ from torch import Tensor
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from funcops.backend.select import gemm_provider
 from funcops.kernels.triton.common import INTERPRETED
 from funcops.kernels.triton.gemm import launch_descriptor, launch_pointer, launch_sum_splits
-from funcops.kernels.triton.gemm_table import Choice, Tile, choose
+from funcops.kernels.triton.gemm_specialised import launch_specialised
+from funcops.kernels.triton.gemm_table import SPECIALISED, Choice, Tile, choose
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
 
@@ -43,6 +45,9 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
     family = epilogue.family(out)
     choice = choice or choose(family, a.dtype, m, n, aligned(a) and aligned(b))
     described = choice.descriptor is not None and descriptors_serve(a, b, out)
+    if described and gemm_provider() == "specialised" and epilogue.sums is None:
+        by_specialised(a, b, out, epilogue, SPECIALISED[family != "none"])
+        return
     run, tile = (by_descriptor, choice.descriptor) if described else (by_pointer, choice.pointer)
     assert tile is not None
     tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
@@ -100,6 +105,23 @@ def by_descriptor(
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, a_flipped, b_flipped,
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
+
+
+def by_specialised(a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile) -> None:
+    (m, k), n = a.shape, b.shape[1]
+    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
+    triton.set_allocator(scratch)
+    launch_specialised(
+        min(programs_at_once(), tiles), 1, 1, a, b, c, e.bias, e.z, e.add, m, n, k, max(a.stride()),
+        max(b.stride()), e.scale, e.bias is not None, e.mode, e.kind, e.add is not None, a_flipped, b_flipped,
+        tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+
+
+def scratch(size: int, alignment: int, stream: Optional[int]) -> Tensor:
+    """Memory for descriptors that a kernel makes itself."""
+    return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
