@@ -1,0 +1,54 @@
+"""Every kernel at addresses that are multiples of nothing: all its tensors moved by 1, 3 and 5 elements."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcops.backend import backend
+from funcops.bench.samples import Maker, samples
+from funcops.testing.tolerances import assert_close
+from funcops.trees import leaves, tree_map
+
+pytest.importorskip("triton")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def tiny(dtype):
+    return list(samples(Maker("cpu", dtype, shrink=4096)))
+
+
+def moved(args, by):
+    def move(t):
+        if not isinstance(t, Tensor):
+            return t
+        room = torch.empty(t.numel() + by, dtype=t.dtype)
+        return room[by:].view(t.shape).copy_(t)
+
+    return tree_map(move, args)
+
+
+def floats(tree):
+    return [t for t in leaves(tree) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def check(got, want, dtype):
+    """Partial sums, whose number is an implementation's own, are compared by their sum."""
+    for g, w in zip(floats(got), floats(want), strict=True):
+        g, w = (g, w) if g.shape == w.shape else (g.sum(0), w.sum(0))
+        assert_close(g, w, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("i", range(len(tiny(torch.float32))), ids=lambda i: f"{tiny(torch.float32)[i].name}-{i}")
+def test_every_kernel_at_odd_addresses(i, dtype):
+    torch.manual_seed(0)
+    sample = tiny(dtype)[i]
+    plain = moved(sample.args, 0)
+    want = sample.kernel.kernel.torch_impl(*plain)
+    for by in (1, 3, 5):
+        args = moved(sample.args, by)
+        with backend("triton"):
+            got = sample.kernel(*args)
+        check(got, want, dtype)
+        if sample.kernel.kernel.mutates:
+            check(args, plain, dtype)
