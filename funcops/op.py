@@ -56,8 +56,8 @@ def positional() -> Any:
 
 
 class Op(NamedTuple):
-    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key."""
-
+    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: y costs
+    little more than reading x, so that a chain rather computes it again in its backward than keeps it."""
     name: str
     config: type
     init: Callable[..., Any]
@@ -66,20 +66,22 @@ class Op(NamedTuple):
     dgrad: Callable[..., Any]
     wgrad: Callable[..., Any]
     keyed: bool = False
+    cheap: bool = False
 
     def __repr__(self) -> str:
         return self.name
 
 
 def make_op(
-    name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None, keyed: bool = False
-) -> Op:
+    name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
+    keyed: bool = False, cheap: bool = False,
+) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
     below; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
     init = init or _no_params(name, config)
     if wgrad is None:
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
-    return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed)
+    return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed, cheap)
 
 
 def forward(config: type, params: type = NoneType) -> Callable[[F], F]:

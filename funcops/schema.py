@@ -107,6 +107,7 @@ class Saved:
     __slots__ = ()
     fields: ClassVar[dict[str, Field]]
     kind: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
     cfg: Any
     needs: Needs
     fresh: Callable[[], bool]
@@ -124,6 +125,12 @@ class Saved:
         node._marks = self._marks  # type: ignore[attr-defined]
         self.empty()  # type: ignore[attr-defined]
         return node
+
+    def copy(self: T, **changes: Any) -> T:
+        """A node like this one but for `changes`, marked anew."""
+        given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
+        made: T = self.keep(self.cfg, self.needs, **given | changes)  # type: ignore[attr-defined]
+        return made
 
     def empty(self) -> None:
         """Drop every leaf."""
@@ -205,6 +212,7 @@ def _saved_class(cls: Any, kind: str) -> Any:
     made.kind = kind
     made.fields = {f.name: f.metadata["saved"] for f in dataclasses.fields(made) if "saved" in f.metadata}
     names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
+    made.names = tuple(names)
     written = _write_methods(made, names, [n for n, f in made.fields.items() if f.alias])
     for name in ("fresh", "_marks_now", "__post_init__"):
         setattr(made, name, written[name])

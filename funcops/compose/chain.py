@@ -9,12 +9,14 @@ than once, its gradients are summed. Steps before the first that needs a gradien
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
 
 from funcops import random
+from funcops.compose.again import Dropped, dropped
 from funcops.compose.step import (
     Nested,
     Step,
@@ -37,11 +39,14 @@ from funcops.trees import at, paths, put
 @config
 class ChainConfig:
     """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `ties` maps a path to the
-    path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's."""
+    path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's.
+    `recompute`: the outputs of cheap steps (norms, activations, GLUs) are computed again in the backward, not kept; a tuple
+    of step names for some of them."""
 
     steps: tuple[Step, ...]
     extras: tuple[str, ...] = ()
     ties: Any = ()
+    recompute: bool | tuple[str, ...] = True
 
     def __post_init__(self) -> None:
         ties = self.ties.items() if isinstance(self.ties, Mapping) else self.ties
@@ -57,8 +62,11 @@ class ChainConfig:
         object.__setattr__(self, "names", dict.fromkeys(names))
         routed = [step if step.names or step.gives else None for step in self.steps]
         object.__setattr__(self, "routed", tuple(routed))
-        backwards = [(s.name, s.op, s.cfg, r) for s, r in zip(self.steps, routed, strict=True)]
+        found = _dropped_outputs(self.steps, self.recompute)
+        object.__setattr__(self, "dropped", found)
+        backwards = [(s.name, s.op, s.cfg, r, d) for s, r, d in zip(self.steps, routed, found, strict=True)]
         object.__setattr__(self, "backwards", tuple(reversed(backwards)))
+        object.__setattr__(self, "entries", ((self.steps[0].name, self.steps[0].op, self.steps[0].cfg),))
         object.__setattr__(self, "gives", any(step.gives for step in self.steps))
         object.__setattr__(self, "step_needs", {})
         object.__setattr__(self, "forwards", {})
@@ -71,10 +79,25 @@ class ChainConfig:
     keys: ClassVar[tuple[str, ...]]
     names: ClassVar[dict[str, None]]
     routed: ClassVar[tuple[Step | None, ...]]  # the steps that take or give extras
-    backwards: ClassVar[tuple[tuple[str, Op, Any, Step | None], ...]]  # name, op, cfg and routed step, last first
+    dropped: ClassVar[tuple[Dropped | None, ...]]  # by step, what it does not keep of the one before
+    backwards: ClassVar[tuple[tuple[str, Op, Any, Step | None, Dropped | None], ...]]  # by step, last first
+    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     gives: ClassVar[bool]
     step_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
-    forwards: ClassVar[dict[Needs, tuple[tuple[str, Any, Any, Needs, Step | None], ...]]]
+    forwards: ClassVar[dict[Needs, tuple[tuple[str, Any, Any, Needs, Step | None, Dropped | None], ...]]]
+
+
+def _dropped_outputs(steps: tuple[Step, ...], recompute: Any) -> tuple[Dropped | None, ...]:
+    """For each step, what it leaves out of the output of the one before. Two in a row cannot: the second's recipe would lack x."""
+    names = {step.name for step in steps}
+    require_type("ChainConfig", "recompute", recompute, bool, tuple)
+    unknown = [] if isinstance(recompute, bool) else [name for name in recompute if name not in names]
+    require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
+    found: list[Dropped | None] = [None]
+    for before, step in itertools.pairwise(steps):
+        asked = recompute if isinstance(recompute, bool) else before.name in recompute
+        found.append(dropped(before, step) if asked and found[-1] is None else None)
+    return tuple(found)
 
 
 def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
@@ -168,21 +191,25 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     if cfg.gives:
         extras = dict(extras)
     kept = ChainResiduals(cfg=cfg, needs=needs)
-    for name, fwd, step_cfg, wanted, routed in cfg.forwards.get(needs) or _forwards(cfg, needs):
-        if routed is None:
-            main, kept[name] = fwd(params[name], main, step_cfg, needs=wanted)
-            continue
-        main, kept[name] = fwd(params[name], routed.x(main, extras), step_cfg, needs=wanted)
-        if routed.gives:
+    before = None
+    for name, fwd, step_cfg, wanted, routed, left_out in cfg.forwards.get(needs) or _forwards(cfg, needs):
+        given = main
+        main, node = fwd(params[name], main if routed is None else routed.x(main, extras), step_cfg, needs=wanted)
+        kept[name] = node
+        if left_out is not None and node is not None:
+            left_out.cut(node, kept, params[left_out.producer.name], before)
+        if routed is not None and routed.gives:
             extras.update(zip(routed.gives, main[1:], strict=True))
             main = main[0]
+        before = given
     return main, kept if needs else None
 
 
-def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Needs, Step | None], ...]:
-    """What the loop above reads of each step: name, fwd, cfg, needs, and the step itself if it takes or gives extras."""
-    rows = zip(cfg.steps, needs_of_steps(cfg, needs), cfg.routed, strict=True)
-    cfg.forwards[needs] = tuple((s.name, s.op.fwd, s.cfg, wanted, routed) for s, wanted, routed in rows)
+def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Needs, Step | None, Dropped | None], ...]:
+    """What the loop above reads of each step: name, fwd, cfg, needs, the step itself if it takes or gives extras, and what it
+    leaves out."""
+    rows = zip(cfg.steps, needs_of_steps(cfg, needs), cfg.routed, cfg.dropped, strict=True)
+    cfg.forwards[needs] = tuple((s.name, s.op.fwd, s.cfg, wanted, routed, left) for s, wanted, routed, left in rows)
     return cfg.forwards[needs]
 
 
@@ -191,17 +218,34 @@ def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> 
     gradients: dict[str, Any] = {}
     results: dict[str, Any] = dict(cfg.names)
     whole = sums is not None
-    for name, op, step_cfg, routed in cfg.backwards:
+    for name, op, step_cfg, routed, left_out in cfg.backwards:
         if routed is not None and routed.gives:
             dy = (dy, *[gradients.pop(given, None) for given in routed.gives])
             dy = None if all(d is None for d in dy) else dy
         kept = part(node, name) if node.donated else node[name]
-        dy, results[name] = run_backward(op, step_cfg, kept, dy, whole, sums[name] if sums else None)
+        if left_out is not None and left_out.key in node:
+            kept, recipe = _with_output(left_out, node, kept, whole)
+            dy, results[name] = run_backward(op, step_cfg, kept, dy, whole, sums[name] if sums else None)
+            if not whole and results[name] is not None:
+                results[name], results[left_out.key] = left_out.emptied(results[name]), recipe
+        else:
+            dy, results[name] = run_backward(op, step_cfg, kept, dy, whole, sums[name] if sums else None)
         if routed is not None:
             dy = routed.split(dy, gradients)
     if cfg.extras:
         dy = WithExtras(dy, {name: gradients.get(name) for name in cfg.extras})
     return dy, results
+
+
+def _with_output(left_out: Dropped, node: Any, kept: Any, whole: bool) -> tuple[Any, Any]:
+    """The residuals of a step with the output that they lack, where this half of the backward reads it; and the recipe."""
+    recipe = node[left_out.key]
+    if node.donated:
+        node[left_out.key] = None
+    where = "chain_bwd" if whole else "chain_dgrad"
+    if whole or left_out.in_dgrad:
+        kept = left_out.fill(where, kept, left_out.value(where, recipe))
+    return kept, recipe if whole or node.donated else left_out.copy(recipe)
 
 
 @dgrad_of(ChainResiduals)
@@ -220,8 +264,12 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
     sums = _accumulators("chain_wgrad", into, node, cfg)
     found = dict(cfg.names)
-    for name, op, step_cfg, _ in cfg.backwards:
-        found[name] = op.wgrad(None if node is None else part(node, name), step_cfg, into=sums[name])
+    for name, op, step_cfg, _, left_out in cfg.backwards:
+        waiting = None if node is None else part(node, name)
+        if node is not None and waiting is not None and left_out is not None and left_out.key in node:
+            output = left_out.value("chain_wgrad", part(node, left_out.key))
+            waiting = left_out.fill("chain_wgrad", waiting, output)
+        found[name] = op.wgrad(waiting, step_cfg, into=sums[name])
     if node is not None and node is not pending:
         node.empty()
     return _collect(found, into, cfg)

@@ -42,6 +42,7 @@ class ParallelConfig:
             require(not branch.gives, "ParallelConfig", f"gives of branch {branch.name!r}", "()", branch.gives)
         names = [branch.name for branch in self.branches]
         require(len(set(names)) == len(names), "ParallelConfig", "branches", "uniquely named", names)
+        object.__setattr__(self, "entries", tuple((b.name, b.op, b.cfg) for b in self.branches))
         object.__setattr__(self, "names", dict.fromkeys(names))
         object.__setattr__(self, "extras", tuple(dict.fromkeys(n for b in self.branches for n in b.names)))
         object.__setattr__(self, "keys", tuple(dict.fromkeys(k for b in self.branches for k in b.keys)))
@@ -50,6 +51,7 @@ class ParallelConfig:
         needs_of_branches(self, Needs.NONE)
 
     names: ClassVar[dict[str, None]]
+    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     branch_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]

@@ -54,12 +54,14 @@ class RepeatConfig:
         object.__setattr__(self, "keys", keys_of(self.cfg))
         object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
         object.__setattr__(self, "layer_needs", {})
+        object.__setattr__(self, "entries", ((0, self.op, self.cfg),))
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
 
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     has_params: ClassVar[bool]
+    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
 

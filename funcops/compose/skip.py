@@ -26,7 +26,9 @@ class SkipConfig:
         check_body("SkipConfig", self.op, self.cfg)
         object.__setattr__(self, "extras", extras_of(self.cfg))
         object.__setattr__(self, "keys", keys_of(self.cfg))
+        object.__setattr__(self, "entries", ((None, self.op, self.cfg),))
 
+    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
 
