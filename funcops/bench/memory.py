@@ -15,9 +15,11 @@ from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
 from funcops.bench.measure import Row
 from funcops.bench.models import block_config
 from funcops.bench.plain import PlainBlock
+from funcops.errors import short
 from funcops.needs import Needs
 
 DIM, HEADS, HIDDEN, LENGTH, LAYERS = 256, 4, 704, 512, 4
+CASES = ((1, torch.float32), (16, torch.float32), (16, torch.bfloat16))  # 512 tokens, where gradients weigh most, and 8,192
 
 
 class Live(TorchDispatchMode):
@@ -49,12 +51,16 @@ def peak_of(fn: Callable[[], Any]) -> int:
 
 
 def run() -> list[Row]:
+    return [row for case in CASES for row in _measure(*case)]
+
+
+def _measure(batch: int, dtype: torch.dtype) -> list[Row]:
     torch.manual_seed(0)
-    data, dy = torch.randn(1, LENGTH, DIM), torch.randn(1, LENGTH, DIM)
+    data, dy = torch.randn(2, batch, LENGTH, DIM, dtype=dtype).unbind()
     cfg = RepeatConfig(chain, block_config(DIM, HEADS, HIDDEN), LAYERS)
-    params = repeat.init(cfg, key=random.key(0), dtype=torch.float32)
+    params = repeat.init(cfg, key=random.key(0), dtype=dtype)
     x = WithExtras(data, {"positions": torch.arange(LENGTH)})
-    module = nn.Sequential(*(PlainBlock(DIM, HEADS, HIDDEN, LENGTH) for _ in range(LAYERS)))
+    module = nn.Sequential(*(PlainBlock(DIM, HEADS, HIDDEN, LENGTH) for _ in range(LAYERS))).to(dtype)
 
     def ours() -> Any:
         _, residuals = repeat.fwd(params, x, cfg, needs=Needs(x=False))
@@ -63,6 +69,10 @@ def run() -> list[Row]:
     def autograd() -> Any:
         return torch.autograd.grad(module(data), list(module.parameters()), dy)
 
+    case, grads = f"{LAYERS} llama blocks, {batch * LENGTH} tokens, {short(dtype)}", sum(p.nbytes for p in module.parameters())
     peaks = {"funcops": peak_of(ours), "autograd": peak_of(autograd)}
-    rows = [Row("memory", f"{LAYERS} llama blocks", name, "peak live", peak / 2**20, "MiB") for name, peak in peaks.items()]
-    return [*rows, Row("memory", f"{LAYERS} llama blocks", "funcops", "ratio to autograd", peaks["funcops"] / peaks["autograd"], "")]
+    rows = [Row("memory", case, name, "peak live", peak / 2**20, "MiB") for name, peak in peaks.items()]
+    rows += [Row("memory", case, name, "net of gradients", (peak - grads) / 2**20, "MiB") for name, peak in peaks.items()]
+    gross, net = peaks["funcops"] / peaks["autograd"], (peaks["funcops"] - grads) / (peaks["autograd"] - grads)
+    ratios = [("ratio to autograd", gross), ("ratio to autograd, net", net)]
+    return [*rows, *(Row("memory", case, "funcops", name, value, "") for name, value in ratios)]

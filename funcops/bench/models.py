@@ -5,11 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from funcops import (
+    ActivationConfig,
     AttentionConfig,
     ChainConfig,
     CrossEntropyConfig,
+    DropoutConfig,
     EmbeddingConfig,
     GLUConfig,
+    LayerNormConfig,
     LinearConfig,
     ParallelConfig,
     RepeatConfig,
@@ -18,11 +21,14 @@ from funcops import (
     RopeConfig,
     SkipConfig,
     Step,
+    activation,
     attention,
     chain,
     cross_entropy,
+    dropout,
     embedding,
     glu,
+    layer_norm,
     linear,
     parallel,
     repeat,
@@ -46,8 +52,9 @@ class Sizes(NamedTuple):
     batch: int = 8
 
 
-def mlp_config(dim: int, hidden: int) -> ChainConfig:
+def mlp_config(dim: int, hidden: int, recompute: bool = True) -> ChainConfig:
     return ChainConfig(
+        recompute=recompute,
         steps=(
             Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)),
             Step("up", linear, LinearConfig(dim, 2 * hidden, bias=False)),
@@ -57,7 +64,9 @@ def mlp_config(dim: int, hidden: int) -> ChainConfig:
     )
 
 
-def block_config(dim: int, heads: int, hidden: int, kv_heads: int | None = None) -> ChainConfig:
+def block_config(
+    dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True
+) -> ChainConfig:
     """A Llama block; the extra `positions` may be their rotary table."""
     size = dim // heads
 
@@ -81,9 +90,45 @@ def block_config(dim: int, heads: int, hidden: int, kv_heads: int | None = None)
             Step("out", linear, LinearConfig(dim, dim, bias=False)),
         ),
         extras=("positions",),
+        recompute=recompute,
     )
-    steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp_config(dim, hidden))))
+    mlp = mlp_config(dim, hidden, recompute)
+    steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
     return ChainConfig(steps=steps, extras=("positions",))
+
+
+def gpt2_block_config(dim: int, heads: int, hidden: int, p: float) -> ChainConfig:
+    """A GPT-2 block, with dropout on its two branches; the extra `key` is a random key."""
+    size = dim // heads
+    heads_of = (
+        Step("proj", linear, LinearConfig(dim, dim)),
+        Step("heads", reshape, ReshapeConfig((dim,), (heads, size))),
+    )
+    drop = Step("drop", dropout, DropoutConfig(p=p), takes=("key",))
+    attn = ChainConfig(
+        steps=(
+            Step("norm", layer_norm, LayerNormConfig(dim)),
+            Step("qkv", parallel, ParallelConfig(branches=tuple(Step(n, chain, ChainConfig(steps=heads_of)) for n in "qkv"))),
+            Step("mix", attention, AttentionConfig(causal=True)),
+            Step("merge", reshape, ReshapeConfig((heads, size), (dim,))),
+            Step("out", linear, LinearConfig(dim, dim)),
+            drop,
+        ),
+        extras=("key",),
+    )
+    mlp = ChainConfig(
+        steps=(
+            Step("norm", layer_norm, LayerNormConfig(dim)),
+            Step("up", linear, LinearConfig(dim, hidden)),
+            Step("act", activation, ActivationConfig("gelu_tanh")),
+            Step("down", linear, LinearConfig(hidden, dim)),
+            drop,
+        ),
+        extras=("key",),
+    )
+    return ChainConfig(
+        steps=(Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp))), extras=("key",)
+    )
 
 
 def decoder_config(sizes: Sizes) -> ChainConfig:

@@ -89,6 +89,23 @@ class PlainBlock(nn.Module):
         return self.block(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
 
 
+class PlainGPT2Block(nn.Module):
+    """A GPT-2 block with dropout on its two branches."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, p: float):
+        super().__init__()
+        self.heads, self.p = heads, p
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.out(mixed), self.p)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh")), self.p)
+
+
 class PlainLlama(nn.Module):
     """Logits [B, T, vocab] of byte numbers [B, T], T up to `context`; with `labels` [B, T], their mean cross entropy."""
 

@@ -1,30 +1,44 @@
-"""Bytes that a Llama block keeps for its backward, per token and hidden unit, against what autograd saves."""
+"""Bytes that a block keeps for its backward, per token and hidden unit, against what autograd saves."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcops import WithExtras, chain, random, report
 from funcops.bench.measure import Row
-from funcops.bench.models import block_config
-from funcops.bench.plain import PlainBlock
+from funcops.bench.models import block_config, gpt2_block_config
+from funcops.bench.plain import PlainBlock, PlainGPT2Block
 
-DIM, HEADS, HIDDEN, LENGTH = 512, 8, 1408, 512
+DIM, HEADS, LENGTH = 512, 8, 512
+UNIT = "bytes per token and unit"
 
 
 def run() -> list[Row]:
     torch.manual_seed(0)
-    dtype = torch.bfloat16
-    data = torch.randn(1, LENGTH, DIM, dtype=dtype)
-    cfg = block_config(DIM, HEADS, HIDDEN)
-    params = chain.init(cfg, key=random.key(0), dtype=dtype)
-    positions = torch.arange(LENGTH)
-    _, residuals = chain.fwd(params, WithExtras(data, {"positions": positions}), cfg)
-    kept = report(residuals, params, {"positions": positions}).kept_bytes  # the block's input counts
+    llama = block_config(DIM, HEADS, 1408), {"positions": torch.arange(LENGTH)}, PlainBlock(DIM, HEADS, 1408, LENGTH)
+    gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
+    return [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
 
-    module = PlainBlock(DIM, HEADS, HIDDEN, LENGTH).to(dtype)
-    tables = {t.untyped_storage()._cdata for t in (*module.parameters(), module.cos, module.sin)}
+
+def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> list[Row]:
+    data = torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+    _, residuals = chain.fwd(params, WithExtras(data, extras), cfg)
+    ours = report(residuals, params, extras).kept_bytes  # the block's input counts
+    theirs = saved_by_autograd(module.to(torch.bfloat16), data)
+    units = LENGTH * DIM
+    return [
+        Row("residuals", name, "funcops", "kept", ours / units, UNIT),
+        Row("residuals", name, "autograd", "kept", theirs / units, UNIT),
+    ]
+
+
+def saved_by_autograd(module: nn.Module, data: Tensor) -> int:
+    """The bytes of the storages that a forward saves, but for the module's params and tables."""
+    tables = {t.untyped_storage()._cdata for t in (*module.parameters(), *vars(module).values()) if isinstance(t, Tensor)}
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -35,10 +49,6 @@ def run() -> list[Row]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = module(data.clone().requires_grad_())
-    units = LENGTH * DIM
-    rows = [
-        Row("residuals", "llama block", "funcops", "kept", kept / units, "bytes per token and unit"),
-        Row("residuals", "llama block", "autograd", "kept", sum(storages.values()) / units, "bytes per token and unit"),
-    ]
+    kept = sum(storages.values())
     del y
-    return rows
+    return kept

@@ -7,20 +7,18 @@ the cheap step read, which is kept anyway. The backward runs that step's forward
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcops.compose.step import Step
+from funcops.compose.step import Step, abstract_params
 from funcops.errors import StaleResidualError
 from funcops.needs import Needs
-from funcops.op import Op
+from funcops.op import ALL, Op
 from funcops.schema import DGRAD, WGRAD, Donated, Saved, residuals, saved
-from funcops.trees import tensors
 
-Path = tuple[Any, ...]
+Places = dict[Any, Any]  # by name: places further down, or whether a dgrad reads the field
 
 
 @residuals
@@ -33,27 +31,42 @@ class Recipe:
 
 
 class Dropped(NamedTuple):
-    """The output of the step `producer`, left out of the next step's residuals at `paths`; the recipe is kept as `key`."""
+    """The output of the step `producer`, left out of the next step's residuals at `places`; the recipe is kept as `key`."""
 
     producer: Step
     key: str
-    paths: tuple[Path, ...]
+    places: Places
     in_dgrad: bool  # whether a dgrad reads it
+    weights: tuple[str, ...]  # the fields of the producer's params
+
+    def applies(self, needs: Needs) -> bool:
+        """Whether the producer, under these needs, keeps its x anyway."""
+        fields = self.producer.op.dgrad.node_class.fields.values()  # type: ignore[attr-defined]
+        return any(field.alias == "x" and field.wanted(needs) for field in fields)
 
     def cut(self, node: Any, kept: Any, params: Any, x: Any) -> None:
         """After the forward: leave the output out of `node`, and keep the recipe among the residuals of the chain."""
-        if _keeps_x(kept[self.producer.name]) and any([_assign(node, path, None) for path in self.paths]):
+        if _clear(node, self.places):
             kept[self.key] = recipe = Recipe.keep(  # type: ignore[attr-defined]
                 self.producer.cfg, node.needs, params=params, x=x
             )
-            recipe._versions = _versions(params)
+            recipe._versions = self.versions(params)
+
+    def versions(self, params: Any) -> tuple[int, ...] | None:
+        """Of the params; None where there are none: while compiling, and of inference tensors."""
+        if torch.compiler.is_dynamo_compiling():
+            return None
+        try:
+            return tuple([t._version for name in self.weights if (t := getattr(params, name)) is not None])
+        except RuntimeError:
+            return None
 
     def value(self, where: str, recipe: Any) -> Any:
         """The output, computed again."""
         recipe = recipe.take(where) if type(recipe) is Donated else recipe
         if not recipe.fresh():
             recipe.complain(where)
-        if recipe._versions is not None and recipe._versions != _versions(recipe.params):
+        if recipe._versions is not None and recipe._versions != self.versions(recipe.params):
             raise StaleResidualError(
                 f"{where}: params of step {self.producer.name!r} must be as the forward left them, got some that were written "
                 "to since (its output is computed again). Run the backward first, or pass recompute=False to the chain"
@@ -62,12 +75,16 @@ class Dropped(NamedTuple):
 
     def fill(self, where: str, node: Any, value: Any) -> Any:
         """Residuals or pending with the output in its places; a node that was given away is filled itself."""
-        for path in self.paths:
-            if type(node) is Donated:
-                _assign(node._node, path, value)
-            else:
-                node = _replaced(where, node, path, value)
-        return node
+        if type(node) is Donated:
+            _assign(node._node, self.places, value)
+            return node
+        return _filled(where, node, self.places, value)
+
+    def emptied(self, pending: Any) -> Any:
+        """A pending without the output, which a dgrad that read it has handed on."""
+        if self.in_dgrad:
+            _clear(pending, self.places)
+        return pending
 
     def copy(self, recipe: Any) -> Any:
         """The recipe for a pending, while the residuals keep theirs."""
@@ -76,75 +93,74 @@ class Dropped(NamedTuple):
         return made
 
 
-    def emptied(self, pending: Any) -> Any:
-        """A pending without the output, which a dgrad that read it has handed on."""
-        for path in self.paths if self.in_dgrad else ():
-            _assign(pending, path, None)
-        return pending
-
-
 def dropped(before: Step, step: Step) -> Dropped | None:
     """What `step` need not keep of the output of the step before it."""
     if not before.op.cheap or before.names or before.gives:
         return None
-    places = list(_places(step.op, step.cfg, ()))
+    places = _places(step.op, step.cfg)
     if not places:
         return None
-    return Dropped(before, f"{before.name}()", tuple(path for path, _ in places), any(d for _, d in places))
+    fields = getattr(abstract_params(before.op, before.cfg), "__dataclass_fields__", ())
+    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), tuple(fields))
 
 
-def _places(op: Op, cfg: Any, prefix: Path) -> Iterator[tuple[Path, bool]]:
-    """Where the residuals of an op hold its main input, and whether a dgrad reads it there."""
-    if hasattr(cfg, "entries"):
-        for name, inner, inner_cfg in cfg.entries:
-            yield from _places(inner, inner_cfg, prefix if name is None else (*prefix, name))
-        return
-    for name, field in getattr(op.dgrad, "node_class", Saved).fields.items():
-        if field.alias in ("x", "x.0"):
-            yield (*prefix, name), DGRAD in field.needed_by
+def _places(op: Op, cfg: Any) -> Places:
+    """Where the residuals of an op hold its main input."""
+    if not hasattr(cfg, "entries"):
+        fields = getattr(op.dgrad, "node_class", Saved).fields
+        return {name: DGRAD in field.needed_by for name, field in fields.items() if field.alias in ("x", "x.0")}
+    found: Places = {}
+    for name, inner, inner_cfg in cfg.entries:
+        places = _places(inner, inner_cfg)
+        if name is None:
+            return places
+        if places:
+            found[name] = places
+    return found
 
 
-def _keeps_x(node: Any) -> bool:
-    fields = getattr(node, "fields", {})
-    return any([field.alias == "x" and getattr(node, name) is not None for name, field in fields.items()])
+def _any_dgrad(places: Places) -> bool:
+    return any(_any_dgrad(place) if isinstance(place, dict) else place for place in places.values())
 
 
-def _assign(node: Any, path: Path, value: Any) -> bool:
-    """Set a field in place, with new marks. With a value only where one is wanted and missing. Says whether it was set."""
-    for name in path[:-1]:
-        node = None if node is None else node[name]
-    if not isinstance(node, Saved) or not _open(node, path[-1], value):
+def _clear(node: Any, places: Places) -> bool:
+    """Drop the fields; says whether there were any."""
+    if node is None:
         return False
-    setattr(node, path[-1], value)
-    node.__post_init__()  # type: ignore[attr-defined]
-    return True
+    if isinstance(node, dict):
+        return any([_clear(node[name], further) for name, further in places.items()])
+    found = [name for name in places if getattr(node, name, None) is not None]
+    for name in found:
+        setattr(node, name, None)
+    node.__post_init__()
+    return bool(found)
 
 
-def _replaced(where: str, node: Any, path: Path, value: Any) -> Any:
-    """As `_assign`, in a copy of the nodes along the path."""
-    name, *rest = path
+def _assign(node: Any, places: Places, value: Any) -> None:
+    if isinstance(node, dict):
+        for name, further in places.items():
+            _assign(node[name], further, value)
+    elif node is not None:
+        for name in _missing(node, places):
+            setattr(node, name, value)
+        node.__post_init__()
+
+
+def _filled(where: str, node: Any, places: Places, value: Any) -> Any:
+    """As `_assign`, in copies of the nodes."""
     if node is None:
         return None
-    if rest:
-        copy = type(node)(node, cfg=node.cfg, needs=node.needs)
-        copy[name] = _replaced(where, node[name], tuple(rest), value)
+    if isinstance(node, dict):
+        copy: Any = type(node)(node, cfg=node.cfg, needs=node.needs)  # type: ignore[attr-defined, call-arg]
+        for name, further in places.items():
+            copy[name] = _filled(where, node[name], further, value)
         return copy
     if not node.fresh():
         node.complain(where)
-    return node.copy(**{name: value}) if _open(node, name, value) else node
+    return node.copy(**dict.fromkeys(_missing(node, places), value))
 
 
-def _open(node: Any, name: str, value: Any) -> bool:
-    if name not in node.fields:
-        return False
-    return (getattr(node, name) is None) == (value is not None) and node.fields[name].wanted(node.needs)
-
-
-def _versions(params: Any) -> tuple[int, ...] | None:
-    """The versions of params; None where there are none: while compiling, and of inference tensors."""
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    try:
-        return tuple([t._version for t in tensors(params)])
-    except RuntimeError:
-        return None
+def _missing(node: Any, places: Places) -> list[str]:
+    """The places where a value is wanted and left out."""
+    fields, needs = node.fields, node.needs
+    return [n for n in places if n in fields and getattr(node, n) is None and (needs is ALL or fields[n].wanted(needs))]

@@ -208,8 +208,10 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
 def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Needs, Step | None, Dropped | None], ...]:
     """What the loop above reads of each step: name, fwd, cfg, needs, the step itself if it takes or gives extras, and what it
     leaves out."""
-    rows = zip(cfg.steps, needs_of_steps(cfg, needs), cfg.routed, cfg.dropped, strict=True)
-    cfg.forwards[needs] = tuple((s.name, s.op.fwd, s.cfg, wanted, routed, left) for s, wanted, routed, left in rows)
+    wanted = needs_of_steps(cfg, needs)
+    left_out = [d if d is not None and d.applies(n) else None for d, n in zip(cfg.dropped, (Needs.NONE, *wanted), strict=False)]
+    rows = zip(cfg.steps, wanted, cfg.routed, left_out, strict=True)
+    cfg.forwards[needs] = tuple((s.name, s.op.fwd, s.cfg, own, routed, left) for s, own, routed, left in rows)
     return cfg.forwards[needs]
 
 
