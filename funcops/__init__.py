@@ -23,6 +23,8 @@ from funcops.compose.parallel import parallel_dgrad as parallel_dgrad
 from funcops.compose.parallel import parallel_fwd as parallel_fwd
 from funcops.compose.parallel import parallel_init as parallel_init
 from funcops.compose.parallel import parallel_wgrad as parallel_wgrad
+from funcops.compose.policy import with_policy as with_policy
+from funcops.compose.remat import remat as remat
 from funcops.compose.repeat import RepeatConfig as RepeatConfig
 from funcops.compose.repeat import RepeatPending as RepeatPending
 from funcops.compose.repeat import RepeatResiduals as RepeatResiduals
@@ -211,5 +213,12 @@ from funcops.ops.scale import scale_dgrad as scale_dgrad
 from funcops.ops.scale import scale_fwd as scale_fwd
 from funcops.ops.scale import scale_init as scale_init
 from funcops.ops.scale import scale_wgrad as scale_wgrad
+from funcops.residuals import POLICIES as POLICIES
+from funcops.residuals import Compress as Compress
+from funcops.residuals import Drop as Drop
+from funcops.residuals import Offload as Offload
+from funcops.residuals import Policy as Policy
+from funcops.residuals import Recompute as Recompute
+from funcops.residuals import Save as Save
 from funcops.residuals import donate as donate
 from funcops.residuals import report as report

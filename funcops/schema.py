@@ -105,7 +105,7 @@ class Saved:
     """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields."""
 
     __slots__ = ()
-    fields: ClassVar[dict[str, Field]]
+    fields: ClassVar[dict[str, Field]] = {}
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
     cfg: Any

@@ -16,6 +16,7 @@ from funcops.compose.step import Step, abstract_params
 from funcops.errors import StaleResidualError
 from funcops.needs import Needs
 from funcops.op import ALL, Op
+from funcops.residuals.policy import Packed, unpack
 from funcops.schema import DGRAD, WGRAD, Donated, Saved, residuals, saved
 
 Places = dict[Any, Any]  # by name: places further down, or whether a dgrad reads the field
@@ -38,15 +39,19 @@ class Dropped(NamedTuple):
     places: Places
     in_dgrad: bool  # whether a dgrad reads it
     weights: tuple[str, ...]  # the fields of the producer's params
+    x_field: str  # of the producer's residuals
 
     def applies(self, needs: Needs) -> bool:
         """Whether the producer, under these needs, keeps its x anyway."""
-        fields = self.producer.op.dgrad.node_class.fields.values()  # type: ignore[attr-defined]
-        return any(field.alias == "x" and field.wanted(needs) for field in fields)
+        fields = self.producer.op.dgrad.node_class.fields  # type: ignore[attr-defined]
+        return bool(fields[self.x_field].wanted(needs))
 
     def cut(self, node: Any, kept: Any, params: Any, x: Any) -> None:
-        """After the forward: leave the output out of `node`, and keep the recipe among the residuals of the chain."""
+        """After the forward: leave the output out of `node`, and keep the recipe among the residuals of the chain. Where the
+        producer keeps its x in another form, so does the recipe."""
         if _clear(node, self.places):
+            held = getattr(kept[self.producer.name], self.x_field)
+            x = held if type(held) is Packed else x
             kept[self.key] = recipe = Recipe.keep(  # type: ignore[attr-defined]
                 self.producer.cfg, node.needs, params=params, x=x
             )
@@ -71,7 +76,7 @@ class Dropped(NamedTuple):
                 f"{where}: params of step {self.producer.name!r} must be as the forward left them, got some that were written "
                 "to since (its output is computed again). Run the backward first, or pass recompute=False to the chain"
             )
-        return self.producer.op.fwd(recipe.params, recipe.x, self.producer.cfg, needs=Needs.NONE)[0]
+        return self.producer.op.fwd(recipe.params, unpack(recipe.x), self.producer.cfg, needs=Needs.NONE)[0]
 
     def fill(self, where: str, node: Any, value: Any) -> Any:
         """Residuals or pending with the output in its places; a node that was given away is filled itself."""
@@ -98,15 +103,16 @@ def dropped(before: Step, step: Step) -> Dropped | None:
     if not before.op.cheap or before.names or before.gives:
         return None
     places = _places(step.op, step.cfg)
-    if not places:
+    x_field = next((n for n, field in before.op.dgrad.node_class.fields.items() if field.alias == "x"), None)  # type: ignore[attr-defined]
+    if not places or x_field is None:
         return None
     fields = getattr(abstract_params(before.op, before.cfg), "__dataclass_fields__", ())
-    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), tuple(fields))
+    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), tuple(fields), x_field)
 
 
 def _places(op: Op, cfg: Any) -> Places:
     """Where the residuals of an op hold its main input."""
-    if not hasattr(cfg, "entries"):
+    if declares_fields(op) or not hasattr(cfg, "entries"):
         fields = getattr(op.dgrad, "node_class", Saved).fields
         return {name: DGRAD in field.needed_by for name, field in fields.items() if field.alias in ("x", "x.0")}
     found: Places = {}
@@ -117,6 +123,12 @@ def _places(op: Op, cfg: Any) -> Places:
         if places:
             found[name] = places
     return found
+
+
+def declares_fields(op: Op) -> bool:
+    """Whether the op's residuals are one node with declared fields, and not those of its parts by name."""
+    node_class = getattr(op.dgrad, "node_class", None)
+    return node_class is not None and issubclass(node_class, Saved)
 
 
 def _any_dgrad(places: Places) -> bool:

@@ -9,6 +9,7 @@ than once, its gradients are summed. Steps before the first that needs a gradien
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from funcops import random
 from funcops.compose.again import Dropped, dropped
 from funcops.compose.step import (
     Nested,
+    Replace,
     Step,
     WithExtras,
     add,
@@ -41,7 +43,7 @@ class ChainConfig:
     """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `ties` maps a path to the
     path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's.
     `recompute`: the outputs of cheap steps (norms, activations, GLUs) are computed again in the backward, not kept; a tuple
-    of step names for some of them."""
+    of step names for some of them. `funcops.with_policy` says more."""
 
     steps: tuple[Step, ...]
     extras: tuple[str, ...] = ()
@@ -75,6 +77,11 @@ class ChainConfig:
             require(path in known, "ChainConfig", "ties", f"paths among {', '.join(known)}", repr(path))
         needs_of_steps(self, Needs.ALL)
         needs_of_steps(self, Needs.NONE)
+
+    def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
+        """The config with `replace(name, op, cfg)` for each step's op and config."""
+        steps = tuple(step.with_op(*replace(step.name, step.op, step.cfg)) for step in self.steps)
+        return dataclasses.replace(self, steps=steps, **changes)
 
     keys: ClassVar[tuple[str, ...]]
     names: ClassVar[dict[str, None]]

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from funcops import random
 from funcops.compose.step import (
     Nested,
+    Replace,
     Step,
     WithExtras,
     add,
@@ -49,6 +50,10 @@ class ParallelConfig:
         object.__setattr__(self, "branch_needs", {})
         needs_of_branches(self, Needs.ALL)
         needs_of_branches(self, Needs.NONE)
+
+    def with_parts(self, replace: Replace) -> ParallelConfig:
+        """The config with `replace(name, op, cfg)` for each branch's op and config."""
+        return ParallelConfig(branches=tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches))
 
     names: ClassVar[dict[str, None]]
     entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg

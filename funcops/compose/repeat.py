@@ -9,6 +9,7 @@ number is folded into every random key.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from funcops import random
 from funcops.compose.step import (
     Nested,
+    Replace,
     WithExtras,
     add,
     bundle,
@@ -57,6 +59,11 @@ class RepeatConfig:
         object.__setattr__(self, "entries", ((0, self.op, self.cfg),))
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
+
+    def with_parts(self, replace: Replace) -> RepeatConfig:
+        """The config with `replace("*", op, cfg)` for the body."""
+        op, cfg = replace("*", self.op, self.cfg)
+        return dataclasses.replace(self, op=op, cfg=cfg)
 
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from funcops.compose.step import WithExtras, add, check_body, extras_of, keys_of, needs_of
+from funcops.compose.step import Replace, WithExtras, add, check_body, extras_of, keys_of, needs_of
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, config, make_op, positional
@@ -27,6 +27,11 @@ class SkipConfig:
         object.__setattr__(self, "extras", extras_of(self.cfg))
         object.__setattr__(self, "keys", keys_of(self.cfg))
         object.__setattr__(self, "entries", ((None, self.op, self.cfg),))
+
+    def with_parts(self, replace: Replace) -> SkipConfig:
+        """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""
+        op, cfg = replace(None, self.op, self.cfg)
+        return SkipConfig(op=op, cfg=cfg)
 
     entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     extras: ClassVar[tuple[str, ...]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from funcops.op import Op, config, positional
 from funcops.residuals.donate import donate
 from funcops.schema import Donated
 from funcops.trees import leaf, paths, register_node, tensors, tree, tree_map
+
+Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and config
 
 
 @tree
@@ -94,6 +97,10 @@ class Step:
         ]
         wanted = [label for label, name in zip(labels, ("", *self.names), strict=True) if live[name]]
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
+
+
+    def with_op(self, op: Op, cfg: Any) -> Step:
+        return self if op is self.op and cfg is self.cfg else dataclasses.replace(self, op=op, cfg=cfg)
 
 
 def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, combinator: bool) -> Any:

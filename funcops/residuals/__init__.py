@@ -1,2 +1,9 @@
 from funcops.residuals.donate import donate as donate
+from funcops.residuals.policy import POLICIES as POLICIES
+from funcops.residuals.policy import Compress as Compress
+from funcops.residuals.policy import Drop as Drop
+from funcops.residuals.policy import Offload as Offload
+from funcops.residuals.policy import Policy as Policy
+from funcops.residuals.policy import Recompute as Recompute
+from funcops.residuals.policy import Save as Save
 from funcops.residuals.report import report as report

@@ -101,9 +101,9 @@ def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, Fie
         return
     if isinstance(node, Saved):
         for name, field in node.fields.items():
-            value = getattr(node, name)
-            if isinstance(value, Tensor):
-                yield prefix + name, value, field
+            for path, value in paths(getattr(node, name)).items():
+                if isinstance(value, Tensor):
+                    yield f"{prefix}{name}.{path}" if path else prefix + name, value, field
         return
     for name, child in node.items():
         yield from kept_tensors(child, f"{prefix}{name}.")

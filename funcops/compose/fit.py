@@ -1,0 +1,98 @@
+"""`fit`: the cheapest policy whose residuals stay within a number of bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from funcops.compose.policy import part_paths, with_policy
+from funcops.compose.step import abstract_params
+from funcops.errors import require
+from funcops.op import Op
+from funcops.residuals.policy import POLICIES, Policy, Recompute
+from funcops.residuals.report import report
+from funcops.trees import tree_map, tree_map_tensors
+
+MOST_PARTS = 6  # of which every subset is tried
+
+
+class Tried(NamedTuple):
+    """A policy, the bytes that it keeps, and its extra floating-point operations in matrix products, as a share of those of a
+    forward and backward that recomputes nothing."""
+
+    name: str
+    policy: Policy
+    kept_bytes: int
+    extra_flops: float
+
+
+class Fitted(NamedTuple):
+    """`op` is the op under the policy that was picked; `tried` are all, cheapest first."""
+
+    op: Op
+    picked: Tried
+    tried: list[Tried]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{'>' if one is self.picked else ' '} {one.name:<40} {one.kept_bytes:>16,} bytes  {100 * one.extra_flops:5.1f} % more"
+            for one in self.tried
+        ]
+        return "\n".join(lines)
+
+
+def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None) -> Fitted:
+    """The policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
+
+    Tried are the presets that lose no digit, and every subset of a block's parts computed again. Nothing is run: shapes alone
+    are followed. `dtype`: that of the params (by default torch's). Raises `ValueError`, with the least bytes found, where no
+    policy fits.
+
+    >>> print(fit(chain, cfg, x, 2**30))
+    """
+    require(isinstance(budget, int) and budget > 0, "fit", "budget", "a positive number of bytes", budget)
+    measured = [(name, policy, *_measure(with_policy(op, policy), cfg, x, dtype)) for name, policy in _candidates(op, cfg)]
+    base = min(flops for *_, flops in measured)
+    tried = [Tried(name, policy, kept, flops / base - 1.0 if base else 0.0) for name, policy, kept, flops in measured]
+    tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
+    within = [one for one in tried if one.kept_bytes <= budget]
+    least = min(tried, key=lambda one: one.kept_bytes)
+    require(bool(within), "fit", "budget", f"at least {least.kept_bytes:,} bytes (policy {least.name})", f"{budget:,}")
+    return Fitted(with_policy(op, within[0].policy), within[0], tried)
+
+
+def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy]]:
+    for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
+        yield name, POLICIES[name]
+    parts = part_paths(op, cfg)[:MOST_PARTS]
+    for size in range(1, len(parts) + 1):
+        for chosen in itertools.combinations(parts, size):
+            yield f"recompute {', '.join(chosen)}", Policy({path: Recompute() for path in chosen})
+
+
+def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
+    """Bytes kept, and the floating-point operations of matrix products in forward and backward."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        given = tree_map_tensors(_fake, x)
+        params = tree_map_tensors(lambda t: _fake(t, dtype), abstract_params(op, cfg))
+        with FlopCounterMode(display=False) as counter:
+            y, residuals = op.fwd(params, given, cfg)
+            kept = report(residuals, params).kept_bytes
+            op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
+    return kept, counter.get_total_flops()
+
+
+def _fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of the same shape, on the CPU where it is on no device."""
+    device = "cpu" if t.is_meta else t.device
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=device)
+
+
+def _float(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()

@@ -1,0 +1,72 @@
+"""packed: an op whose residuals wait in another form: compressed, in the host's memory, or not at all.
+
+They are packed right after the forward and unpacked before the half of the backward that reads them; what only wgrad reads goes
+packed through dgrad into the pending.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from funcops.errors import require
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.residuals.policy import Action, Drop, pack, unpack
+from funcops.schema import DGRAD, WGRAD, Donated, Phase, Saved, open_node
+
+Actions = tuple[tuple[str, Action], ...]  # by field
+
+
+@functools.lru_cache(maxsize=256)
+def packed(op: Op, actions: Actions) -> Op:
+    """The op with an action for some fields of its residuals. Its config is the op's own, and so are its params and dx."""
+    residuals: Any = op.dgrad.node_class  # type: ignore[attr-defined]
+    early = [name for name, _ in actions if DGRAD in residuals.fields[name].needed_by]
+    pending: Any = getattr(op.wgrad, "node_class", Saved)
+
+    def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+        y, node = op.fwd(params, x, cfg, needs=needs)
+        if node is not None:
+            for name, action in actions:
+                value = getattr(node, name)
+                if value is not None:
+                    setattr(node, name, pack(value, action))
+            node.__post_init__()
+        return y, node
+
+    names = [name for name, _ in actions]
+
+    def opened(where: str, kept: Any, cls: Any, cfg: Any, names: list[str], phase: Phase) -> tuple[Any, dict[str, Any]]:
+        """A node of its own with the fields unpacked, and these."""
+        node = open_node(where, kept, cls, cfg)
+        for name, action in actions:
+            if isinstance(action, Drop) and name in node.fields and phase & node.fields[name].needed_by:
+                wanted = node.fields[name].wanted(node.needs)
+                require(not wanted, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
+        plain = {name: unpack(getattr(node, name)) for name in names if name in node.fields}
+        filled = node.copy(**plain)
+        if node is not kept:
+            node.empty()
+        return filled, plain
+
+    def dgrad(kept: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+        before = kept._node if type(kept) is Donated else kept
+        forms = {name: getattr(before, name, None) for name, _ in actions}
+        node, plain = opened(f"{op.name}_dgrad", kept, residuals, cfg, early, DGRAD)
+        dx, waiting = op.dgrad(node, dy, cfg)
+        if isinstance(waiting, Saved):
+            again = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
+            waiting = waiting.copy(**again)
+        return dx, waiting
+
+    def wgrad(kept: Any, cfg: Any, *, into: Any = None) -> Any:
+        if kept is None or pending is Saved:
+            return op.wgrad(kept, cfg, into=into)
+        return op.wgrad(opened(f"{op.name}_wgrad", kept, pending, cfg, names, WGRAD)[0], cfg, into=into)
+
+    def bwd(kept: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
+        return op.bwd(opened(f"{op.name}_bwd", kept, residuals, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
+
+    dgrad.node_class, wgrad.node_class = residuals, pending  # type: ignore[attr-defined]
+    return op._replace(fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
