@@ -25,8 +25,9 @@ from lm.step import Settings, evaluate, loss_and_grads, train_step
 from torch import Tensor
 from tqdm import tqdm
 
-from funcops import WithExtras, chain_fwd, report
+from funcops import WithExtras, chain, chain_fwd, fit, report, with_policy
 from funcops.needs import Needs
+from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
 from funcops.trees import cast, tensors
@@ -39,6 +40,7 @@ def settings_of(args: Any, params: Any) -> Settings:
     return Settings(
         sizes=args.sizes,
         model=model(args.sizes),
+        op=policy_of(args, params),
         optimiser=AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay),
         decay=decay_mask(params, ("*norm.weight",)),
         clip=args.clip,
@@ -46,6 +48,31 @@ def settings_of(args: Any, params: Any) -> Settings:
         delay_wgrad=args.delay_wgrad,
         in_place=not args.compile,
     )
+
+
+def policy_of(args: Any, params: Any) -> Op:
+    """The chain under the policy that the flags ask for. Says how many bytes a step keeps before and after."""
+    cfg = model(args.sizes)
+    if args.policy is None and args.budget is None:
+        return chain
+    ids = torch.zeros(args.batch, args.context, dtype=torch.int64)
+    wide = torch.promote_types(args.dtype, torch.float32)
+    table = rotation(args.context, args.sizes, like=torch.empty(0, dtype=args.dtype)).to(wide)
+    tried = fit(chain, cfg, WithExtras(ids, {"rotation": table, "labels": ids}), 2**62, dtype=args.dtype).tried
+    by_name = {one.name: one for one in tried}
+    if args.budget is not None:
+        chosen = next((one for one in tried if one.kept_bytes <= args.budget * 2**20), None)
+        if chosen is None:
+            least = min(one.kept_bytes for one in tried) / 2**20
+            raise SystemExit(f"train_lm.py: --budget: expected at least {least:.2f} MiB, got {args.budget}")
+    else:
+        chosen = by_name.get(args.policy)
+    before = by_name["recompute_elementwise"].kept_bytes / 2**20
+    op = with_policy(chain, args.policy if chosen is None else chosen.policy)
+    after = "" if chosen is None else f": {chosen.kept_bytes / 2**20:.2f} MiB, {chosen.extra_flops:.1%} more multiplications"
+    print(f"kept for the backward: {before:.2f} MiB by default; policy {args.policy or chosen.name}{after}")
+    op.init(cfg, device="meta")  # works the policy out, before any compiler looks on
+    return op
 
 
 def print_block_report(params: Any, x: Tensor, args: Any) -> None:
@@ -136,7 +163,7 @@ class Run:
 
 def kept_flags(args: Any) -> dict[str, str]:
     """The flags that a resumed run must share with the one that it goes on from."""
-    return {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad")}
+    return {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad", "policy", "budget")}
 
 
 def loop(run: Run) -> None:

@@ -14,6 +14,8 @@ from funcops.compose.chain import chain_dgrad as chain_dgrad
 from funcops.compose.chain import chain_fwd as chain_fwd
 from funcops.compose.chain import chain_init as chain_init
 from funcops.compose.chain import chain_wgrad as chain_wgrad
+from funcops.compose.fit import Fitted as Fitted
+from funcops.compose.fit import fit as fit
 from funcops.compose.parallel import ParallelConfig as ParallelConfig
 from funcops.compose.parallel import ParallelPending as ParallelPending
 from funcops.compose.parallel import ParallelResiduals as ParallelResiduals
@@ -220,5 +222,6 @@ from funcops.residuals import Offload as Offload
 from funcops.residuals import Policy as Policy
 from funcops.residuals import Recompute as Recompute
 from funcops.residuals import Save as Save
+from funcops.residuals import diff as diff
 from funcops.residuals import donate as donate
 from funcops.residuals import report as report

@@ -88,15 +88,18 @@ def _covers(mask: Mask, path: str) -> bool:
     return any(path == m or path.startswith(m + ".") or m.startswith(path + ".") for m in mask)
 
 
-@cache
+_parts: dict[tuple[Mask, str], Mask] = {}  # a plain dict: torch.compile warns of a functools.cache
+
+
 def sub_mask(mask: Mask, name: str) -> Mask:
     """The part of a mask that lies under `name`."""
     if isinstance(mask, bool):
         return mask
-    if name in mask:
-        return True
-    inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
-    return inner or False
+    found = _parts.get((mask, name))
+    if found is None:
+        inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
+        found = _parts[mask, name] = True if name in mask else inner or False
+    return found
 
 
 Needs.ALL = Needs()

@@ -55,6 +55,15 @@ def test_resume_gives_the_same_bits(text, tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+def test_policies_change_bytes_and_not_losses(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "a")
+    said = run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "b", "--policy", "minimal", "--delay-wgrad")
+    assert "MiB by default; policy minimal: " in said
+    said = run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "c", "--budget", "0.15")
+    assert "policy recompute blocks.*." in said
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "c")
+
+
 @pytest.mark.parametrize("tied", [(), ("--tied",)])
 def test_check_against_plain_pytorch(text, tied):
     said = run(*TINY, "--text", text, "--check", "--kv-heads", 1, *tied)
@@ -94,6 +103,9 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(text, tmp_pa
 
 
 BAD_FLAGS = [
+    (("--budget", "0"), "--budget: expected a number above 0, got 0.0"),
+    (("--budget", "1", "--policy", "minimal"), "--budget: expected without --policy"),
+    (("--policy", "minimum"), "--policy: invalid choice: 'minimum'"),
     (("--dim", "0"), "--dim"),
     (("--dim", "30", "--heads", "4"), "--dim: expected an even multiple of --heads 4, got 30"),
     (("--heads", "4", "--dim", "32", "--kv-heads", "3"), "--kv-heads: expected a divisor of --heads 4, got 3"),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from funcops import POLICIES
 from lm.model import Sizes
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -32,6 +33,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the computation; weights stay float32")
     parser.add_argument("--delay-wgrad", action="store_true", help="all dgrads first, then all wgrads")
+    parser.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
+    parser.add_argument("--budget", type=float, help="MiB kept for the backward at most; picks the cheapest policy that fits")
     parser.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--stop-at", type=int, help="save and stop after this many steps, as Ctrl-C would")
@@ -43,6 +46,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.warmup = min(args.warmup, args.steps)
     if args.warmup < 0:
         parser.error(f"--warmup: expected at least 0, got {args.warmup}")
+    if args.policy and args.budget is not None:
+        parser.error("--budget: expected without --policy, as it picks one")
+    if args.budget is not None and not args.budget > 0:
+        parser.error(f"--budget: expected a number above 0, got {args.budget}")
     for name in ("lr", "clip"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name}: expected a number above 0, got {getattr(args, name)}")

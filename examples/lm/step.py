@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops import ChainConfig, WithExtras, chain_bwd, chain_dgrad, chain_fwd, chain_wgrad, donate
+from funcops import ChainConfig, WithExtras, chain_fwd, donate
 from funcops.needs import Needs
+from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
 from funcops.precision import select_step
 from funcops.trees import cast
@@ -23,6 +24,7 @@ class Settings(NamedTuple):
 
     sizes: Sizes
     model: ChainConfig
+    op: Op  # chain, under a residual policy
     optimiser: AdamWConfig
     decay: Any
     clip: float
@@ -40,13 +42,13 @@ def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
 def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings) -> tuple[Tensor, Any]:
     """The loss, and the gradient of every parameter in the parameter's own dtype."""
     compute = cast(params, s.dtype)
-    loss, residuals = chain_fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
+    loss, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     dloss = torch.ones_like(loss)
     if s.delay_wgrad:
-        _, pending = chain_dgrad(donate(residuals), dloss, s.model)
-        grads = chain_wgrad(donate(pending), s.model)
+        _, pending = s.op.dgrad(donate(residuals), dloss, s.model)
+        grads = s.op.wgrad(donate(pending), s.model)
     else:
-        grads, _ = chain_bwd(donate(residuals), dloss, s.model)
+        grads, _ = s.op.bwd(donate(residuals), dloss, s.model)
     return loss, cast(grads, torch.float64 if s.dtype is torch.float64 else torch.float32)
 
 

@@ -3,12 +3,14 @@
 Every provider does the same work in the same precision. With bfloat16 the master weights, the gradients that are clipped
 and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
 `_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
-`clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`.
+`clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
+"save_all" keeps what PyTorch keeps, and computes nothing twice.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import random as python_random
 import statistics
 from collections.abc import Callable
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import RopeConfig, WithExtras, chain, donate, rope_table
+from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
 from funcops.bench.measure import Row, interleaved
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.plain import PlainLlama
@@ -34,8 +36,11 @@ def plain_name(path: str) -> str:
     return path.replace(".qkv.", ".").replace(".proj.", ".")
 
 
-def funcops_step(sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Step:
+def funcops_step(
+    sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise"
+) -> Step:
     """A step of ours on the plain module's weights; each call trains on and returns the loss."""
+    op = with_policy(chain, policy)
     cfg, adamw = decoder_config(sizes), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
     weights = {name: t.detach().clone() for name, t in plain.named_parameters()}
     params = tree_map_with_path(
@@ -48,8 +53,8 @@ def funcops_step(sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dty
 
     def step() -> Tensor:
         nonlocal params, state
-        loss, residuals = chain.fwd(cast(params, dtype), given, cfg, needs=needs)
-        grads, _ = chain.bwd(donate(residuals), torch.ones_like(loss), cfg)
+        loss, residuals = op.fwd(cast(params, dtype), given, cfg, needs=needs)
+        grads, _ = op.bwd(donate(residuals), torch.ones_like(loss), cfg)
         grads, _ = clip_by_global_norm(cast(grads, torch.float32), CLIP, in_place=True)
         params, state = adamw_update(params, grads, state, adamw, in_place=True)
         return loss
@@ -99,6 +104,7 @@ def steps(sizes: Sizes, dtype: torch.dtype) -> dict[str, Step]:
     x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context))
     return {
         "funcops": funcops_step(sizes, module, x, labels, dtype),
+        "funcops, save_all": funcops_step(sizes, module, x, labels, dtype, "save_all"),
         "torch eager": torch_step(module, x, labels, dtype),
         "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
     }
@@ -119,10 +125,10 @@ def measure(dtype: torch.dtype, sizes: Sizes, rounds: int) -> list[Row]:
         low, middle, high = statistics.quantiles(values, n=4)
         rows.append(Row("step", case, name, "median", middle / 1e3, "ms"))
         rows.append(Row("step", case, name, "quartile spread", (high - low) / 1e3, "ms"))
-    for rival in ("torch eager", "torch.compile"):
-        ratios = [a / b for a, b in zip(samples["funcops"], samples[rival], strict=True)]
+    for ours, rival in itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")):
+        ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
         for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):
-            rows.append(Row("step", case, "funcops", f"ratio to {rival}, {label}", value, ""))
+            rows.append(Row("step", case, ours, f"ratio to {rival}, {label}", value, ""))
     return rows
 
 

@@ -54,7 +54,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     are followed. `dtype`: that of the params (by default torch's). Raises `ValueError`, with the least bytes found, where no
     policy fits.
 
-    >>> print(fit(chain, cfg, x, 2**30))
+        print(fit(chain, cfg, x, 2**30))
     """
     require(isinstance(budget, int) and budget > 0, "fit", "budget", "a positive number of bytes", budget)
     measured = [(name, policy, *_measure(with_policy(op, policy), cfg, x, dtype)) for name, policy in _candidates(op, cfg)]

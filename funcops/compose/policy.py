@@ -31,8 +31,8 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
     backward. Raises `ValueError` for an unknown name, and, when it first meets a config, for a rule that matches no path there
     or asks to recompute what no step can give again.
 
-    >>> frugal = with_policy(chain, "minimal")
-    >>> y, residuals = frugal.fwd(params, x, cfg)
+        frugal = with_policy(chain, "minimal")
+        y, residuals = frugal.fwd(params, x, cfg)
     """
     require_type("with_policy", "op", op, Op)
     if isinstance(policy, str):

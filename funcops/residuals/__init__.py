@@ -6,4 +6,5 @@ from funcops.residuals.policy import Offload as Offload
 from funcops.residuals.policy import Policy as Policy
 from funcops.residuals.policy import Recompute as Recompute
 from funcops.residuals.policy import Save as Save
+from funcops.residuals.report import diff as diff
 from funcops.residuals.report import report as report

@@ -1,4 +1,4 @@
-"""`report`: what a backward keeps, tensor by tensor."""
+"""`report`: what a backward keeps, tensor by tensor; `diff`: what two reports differ in."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ class Row(NamedTuple):
     needed_by: str
 
 
+_HEAD = ("path", "shape", "dtype", "bytes", "share", "alias of", "needed by")
+
+
 class Report:
     """A table of kept tensors with totals. `str()` and notebooks render it; `rows` and `dicts()` are the data."""
 
@@ -40,17 +43,31 @@ class Report:
     def dicts(self) -> list[dict[str, Any]]:
         return [row._asdict() for row in self.rows]
 
+    def share(self, row: Row) -> float:
+        """The row's part of all kept bytes."""
+        return row.bytes / self.kept_bytes if self.kept_bytes else 0.0
+
+    def plot(self, path: str | None = None, *, depth: int = 1) -> Any:
+        """A stacked bar for every step, `depth` names deep: the bytes of each field. Writes PNG, SVG, ... to `path` where that
+        is given, and returns matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        from funcops.residuals.picture import stacked_bars
+
+        return stacked_bars(self.rows, self.totals(), path, depth)
+
     def totals(self) -> str:
         per_token = f", {self.bytes_per_token:,.1f} bytes per token" if self.bytes_per_token is not None else ""
         return f"kept {self.kept_bytes:,} bytes in {len(self.rows)} tensors, aliased {self.aliased_bytes:,} bytes{per_token}"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        return [(r.path, str(list(r.shape)), r.dtype, f"{r.bytes:,}", r.alias_of, r.needed_by) for r in self.rows]
+        return [
+            (r.path, str(list(r.shape)), r.dtype, f"{r.bytes:,}", f"{self.share(r):.1%}", r.alias_of, r.needed_by)
+            for r in self.rows
+        ]
 
     def __str__(self) -> str:
-        table = [("path", "shape", "dtype", "bytes", "alias of", "needed by"), *self._cells()]
-        widths = [max(len(line[i]) for line in table) for i in range(6)]
-        right = {3}
+        table = [_HEAD, *self._cells()]
+        widths = [max(len(line[i]) for line in table) for i in range(len(_HEAD))]
+        right = {3, 4}
         lines = [
             "  ".join(c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))).rstrip()
             for line in table
@@ -63,7 +80,7 @@ class Report:
         def line(cells: tuple[str, ...], tag: str) -> str:
             return "<tr>" + "".join(f"<{tag}>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
 
-        head = line(("path", "shape", "dtype", "bytes", "alias of", "needed by"), "th")
+        head = line(_HEAD, "th")
         body = "".join(line(cells, "td") for cells in self._cells())
         return f"<table>{head}{body}</table><p>{html.escape(self.totals())}</p>"
 
@@ -93,6 +110,34 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
         owners.setdefault(_storage(t), path)
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x))
+
+
+class Change(NamedTuple):
+    """A path that two reports count differently; 0 bytes where one lacks it."""
+
+    path: str
+    before: int
+    after: int
+
+
+class Difference(list[Change]):
+    """The paths in which two reports differ, the largest change first."""
+
+    def __str__(self) -> str:
+        width = max((len(change.path) for change in self), default=0)
+        lines = [f"{c.path.ljust(width)}  {c.before:>16,} -> {c.after:>16,}  {c.after - c.before:>+16,}" for c in self]
+        total = sum(change.after - change.before for change in self)
+        return "\n".join([*lines, f"{total:+,} bytes in all"])
+
+    __repr__ = __str__
+
+
+def diff(before: Report, after: Report) -> Difference:
+    """What changes between two reports: the bytes of each path that both do not count alike."""
+    sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]
+    every = dict.fromkeys([*sides[0], *sides[1]])
+    changes = [Change(path, sides[0].get(path, 0), sides[1].get(path, 0)) for path in every]
+    return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
 
 
 def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, Field]]:

@@ -1,0 +1,40 @@
+"""A report as a picture. Needs matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) -> Any:
+    """Horizontal bars: one for each step, a part of it for each field that it keeps, in MiB."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("Report.plot needs matplotlib: pip install 'funcops[docs]'") from error
+    bars: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row.bytes:
+            names = row.path.split(".")
+            step, field = ".".join(names[:depth]), ".".join(names[depth:]) or names[-1]
+            parts = bars.setdefault(step, {})
+            parts[field] = parts.get(field, 0) + row.bytes
+    figure = Figure(figsize=(9, 1.2 + 0.5 * max(1, len(bars))))
+    axes = figure.add_subplot()
+    colours = {field: f"C{i % 10}" for i, field in enumerate(dict.fromkeys(f for parts in bars.values() for f in parts))}
+    for place, parts in enumerate(bars.values()):
+        left = 0.0
+        for field, size in sorted(parts.items(), key=lambda item: -item[1]):
+            width = size / 2**20
+            axes.barh(place, width, left=left, color=colours[field], label=field, edgecolor="white")
+            if size > 0.06 * max(sum(p.values()) for p in bars.values()):
+                axes.text(left + width / 2, place, field, ha="center", va="center", fontsize=7)
+            left += width
+    axes.set_yticks(range(len(bars)), list(bars))
+    axes.invert_yaxis()
+    axes.set_xlabel("MiB kept for the backward")
+    axes.set_title(title, fontsize=8)
+    figure.tight_layout()
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure

@@ -1,0 +1,40 @@
+"""Reports: shares, differences, and the picture."""
+
+import torch
+
+from funcops import chain, diff, random, report, with_policy
+from funcops.bench.models import mlp_config
+
+CFG = mlp_config(16, 24)
+
+
+def reports():
+    params, x = chain.init(CFG, key=random.key(0)), torch.randn(8, 16)
+    return [report(with_policy(chain, p).fwd(params, x, CFG)[1], params, x) for p in ("save_all", "recompute_elementwise")]
+
+
+def test_shares_add_up():
+    everything, _ = reports()
+    assert abs(sum(map(everything.share, everything.rows)) - 1) < 1e-9
+    assert "share" in str(everything) and "%" in everything._repr_html_()
+    assert report(None).share is not None and "kept 0 bytes" in str(report(None))
+
+
+def test_a_difference_names_what_is_no_longer_kept():
+    before, after = reports()
+    found = diff(before, after)
+    assert {c.path: (c.before, c.after) for c in found} == {"up.x": (8 * 16 * 4, 0), "down.x": (8 * 24 * 4, 0)}
+    assert str(found).endswith("-1,280 bytes in all") and str(found).startswith("down.x")
+    assert diff(before, before) == [] and str(diff(before, before)) == "+0 bytes in all"
+
+
+def test_the_picture_is_written(tmp_path):
+    everything, _ = reports()
+    figure = everything.plot(str(tmp_path / "kept.png"))
+    assert (tmp_path / "kept.png").stat().st_size > 5000
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["norm", "up", "act", "down"]
+    width = sum(bar.get_width() for bar in axes.patches) * 2**20
+    assert abs(width - everything.kept_bytes) < 1
+    everything.plot(str(tmp_path / "kept.svg"), depth=2)
+    assert (tmp_path / "kept.svg").read_text().startswith("<?xml")
