@@ -4,6 +4,7 @@
     dparams, dx = linear_bwd(residuals, dy, cfg)
 """
 
+from funcops import fused as fused
 from funcops.backend import backend as backend
 from funcops.compose.chain import ChainConfig as ChainConfig
 from funcops.compose.chain import ChainPending as ChainPending
@@ -14,6 +15,8 @@ from funcops.compose.chain import chain_dgrad as chain_dgrad
 from funcops.compose.chain import chain_fwd as chain_fwd
 from funcops.compose.chain import chain_init as chain_init
 from funcops.compose.chain import chain_wgrad as chain_wgrad
+from funcops.compose.explain import explain as explain
+from funcops.compose.explain import plan as plan
 from funcops.compose.fit import Fitted as Fitted
 from funcops.compose.fit import fit as fit
 from funcops.compose.parallel import ParallelConfig as ParallelConfig
@@ -25,6 +28,8 @@ from funcops.compose.parallel import parallel_dgrad as parallel_dgrad
 from funcops.compose.parallel import parallel_fwd as parallel_fwd
 from funcops.compose.parallel import parallel_init as parallel_init
 from funcops.compose.parallel import parallel_wgrad as parallel_wgrad
+from funcops.compose.plan import Rule as Rule
+from funcops.compose.plan import register_fusion as register_fusion
 from funcops.compose.policy import with_policy as with_policy
 from funcops.compose.remat import remat as remat
 from funcops.compose.repeat import RepeatConfig as RepeatConfig

@@ -16,6 +16,7 @@ LAYERS = (
     "residuals",
     "ops",
     "compose",
+    "fused",
     "optim",
     "precision",
     "checkpoint",

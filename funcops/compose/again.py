@@ -16,7 +16,7 @@ from funcops.compose.step import Step, abstract_params
 from funcops.errors import StaleResidualError
 from funcops.needs import Needs
 from funcops.op import ALL, Op
-from funcops.residuals.policy import Packed, unpack
+from funcops.residuals.policy import unpack
 from funcops.schema import DGRAD, WGRAD, Donated, Saved, residuals, saved
 
 Places = dict[Any, Any]  # by name: places further down, or whether a dgrad reads the field
@@ -46,12 +46,11 @@ class Dropped(NamedTuple):
         fields = self.producer.op.dgrad.node_class.fields  # type: ignore[attr-defined]
         return bool(fields[self.x_field].wanted(needs))
 
-    def cut(self, node: Any, kept: Any, params: Any, x: Any) -> None:
-        """After the forward: leave the output out of `node`, and keep the recipe among the residuals of the chain. Where the
-        producer keeps its x in another form, so does the recipe."""
+    def cut(self, node: Any, kept: Any, params: Any) -> None:
+        """After the forward: leave the output out of `node`, and keep the recipe among the residuals of the chain: the producer's
+        x, in the form in which that keeps it."""
         if _clear(node, self.places):
-            held = getattr(kept[self.producer.name], self.x_field)
-            x = held if type(held) is Packed else x
+            x = getattr(kept[self.producer.name], self.x_field)
             kept[self.key] = recipe = Recipe.keep(  # type: ignore[attr-defined]
                 self.producer.cfg, node.needs, params=params, x=x
             )

@@ -12,12 +12,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.backend import wants_triton
 from funcops.compose.again import Dropped, dropped
+from funcops.compose.pieces import Planned, backward_piece, backward_step, forward_piece
+from funcops.compose.plan import Piece, make_plan, rules
 from funcops.compose.step import (
     Nested,
     Replace,
@@ -43,12 +47,14 @@ class ChainConfig:
     """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `ties` maps a path to the
     path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's.
     `recompute`: the outputs of cheap steps (norms, activations, GLUs) are computed again in the backward, not kept; a tuple
-    of step names for some of them. `funcops.with_policy` says more."""
+    of step names for some of them. `funcops.with_policy` says more. `fuse`: on devices where Triton runs, steps go to fused
+    kernels as `funcops.explain` says."""
 
     steps: tuple[Step, ...]
     extras: tuple[str, ...] = ()
     ties: Any = ()
     recompute: bool | tuple[str, ...] = True
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         ties = self.ties.items() if isinstance(self.ties, Mapping) else self.ties
@@ -66,12 +72,12 @@ class ChainConfig:
         object.__setattr__(self, "routed", tuple(routed))
         found = _dropped_outputs(self.steps, self.recompute)
         object.__setattr__(self, "dropped", found)
-        backwards = [(s.name, s.op, s.cfg, r, d) for s, r, d in zip(self.steps, routed, found, strict=True)]
-        object.__setattr__(self, "backwards", tuple(reversed(backwards)))
+        object.__setattr__(self, "backwards", tuple(zip(self.steps[::-1], found[::-1], strict=True)))
         object.__setattr__(self, "entries", ((self.steps[0].name, self.steps[0].op, self.steps[0].cfg),))
         object.__setattr__(self, "gives", any(step.gives for step in self.steps))
         object.__setattr__(self, "step_needs", {})
         object.__setattr__(self, "forwards", {})
+        object.__setattr__(self, "plans", {})
         known = paths(_init_all(self, None, "meta", None))
         for path in (p for tie in self.ties for p in tie):
             require(path in known, "ChainConfig", "ties", f"paths among {', '.join(known)}", repr(path))
@@ -87,7 +93,8 @@ class ChainConfig:
     names: ClassVar[dict[str, None]]
     routed: ClassVar[tuple[Step | None, ...]]  # the steps that take or give extras
     dropped: ClassVar[tuple[Dropped | None, ...]]  # by step, what it does not keep of the one before
-    backwards: ClassVar[tuple[tuple[str, Op, Any, Step | None, Dropped | None], ...]]  # by step, last first
+    backwards: ClassVar[tuple[tuple[Step, Dropped | None], ...]]  # by step, last first
+    plans: ClassVar[dict[Any, Any]]
     entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     gives: ClassVar[bool]
     step_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
@@ -198,17 +205,20 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     if cfg.gives:
         extras = dict(extras)
     kept = ChainResiduals(cfg=cfg, needs=needs)
-    before = None
-    for name, fwd, step_cfg, wanted, routed, left_out in cfg.forwards.get(needs) or _forwards(cfg, needs):
-        given = main
+    rows = cfg.forwards.get(needs) or _forwards(cfg, needs)
+    if type(main) is Tensor and wants_triton(main):
+        extras = dict(extras)
+        for piece in planned(cfg, needs, main.dtype).forward:
+            main = forward_piece(piece, params, main, extras, kept)
+        return main, kept if needs else None
+    for name, fwd, step_cfg, wanted, routed, left_out in rows:
         main, node = fwd(params[name], main if routed is None else routed.x(main, extras), step_cfg, needs=wanted)
         kept[name] = node
         if left_out is not None and node is not None:
-            left_out.cut(node, kept, params[left_out.producer.name], before)
+            left_out.cut(node, kept, params[left_out.producer.name])
         if routed is not None and routed.gives:
             extras.update(zip(routed.gives, main[1:], strict=True))
             main = main[0]
-        before = given
     return main, kept if needs else None
 
 
@@ -222,39 +232,51 @@ def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Need
     return cfg.forwards[needs]
 
 
+class Pieces(NamedTuple):
+    """The pieces of both halves of a plan, the backward's last first."""
+
+    forward: tuple[Planned, ...]
+    backward: tuple[Planned, ...]
+
+
+def planned(cfg: ChainConfig, needs: Needs, dtype: torch.dtype) -> Pieces:
+    """The pieces in which a chain runs on Triton; made once for what they depend on."""
+    known = rules()
+    key = needs, dtype, known
+    if key not in cfg.plans:
+        wanted, left_out = needs_of_steps(cfg, needs), [row[5] for row in cfg.forwards.get(needs) or _forwards(cfg, needs)]
+        found = make_plan(cfg.steps, wanted, "cuda", dtype, cfg.fuse)
+
+        def known_of(piece: Piece, of: Any) -> tuple[Any, ...]:
+            return tuple(of[piece.first : piece.first + len(piece.steps)])
+
+        halves = [
+            tuple(Planned(piece, known_of(piece, wanted), known_of(piece, left_out)) for piece in half)
+            for half in (found.forward, found.backward)
+        ]
+        cfg.plans[key] = Pieces(halves[0], halves[1][::-1])
+    return cfg.plans[key]
+
+
 def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> tuple[Any, dict[str, Any]]:
     """The steps in reverse. Returns dx and by step: dparams, added to `sums` where there is one; without `sums`, pending."""
     gradients: dict[str, Any] = {}
     results: dict[str, Any] = dict(cfg.names)
-    whole = sums is not None
-    for name, op, step_cfg, routed, left_out in cfg.backwards:
-        if routed is not None and routed.gives:
-            dy = (dy, *[gradients.pop(given, None) for given in routed.gives])
-            dy = None if all(d is None for d in dy) else dy
-        kept = part(node, name) if node.donated else node[name]
-        if left_out is not None and left_out.key in node:
-            kept, recipe = _with_output(left_out, node, kept, whole)
-            dy, results[name] = run_backward(op, step_cfg, kept, dy, whole, sums[name] if sums else None)
-            if not whole and results[name] is not None:
-                results[name], results[left_out.key] = left_out.emptied(results[name]), recipe
-        else:
-            dy, results[name] = run_backward(op, step_cfg, kept, dy, whole, sums[name] if sums else None)
-        if routed is not None:
-            dy = routed.split(dy, gradients)
+    where = "chain_dgrad" if sums is None else "chain_bwd"
+    if type(dy) is Tensor and wants_triton(dy):
+        for piece in planned(cfg, node.needs, dy.dtype).backward:
+            dy = backward_piece(piece, node, dy, gradients, results, sums, where)
+    else:
+        plain, whole = not node.donated, sums is not None
+        for step, left_out in cfg.backwards:
+            if plain and left_out is None and not step.names and not step.gives:  # the launch path
+                name = step.name
+                dy, results[name] = run_backward(step.op, step.cfg, node[name], dy, whole, sums[name] if sums else None)
+            else:
+                dy = backward_step(step, left_out, node, dy, gradients, results, sums, where)
     if cfg.extras:
         dy = WithExtras(dy, {name: gradients.get(name) for name in cfg.extras})
     return dy, results
-
-
-def _with_output(left_out: Dropped, node: Any, kept: Any, whole: bool) -> tuple[Any, Any]:
-    """The residuals of a step with the output that they lack, where this half of the backward reads it; and the recipe."""
-    recipe = node[left_out.key]
-    if node.donated:
-        node[left_out.key] = None
-    where = "chain_bwd" if whole else "chain_dgrad"
-    if whole or left_out.in_dgrad:
-        kept = left_out.fill(where, kept, left_out.value(where, recipe))
-    return kept, recipe if whole or node.donated else left_out.copy(recipe)
 
 
 @dgrad_of(ChainResiduals)
@@ -273,12 +295,13 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
     sums = _accumulators("chain_wgrad", into, node, cfg)
     found = dict(cfg.names)
-    for name, op, step_cfg, _, left_out in cfg.backwards:
+    for step, left_out in cfg.backwards:
+        name = step.name
         waiting = None if node is None else part(node, name)
         if node is not None and waiting is not None and left_out is not None and left_out.key in node:
             output = left_out.value("chain_wgrad", part(node, left_out.key))
             waiting = left_out.fill("chain_wgrad", waiting, output)
-        found[name] = op.wgrad(waiting, step_cfg, into=sums[name])
+        found[name] = step.op.wgrad(waiting, step.cfg, into=sums[name])
     if node is not None and node is not pending:
         node.empty()
     return _collect(found, into, cfg)

@@ -1,0 +1,89 @@
+"""The sum of a residual stream and the norm that reads it: one kernel forward, and one backward, which adds the stream's gradient.
+
+Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcops.compose.plan import BACKWARD, FORWARD, Rule, Window, register_fusion
+from funcops.compose.step import add as summed
+from funcops.fused._steps import alike, alone, joins
+from funcops.kernels import add_norm as kernels
+from funcops.needs import Needs
+from funcops.ops.add import AddResiduals, add
+from funcops.ops.fork import ForkResiduals, fork
+from funcops.ops.layer_norm import LayerNormPending, LayerNormResiduals, layer_norm
+from funcops.ops.rms_norm import RMSNormPending, RMSNormResiduals, rms_norm
+from funcops.schema import Inputs
+
+
+def _match(window: Window) -> int | str | None:
+    if len(window.steps) < 3:
+        return None
+    join, split, norm = window.steps[:3]
+    if not joins(join, add) or split.op is not fork or len(split.gives) != 1 or split.names:
+        return None
+    if not alone(norm, rms_norm) and not alone(norm, layer_norm):
+        return None
+    if window.dtype is torch.float64:
+        return "float64 runs on torch"
+    return 3 if len(norm.cfg.dim) == 1 else "the norm goes over several dimensions"
+
+
+def _match_backward(window: Window) -> int | str | None:
+    size = _match(window)
+    if size != 3:
+        return size
+    return 3 if all(needs.x for needs in window.needs[:3]) else "no gradient is asked of its input"
+
+
+def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
+    join, split, norm = steps
+    residual, cfg, w = extras[join.names[0]], norm.cfg, params[2].weight
+    b = getattr(params[2], "bias", None)
+    fits = alike(main, residual) and main.shape == residual.shape and main.shape[-1:] == cfg.dim
+    if not fits or (getattr(cfg, "bias", False)) != (b is not None) or tuple(w.shape) != cfg.dim or w.dtype is not main.dtype:
+        return NotImplemented
+    if norm.op is rms_norm:
+        y, stream, rstd = kernels.add_rms_norm_fwd(main, residual, w, cfg.eps, cfg.zero_centered_gamma)
+        node = RMSNormResiduals.keep(cfg, needs[2], x=stream, weight=w, rstd=rstd, weight_dtype=w.dtype)
+    else:
+        y, stream, mean, rstd = kernels.add_layer_norm_fwd(main, residual, w, b, cfg.eps, cfg.zero_centered_gamma)
+        like = None if needs[2].x or needs[2].param("weight") else (stream.shape, stream.dtype)
+        node = LayerNormResiduals.keep(
+            cfg, needs[2], x=stream, weight=w, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
+        )  # fmt: skip
+    extras[split.gives[0]] = stream
+    statics = {"shape": stream.shape, "dtype": stream.dtype}
+    first = AddResiduals.keep(join.cfg, needs[0], inputs=Inputs.of((main, residual)), **statics)
+    return y, [first, ForkResiduals.keep(split.cfg, needs[1], **statics), node]
+
+
+def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
+    join, split, norm = steps
+    node, cfg = kept[2], norm.cfg
+    dstream = gradients.get(split.gives[0])
+    if dstream is None or not alike(dy, dstream, node.x) or not dy.shape == dstream.shape == node.x.shape:
+        return NotImplemented
+    gradients.pop(split.gives[0])
+    shared = (dy, dstream, node.x, node.weight)
+    if norm.op is rms_norm:
+        wanted = bool(node.needs.params)
+        dx, parts = kernels.add_rms_norm_bwd(*shared, node.rstd, cfg.zero_centered_gamma, True, wanted)
+        pending = RMSNormPending.keep(cfg, node.needs, parts=parts, weight_dtype=node.weight_dtype)
+    else:
+        wants = node.needs.param("weight"), cfg.bias and node.needs.param("bias")
+        dx, dw, db = kernels.add_layer_norm_bwd(*shared, node.mean, node.rstd, cfg.zero_centered_gamma, True, *wants)
+        pending = LayerNormPending.keep(cfg, node.needs, dw_parts=dw, db_parts=db, weight_dtype=node.weight_dtype)
+    residual = join.names[0]
+    if kept[0].needs.input(1):
+        gradients[residual] = summed(gradients.get(residual), dx)
+    return dx if kept[0].needs.input(0) else None, [None, None, pending]
+
+
+rule = register_fusion(Rule("add + norm", FORWARD, _match, _run))
+backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward))

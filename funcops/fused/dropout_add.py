@@ -1,0 +1,49 @@
+"""Dropout and the sum that follows it, with a bias before them where there is one: residual + dropout(x + b), in one kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcops.compose.plan import FORWARD, Rule, Window, register_fusion
+from funcops.fused._steps import alike, alone, joins
+from funcops.kernels.pointwise import dropout_add
+from funcops.needs import Needs
+from funcops.ops.add import AddResiduals, add
+from funcops.ops.bias import BiasResiduals, bias
+from funcops.ops.dropout import DropoutResiduals, dropout
+from funcops.schema import Inputs
+
+
+def _match(window: Window) -> int | str | None:
+    size = 1 if alone(window.steps[0], bias) else 0
+    rest = window.steps[size:]
+    if len(rest) < 2 or not joins(rest[0], dropout) or not joins(rest[1], add):
+        return None
+    if window.dtype is torch.float64:
+        return "float64 runs on torch"
+    cfg = rest[0].cfg
+    if not cfg.train or cfg.p in (0.0, 1.0):
+        return "nothing is drawn (train=False, or p is 0 or 1)"
+    return size + 2
+
+
+def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
+    drop, join = steps[-2:]
+    b = params[0].bias if len(steps) == 3 else None
+    residual = extras[join.names[0]]
+    given = [t for t in (main, residual, b) if t is not None]
+    if not alike(*given) or main.dim() < 1 or residual.shape != main.shape or (b is not None and b.shape != main.shape[-1:]):
+        return NotImplemented
+    _, key = drop.x(main, extras)
+    y = dropout_add(main, b, residual, key, drop.cfg.p)
+    statics = {"shape": y.shape, "dtype": y.dtype}
+    nodes = [
+        DropoutResiduals.keep(drop.cfg, needs[-2], key=key, inputs=Inputs.of((main, key)), **statics),
+        AddResiduals.keep(join.cfg, needs[-1], inputs=Inputs.of((y, residual)), **statics),
+    ]
+    return y, nodes if b is None else [BiasResiduals.keep(steps[0].cfg, needs[0], **statics), *nodes]
+
+
+rule = register_fusion(Rule("dropout + add", FORWARD, _match, _run))

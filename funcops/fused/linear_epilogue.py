@@ -1,0 +1,86 @@
+"""A linear layer with what follows it: y = f(c x w^T + b) + residual, in one product.
+
+Steps: linear, or linear and bias, or linear without bias and scale; then an activation; then an add. At least two of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.compose.plan import FORWARD, Rule, Window, register_fusion
+from funcops.fused._steps import alike, alone, joins
+from funcops.kernels.fused_linear import fused_linear_fwd
+from funcops.needs import Needs
+from funcops.ops.activation import ActivationResiduals, activation
+from funcops.ops.add import AddResiduals, add
+from funcops.ops.bias import BiasResiduals, bias
+from funcops.ops.linear import LinearResiduals, linear
+from funcops.ops.scale import ScaleResiduals, scale
+from funcops.schema import Inputs
+
+
+def _match(window: Window) -> int | str | None:
+    first, *rest = window.steps
+    if not alone(first, linear):
+        return None
+    if window.dtype is torch.float64:
+        return "float64 runs on torch"
+    size, biased = 1, first.cfg.bias
+    if rest and alone(rest[0], bias) and not biased:
+        size = 2
+    elif rest and alone(rest[0], scale):
+        if biased:
+            return "the linear's bias is scaled too"
+        size = 2
+    if len(rest) >= size and alone(rest[size - 1], activation):
+        size += 1
+    if len(rest) >= size and joins(rest[size - 1], add):
+        size += 1
+    return size if size > 1 else None
+
+
+def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
+    weight, b, factor, kind, residual = params[0].weight, params[0].bias, 1.0, "", None
+    by_op = {step.op: i for i, step in enumerate(steps)}
+    if bias in by_op:
+        b = params[by_op[bias]].bias
+    if scale in by_op:
+        factor = steps[by_op[scale]].cfg.factor
+    if activation in by_op:
+        kind = steps[by_op[activation]].cfg.kind
+    if add in by_op:
+        residual = extras[steps[by_op[add]].names[0]]
+    if not _fits(steps[0].cfg, main, weight, b, residual):
+        return NotImplemented
+    keep = bool(kind) and bool(needs[by_op[activation]].x)
+    y, z = fused_linear_fwd(main, weight, b, residual, kind, factor, keep)
+    statics = {"shape": y.shape, "dtype": y.dtype}
+    nodes = []
+    for step, wanted in zip(steps, needs, strict=True):
+        if step.op is linear:
+            node = LinearResiduals.keep(step.cfg, wanted, x=main, weight=weight, y_shape=y.shape, dtype=y.dtype)
+        elif step.op is activation:
+            node = ActivationResiduals.keep(step.cfg, wanted, x=z)
+        elif step.op is add:
+            node = AddResiduals.keep(step.cfg, wanted, inputs=Inputs.of((y, residual)), **statics)
+        else:
+            node = (BiasResiduals if step.op is bias else ScaleResiduals).keep(step.cfg, wanted, **statics)
+        nodes.append(node)
+    return y, nodes
+
+
+def _fits(cfg: Any, x: Any, weight: Any, b: Any, residual: Any) -> bool:
+    given = [t for t in (x, weight, b, residual) if t is not None]
+    if not alike(*given) or x.dim() < 1:
+        return False
+    o, i = cfg.out_features, cfg.in_features
+    shapes = [(x.shape[-1], i), (tuple(weight.shape), (o, i))]
+    shapes += [(tuple(b.shape), (o,))] if b is not None else []
+    shapes += [(tuple(residual.shape), (*x.shape[:-1], o))] if isinstance(residual, Tensor) else []
+    return all(got == want for got, want in shapes)
+
+
+rule = register_fusion(Rule("linear + epilogue", FORWARD, _match, _run))

@@ -1,0 +1,286 @@
+"""Fusion plans: which steps become which kernel, which nearly do, and that the numbers stay."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from funcops import (
+    ActivationConfig,
+    AddConfig,
+    BiasConfig,
+    ChainConfig,
+    DropoutConfig,
+    ForkConfig,
+    LayerNormConfig,
+    LinearConfig,
+    Needs,
+    RMSNormConfig,
+    ScaleConfig,
+    Step,
+    WithExtras,
+    activation,
+    add,
+    bias,
+    chain,
+    donate,
+    dropout,
+    explain,
+    fork,
+    fused,
+    layer_norm,
+    linear,
+    plan,
+    random,
+    register_fusion,
+    rms_norm,
+    scale,
+    with_policy,
+)
+from funcops.backend import backend
+from funcops.bench.models import gpt2_block_config
+from funcops.compose.plan import FORWARD, Rule, unregister_fusion
+from funcops.testing.laws import float_like
+from funcops.testing.tolerances import assert_close
+from funcops.trees import leaves, paths, tensors
+
+pytest.importorskip("triton")
+D = 6
+MAKERS = {
+    "linear": lambda n: Step(n, linear, LinearConfig(D, D, bias=False)),
+    "linear_b": lambda n: Step(n, linear, LinearConfig(D, D)),
+    "bias": lambda n: Step(n, bias, BiasConfig(D)),
+    "scale": lambda n: Step(n, scale, ScaleConfig(0.5)),
+    "gelu": lambda n: Step(n, activation, ActivationConfig("gelu_tanh")),
+    "silu": lambda n: Step(n, activation, ActivationConfig("silu")),
+    "rms": lambda n: Step(n, rms_norm, RMSNormConfig(D)),
+    "ln": lambda n: Step(n, layer_norm, LayerNormConfig(D)),
+    "ln_plain": lambda n: Step(n, layer_norm, LayerNormConfig(D, bias=False)),
+    "drop": lambda n: Step(n, dropout, DropoutConfig(0.4), takes=("key",)),
+    "drop_0": lambda n: Step(n, dropout, DropoutConfig(0.0), takes=("key",)),
+    "drop_off": lambda n: Step(n, dropout, DropoutConfig(0.4, train=False), takes=("key",)),
+    "add": lambda n: Step(n, add, AddConfig(), takes=("given",)),
+    "fork": lambda n: Step(n, fork, ForkConfig(), gives=(f"{n}_out",)),
+}
+
+
+def made(words, **options):
+    """A chain of the steps that `words` name; what a fork gives, the last step adds."""
+    steps = [MAKERS[word](f"{word}_{i}") for i, word in enumerate(words.split())]
+    given_names = [name for step in steps for name in step.gives]
+    steps += [Step(f"end_{i}", add, AddConfig(), takes=(name,)) for i, name in enumerate(given_names)]
+    taken = {name for step in steps for name in step.takes}
+    return ChainConfig(steps=tuple(steps), extras=tuple(n for n in ("given", "key") if n in taken), **options)
+
+
+def halves(words, needs=Needs.ALL, dtype=torch.bfloat16, device="cuda", **options):
+    """The fused pieces, as words joined by plus signs, of each half."""
+    found = plan(made(words, **options), needs, device, dtype)
+    return [" ".join("+".join(s.name.rpartition("_")[0] for s in piece.steps) for piece in half if piece.rule) for half in found[:2]]
+
+
+TABLE = [
+    ("linear", "", ""),
+    ("linear gelu", "linear+gelu", ""),
+    ("linear_b gelu", "linear_b+gelu", ""),
+    ("linear bias", "linear+bias", ""),
+    ("linear bias silu", "linear+bias+silu", ""),
+    ("linear bias gelu add", "linear+bias+gelu+add", ""),
+    ("linear_b bias", "", ""),
+    ("linear add", "linear+add", ""),
+    ("linear_b add", "linear_b+add", ""),
+    ("linear scale", "linear+scale", ""),
+    ("linear_b scale", "", ""),
+    ("linear scale add", "linear+scale+add", ""),
+    ("linear scale gelu add", "linear+scale+gelu+add", ""),
+    ("linear gelu scale", "linear+gelu", ""),
+    ("linear add gelu", "linear+add", ""),
+    ("linear rms", "", ""),
+    ("linear fork gelu", "", ""),
+    ("gelu linear", "", "gelu+linear"),
+    ("scale linear_b", "", "scale+linear_b"),
+    ("bias linear", "", ""),
+    ("rms linear gelu linear", "linear+gelu", "gelu+linear"),
+    ("gelu linear add", "linear+add", "gelu+linear"),
+    ("linear gelu linear_b silu", "linear+gelu linear_b+silu", "gelu+linear_b"),
+    ("drop add", "drop+add", ""),
+    ("bias drop add", "bias+drop+add", ""),
+    ("linear bias drop add", "linear+bias drop+add", ""),
+    ("linear drop add", "drop+add", ""),
+    ("drop_0 add", "", ""),
+    ("drop_off add", "", ""),
+    ("drop gelu add", "", ""),
+    ("add fork rms", "add+fork+rms", "add+fork+rms"),
+    ("add fork ln linear", "add+fork+ln linear+end", "add+fork+ln"),
+    ("add rms", "", ""),
+    ("add fork gelu rms", "", ""),
+    ("linear add fork rms", "linear+add", "add+fork+rms"),
+    ("linear gelu add fork ln linear_b silu linear", "linear+gelu+add linear_b+silu linear+end", "add+fork+ln silu+linear"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("words", "forward", "backward"), TABLE, ids=[row[0] for row in TABLE])
+def test_plans_are_as_written_down(words, forward, backward):
+    assert halves(words) == [forward, backward]
+    assert halves(words, dtype=torch.float64) == ["", ""]
+    assert halves(words, device="cpu") == ["", ""]
+    assert halves(words, fuse=False) == ["", ""]
+
+
+def test_needs_that_forbid_a_fusion():
+    first = Needs(x=False)
+    assert halves("gelu linear gelu linear", needs=first) == ["linear+gelu", "gelu+linear"]
+    assert halves("gelu linear", needs=first) == ["", ""]
+    assert "no gradient is asked of its input" in str(plan(made("gelu linear"), first))
+    assert halves("linear gelu", needs=Needs.NONE) == ["linear+gelu", ""]
+    frozen = Needs(params=["linear_1.weight"])
+    assert halves("gelu linear gelu linear", needs=frozen) == ["linear+gelu", "gelu+linear gelu+linear"]
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype", "reason"),
+    [
+        ("linear_b scale", torch.float32, "not linear + epilogue at linear_b_0 (forward): the linear's bias is scaled too"),
+        ("linear gelu", torch.float64, "not linear + epilogue at linear_0 (forward): float64 runs on torch"),
+        ("drop_off add", torch.float32, "not dropout + add at drop_off_0 (forward): nothing is drawn"),
+    ],
+)
+def test_near_misses_say_why(words, dtype, reason):
+    assert reason in str(explain(made(words), dtype=dtype))
+
+
+def test_explain_walks_into_inner_chains():
+    text = str(explain(gpt2_block_config(64, 4, 96, 0.1)))
+    assert "attn\n" in text and "attn.qkv.q\n" in text and "forward   up + act: linear + epilogue" in text
+    assert "backward  act + down: linear dgrad + derivative" in text
+
+
+def run(cfg, dtype, needs=Needs.ALL, donated=False, split=False, op=chain):
+    params = chain.init(cfg, key=random.key(0), dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    for t in tensors(params):
+        t.copy_(torch.randn(t.shape, generator=generator) * 0.5)
+    x, other = (torch.randn(5, D, generator=generator).to(dtype) for _ in range(2))
+    extras = {"given": other, "key": random.key(7)}
+    whole = WithExtras(x, {n: extras[n] for n in cfg.extras}) if cfg.extras else x
+    y, kept = op.fwd(params, whole, cfg, needs=needs)
+    if kept is None:
+        return y, None, None, None
+    names = sorted(paths(kept))
+    dy = float_like(y, 3)
+    if split:
+        dx, pending = op.dgrad(kept, dy, cfg)
+        return y, op.wgrad(pending, cfg), dx, names
+    dparams, dx = op.bwd(donate(kept) if donated else kept, dy, cfg)
+    return y, dparams, dx, names
+
+
+def compare(words, dtype, needs=Needs.ALL, **options):
+    cfg = made(words, **options)
+    want = run(dataclasses.replace(cfg, fuse=False), dtype, needs)
+    with backend("triton"):
+        got = run(cfg, dtype, needs)
+        halves_of = run(cfg, dtype, needs, split=True)
+        given_away = run(cfg, dtype, needs, donated=True)
+    assert got[3] == want[3], "a fusion keeps what the steps keep"
+    # each unfused step rounds where a fused one does not: as many roundings as steps
+    for g, w in zip(got[:3], want[:3], strict=True):
+        assert_close(g, w, dtype=dtype, length=64 * len(cfg.steps) ** 2)
+    for a in (halves_of, given_away):
+        assert all((s is None and t is None) or torch.equal(s, t) for s, t in zip(leaves(a[:3]), leaves(got[:3]), strict=True))
+
+
+@pytest.mark.parametrize("words", [row[0] for row in TABLE])
+def test_fused_is_unfused(words):
+    compare(words, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "add fork ln linear", "add fork rms"])
+def test_fused_is_unfused_in_16_bits(words, dtype):
+    compare(words, dtype)
+
+
+def test_the_fused_kernels_are_those_that_run(monkeypatch):
+    ran = []
+
+    def counted(module, name):
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: ran.append(name) or kernel(*args))
+
+    counted(fused.linear_epilogue, "fused_linear_fwd")
+    counted(fused.dropout_add, "dropout_add")
+    counted(fused.linear_dgrad, "fused_linear_dgrad")
+    counted(fused.add_norm.kernels, "add_layer_norm_fwd")
+    counted(fused.add_norm.kernels, "add_layer_norm_bwd")
+    with backend("triton"):
+        run(made("linear gelu linear_b drop add fork ln"), torch.float32)
+    assert ran == ["fused_linear_fwd", "dropout_add", "add_layer_norm_bwd", "fused_linear_dgrad"]
+    ran.clear()
+    with backend("triton"):
+        run(made("add fork ln gelu linear"), torch.float32)
+    assert ran == ["add_layer_norm_fwd", "fused_linear_fwd", "fused_linear_dgrad", "add_layer_norm_bwd"]
+    ran.clear()
+    run(made("add fork ln gelu linear"), torch.float32)
+    assert ran == []
+
+
+def chains():
+    return st.lists(st.sampled_from(list(MAKERS)), min_size=1, max_size=7).map(" ".join)
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(chains(), st.data())
+def test_drawn_chains_under_drawn_masks(words, data):
+    cfg = made(words)
+    every = [path for path, t in paths(chain.init(cfg, device="meta")).items() if t is not None]
+    params = data.draw(st.one_of(st.booleans(), st.lists(st.sampled_from(every), unique=True) if every else st.just(False)))
+    x = data.draw(st.one_of(st.booleans(), st.just(["main"]) if cfg.extras else st.just(True)))
+    if x is True and cfg.extras:
+        x = ["main", *(f"extras.{n}" for n in cfg.extras if n != "key")]
+    compare(words, torch.float32, Needs(x=x, params=params))
+
+
+def test_a_policy_and_a_plan_do_not_know_of_each_other():
+    cfg = made("rms linear gelu linear_b add")
+    want = run(dataclasses.replace(cfg, fuse=False), torch.float32)
+    for policy in ("save_all", "recompute_norms", "minimal"):
+        with backend("triton"):
+            got = run(cfg, torch.float32, op=with_policy(chain, policy))
+        assert_close(got[:3], want[:3], dtype=torch.float32, length=1024)
+
+
+def test_what_does_not_fit_is_refused_as_by_the_steps():
+    cfg = made("linear add")
+    params = chain.init(cfg, key=random.key(0))
+    bad = WithExtras(torch.randn(5, D), {"given": torch.randn(4, D)})
+    with backend("triton"), pytest.raises(ValueError, match=r"add_fwd: x.1 must be \[5, 6\]"):
+        chain.fwd(params, bad, cfg)
+
+
+def test_users_add_rules():
+    ran = []
+
+    def match(window):
+        return 2 if [s.op for s in window.steps[:2]] == [scale, scale] else None
+
+    def run_both(steps, params, main, extras, needs):
+        ran.append([s.name for s in steps])
+        return NotImplemented
+
+    rule = register_fusion(Rule("scale + scale", FORWARD, match, run_both))
+    try:
+        assert halves("scale scale scale") == ["scale+scale", ""]
+        with pytest.raises(ValueError, match="register_fusion: rule must be of a new name, got 'scale . scale'"):
+            register_fusion(rule)
+        compare("scale scale gelu", torch.float32)
+        assert ran and ran[0] == ["scale_0", "scale_1"]
+    finally:
+        unregister_fusion(rule)
+    assert halves("scale scale scale") == ["", ""]
+    with pytest.raises(TypeError, match="register_fusion: rule must be"):
+        register_fusion("scale")
+    with pytest.raises(ValueError, match="Rule: phase must be 'forward' or 'backward'"):
+        Rule("a", "sideways", match, run_both)
