@@ -19,6 +19,7 @@ from funcops import (
     Needs,
     RMSNormConfig,
     ScaleConfig,
+    SkipConfig,
     Step,
     WithExtras,
     activation,
@@ -37,14 +38,15 @@ from funcops import (
     register_fusion,
     rms_norm,
     scale,
+    skip,
     with_policy,
 )
 from funcops.backend import backend
-from funcops.bench.models import gpt2_block_config
+from funcops.bench.models import gpt2_block_config, mlp_config
 from funcops.compose.plan import FORWARD, Rule, unregister_fusion
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths, tensors
+from funcops.trees import leaves, paths, tensors, tree_map
 
 pytest.importorskip("triton")
 D = 6
@@ -115,6 +117,10 @@ TABLE = [
     ("add fork rms", "add+fork+rms", "add+fork+rms"),
     ("add fork ln linear", "add+fork+ln linear+end", "add+fork+ln"),
     ("add rms", "", ""),
+    ("fork rms", "", "fork+rms"),
+    ("fork ln linear", "linear+end", "fork+ln"),
+    ("fork linear_b", "linear_b+end", "fork+linear_b"),
+    ("fork bias linear", "linear+end", ""),
     ("add fork gelu rms", "", ""),
     ("linear add fork rms", "linear+add", "add+fork+rms"),
     ("linear gelu add fork ln linear_b silu linear", "linear+gelu+add linear_b+silu linear+end", "add+fork+ln silu+linear"),
@@ -227,6 +233,45 @@ def test_the_fused_kernels_are_those_that_run(monkeypatch):
     ran.clear()
     run(made("add fork ln gelu linear"), torch.float32)
     assert ran == []
+
+
+SKIPS = {
+    "llama mlp": SkipConfig(chain, mlp_config(D, 4)),
+    "gpt-2 block": SkipConfig(chain, gpt2_block_config(D, 1, 4, 0.3)),
+    "one linear": SkipConfig(chain, made("linear_b")),
+    "frozen": SkipConfig(chain, dataclasses.replace(mlp_config(D, 4), fuse=False)),
+}
+
+
+@pytest.mark.parametrize("needs", [Needs.ALL, Needs(x=False), Needs(params=False)], ids=str)
+@pytest.mark.parametrize("name", SKIPS)
+def test_a_skip_is_planned_with_its_body(name, needs):
+    cfg = SKIPS[name]
+    assert (cfg.unrolled is None) == (name == "frozen")
+    params = skip.init(cfg, key=random.key(0))
+    data, dy = torch.randn(2, 3, D), torch.randn(2, 3, D)
+    x = WithExtras(data, {"key": random.key(1)}) if cfg.extras else data
+    found = []
+    for implementation in ("torch", "triton"):
+        with backend(implementation):
+            y, kept = skip.fwd(params, x, cfg, needs=needs)
+            names = sorted(paths(kept))
+            whole = skip.bwd(kept, dy, cfg)
+            dx, pending = skip.dgrad(kept, dy, cfg)
+            halves_of = skip.wgrad(pending, cfg), dx
+            into = tree_map(lambda g: None if g is None else torch.ones_like(g), whole[0])
+            total, _ = skip.bwd(donate(kept), dy, cfg, into=into)
+        assert total is into
+        assert all((s is None and t is None) or torch.equal(s, t) for s, t in zip(leaves(whole), leaves(halves_of), strict=True))
+        found.append((y, whole, total, names))
+    assert_close(found[1][:3], found[0][:3], dtype=torch.float32, length=4096)
+    assert found[0][3] == found[1][3], "residuals are the body's own"
+
+
+def test_the_plan_of_a_skip():
+    text = str(explain(SKIPS["llama mlp"], Needs.ALL))
+    assert "forward   down + skip_out: linear + epilogue" in text
+    assert "backward  skip_in + norm: fork + reader" in text
 
 
 def chains():

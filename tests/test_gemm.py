@@ -111,8 +111,11 @@ def test_dgrad_epilogues(kind, dtype):
         got = fused_linear.fused_linear_dgrad(dy, w, z, kind, 2.0)
         into = torch.ones(5, 3, 24, dtype=dtype)
         fused_linear.fused_linear_dgrad_into(dy, w, 2.0, into)
+        added = fused_linear.fused_linear_dgrad_add(dy, w, 2.0, z)
     assert_close(got, want, dtype=dtype)
     assert_close(into, 1 + 2 * (dy.double() @ w.double()), dtype=dtype)
+    assert_close(added, z.double() + 2 * (dy.double() @ w.double()), dtype=dtype)
+    assert_close(fused_linear.fused_linear_dgrad_add(dy, w, 2.0, z), z.double() + 2 * (dy.double() @ w.double()), dtype=dtype)
 
 
 @pytest.mark.parametrize("bias", [False, True])

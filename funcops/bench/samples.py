@@ -229,6 +229,7 @@ def _products(make: Maker) -> Iterator[Sample]:
             (fused_linear.fused_linear_fwd, "all", (x, w, b, residual, "gelu", 0.5, True), forward),
             (fused_linear.fused_linear_dgrad, "gelu", (dy, w, z, "gelu_tanh", 1.0), dgrad),
             (fused_linear.fused_linear_dgrad_into, "", (dy, w, 1.0, into), dgrad),
+            (fused_linear.fused_linear_dgrad_add, "", (dy, w, 1.0, z), dgrad),
             (fused_linear.fused_linear_wgrad, "bias", (dy, x, 0.5, True), wgrad),
             (fused_linear.fused_linear_wgrad_into, "bias", (dy, x, 1.0, dw, db), wgrad),
         ]

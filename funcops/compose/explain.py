@@ -38,6 +38,9 @@ def explain(
     found: dict[str, Plan] = {}
 
     def visit(inner: Any, path: str, own: Needs) -> None:
+        if getattr(inner, "unrolled", None) is not None:  # a skip of a chain runs as a chain
+            visit(inner.unrolled, path, own)
+            return
         if type(inner) is ChainConfig:
             found[path] = plan(inner, own, device_type, dtype)
         if hasattr(inner, "with_parts"):

@@ -65,11 +65,21 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
 
 def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
     join, split, norm = steps
-    node, cfg = kept[2], norm.cfg
+    node = kept[2]
     dstream = gradients.get(split.gives[0])
     if dstream is None or not alike(dy, dstream, node.x) or not dy.shape == dstream.shape == node.x.shape:
         return NotImplemented
     gradients.pop(split.gives[0])
+    dx, pending = norm_gradient(norm, node, dy, dstream)
+    residual = join.names[0]
+    if kept[0].needs.input(1):
+        gradients[residual] = summed(gradients.get(residual), dx)
+    return dx if kept[0].needs.input(0) else None, [None, None, pending]
+
+
+def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any) -> tuple[Any, Any]:
+    """dx of a norm plus the gradient of the stream that it read, and the norm's pending."""
+    cfg = norm.cfg
     shared = (dy, dstream, node.x, node.weight)
     if norm.op is rms_norm:
         wanted = bool(node.needs.params)
@@ -79,10 +89,7 @@ def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any
         wants = node.needs.param("weight"), cfg.bias and node.needs.param("bias")
         dx, dw, db = kernels.add_layer_norm_bwd(*shared, node.mean, node.rstd, cfg.zero_centered_gamma, True, *wants)
         pending = LayerNormPending.keep(cfg, node.needs, dw_parts=dw, db_parts=db, weight_dtype=node.weight_dtype)
-    residual = join.names[0]
-    if kept[0].needs.input(1):
-        gradients[residual] = summed(gradients.get(residual), dx)
-    return dx if kept[0].needs.input(0) else None, [None, None, pending]
+    return dx, pending
 
 
 rule = register_fusion(Rule("add + norm", FORWARD, _match, _run))

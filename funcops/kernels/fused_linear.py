@@ -36,6 +36,12 @@ def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, sc
     return f.backward(dx, z, f.forward(z) if f.reads_y else None)
 
 
+@kernel()
+def fused_linear_dgrad_add(dy: Tensor, w: Tensor, scale: float, add: Tensor) -> Tensor:
+    """dx = scale dy w + add. add: [*, I]."""
+    return torch.matmul(dy, w) * scale + add
+
+
 @kernel(mutates=("into",))
 def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
     """into += scale dy w. into: [*, I], contiguous."""

@@ -125,8 +125,10 @@ def linear_bwd(
     return LinearParams(*kernels.linear_wgrad(dy, x, bias)), None
 
 
-def _wgrad_into(where: str, dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> LinearParams:
+def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> LinearParams:
     """The gradients added to `into`: in the product itself, unrounded, where the accumulators are as wide as its sums."""
+    if x is None:
+        return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, None, bias)), into)
     shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
     check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
     db = into.bias if bias else None

@@ -142,6 +142,11 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
         same_bits(got_x, dx if needs.x else nothing_like(dx), f"dx under {needs}")
         for (path, got), want in zip(paths(got_params).items(), leaves(dparams), strict=True):
             assert_close(got, want if needs.param(path) else None, dtype=dtype, what=f"dparams.{path} under {needs}")
+        if tensors(params):
+            into = tree_map(lambda g: None if g is None else torch.ones_like(g), got_params)
+            total, _ = case.op.bwd(kept, dy, case.cfg, into=into)
+            want = tree_map(lambda g: None if g is None else g + 1, got_params)
+            assert_close(total, want, dtype=dtype, what=f"into under {needs}")
 
 
 def law_right(case: Case, dtype: torch.dtype) -> None:

@@ -37,6 +37,14 @@ def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, sc
     return dx
 
 
+@declared.fused_linear_dgrad_add.triton
+def fused_linear_dgrad_add(dy: Tensor, w: Tensor, scale: float, add: Tensor) -> Tensor:
+    dx = torch.empty_like(add, memory_format=torch.contiguous_format)
+    if dx.numel():
+        matmul(rows_of(dy), w, rows_of(dx), Epilogue(add=rows_of(add.contiguous()), scale=scale))
+    return dx
+
+
 @declared.fused_linear_dgrad_into.triton
 def fused_linear_dgrad_into(dy: Tensor, w: Tensor, scale: float, into: Tensor) -> None:
     if into.numel():

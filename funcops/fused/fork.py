@@ -1,0 +1,56 @@
+"""A stream that is read and goes on: its gradient is added by the kernel that makes the reader's.
+
+Steps: a fork that gives the stream, and a norm or a linear. Every `skip` is one, where Triton runs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcops.compose.plan import BACKWARD, Rule, Window, register_fusion
+from funcops.fused._steps import alike, alone
+from funcops.fused.add_norm import norm_gradient
+from funcops.kernels.fused_linear import fused_linear_dgrad_add
+from funcops.ops.fork import fork
+from funcops.ops.layer_norm import layer_norm
+from funcops.ops.linear import LinearPending, linear
+from funcops.ops.rms_norm import rms_norm
+
+
+def _match(window: Window) -> int | str | None:
+    if len(window.steps) < 2:
+        return None
+    split, reader = window.steps[:2]
+    if split.op is not fork or len(split.gives) != 1 or split.names:
+        return None
+    if not any(alone(reader, op) for op in (linear, rms_norm, layer_norm)):
+        return None
+    if window.dtype is torch.float64:
+        return "float64 runs on torch"
+    if not alone(reader, linear) and len(reader.cfg.dim) > 1:
+        return "the norm goes over several dimensions"
+    return 2 if window.needs[0].x and window.needs[1].x else "no gradient is asked of its input"
+
+
+def _run(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
+    split, reader = steps
+    node, dstream = kept[1], gradients.get(split.gives[0])
+    shape = kept[0].shape
+    if dstream is None or not alike(dy, dstream, node.weight if reader.op is linear else node.x) or dstream.shape != shape:
+        return NotImplemented
+    if reader.op is not linear:
+        if dy.shape != shape:
+            return NotImplemented
+        gradients.pop(split.gives[0])
+        dx, pending = norm_gradient(reader, node, dy, dstream)
+        return dx, [None, pending]
+    if dy.shape != node.y_shape:
+        return NotImplemented
+    gradients.pop(split.gives[0])
+    pending = LinearPending.keep(reader.cfg, node.needs, x=node.x, dy=dy)
+    return fused_linear_dgrad_add(dy, node.weight, 1.0, dstream), [None, pending]
+
+
+rule = register_fusion(Rule("fork + reader", BACKWARD, _match, _run))
