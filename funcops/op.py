@@ -56,8 +56,9 @@ def positional() -> Any:
 
 
 class Op(NamedTuple):
-    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: y costs
-    little more than reading x, so that a chain rather computes it again in its backward than keeps it."""
+    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
+    "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
+    it; else ""."""
     name: str
     config: type
     init: Callable[..., Any]
@@ -66,7 +67,7 @@ class Op(NamedTuple):
     dgrad: Callable[..., Any]
     wgrad: Callable[..., Any]
     keyed: bool = False
-    cheap: bool = False
+    cheap: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -74,7 +75,7 @@ class Op(NamedTuple):
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: bool = False,
+    keyed: bool = False, cheap: str = "",
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
     below; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""

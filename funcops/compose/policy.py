@@ -14,13 +14,8 @@ from funcops.compose.repeat import RepeatConfig
 from funcops.errors import fail, require, require_type
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.ops.l2_norm import l2_norm
-from funcops.ops.layer_norm import layer_norm
-from funcops.ops.rms_norm import rms_norm
 from funcops.residuals.policy import POLICIES, Policy, Recompute, Save
 from funcops.schema import Saved
-
-NORMS = (rms_norm, layer_norm, l2_norm)
 
 
 @functools.lru_cache(maxsize=256)
@@ -72,7 +67,7 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
         return inner.wgrad(pending, inner_cfg, into=into)
 
     dgrad.node_class = Saved  # type: ignore[attr-defined]
-    return op._replace(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap=False)
+    return op._replace(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="")
 
 
 def _apply(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
@@ -132,7 +127,7 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
     a rule says Recompute; and the fields that therefore are not kept."""
     found, absent = [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
-        kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op in NORMS)
+        kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
         fields = [_joined(path, p) for p in _inputs(step.op, step.cfg, step.name)]
         actions = [policy.action(field) for field in fields]
         asked = [isinstance(action, Recompute) for action in actions]

@@ -68,7 +68,7 @@ def remat(op: Op, offload: bool = False) -> Op:
         return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
 
     dgrad.node_class = RematResiduals  # type: ignore[attr-defined]
-    return op._replace(name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap=False)
+    return op._replace(name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="")
 
 
 def _versions(params: Any, x: Any) -> tuple[int, ...] | None:

@@ -55,5 +55,5 @@ def activation_dgrad(residuals: Any, dy: Tensor, cfg: ActivationConfig) -> tuple
     return kernels.activation_bwd(dy, x, cfg.kind), None
 
 
-activation = make_op("activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap=True)
+activation = make_op("activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise")
 activation_init, activation_bwd, activation_wgrad = activation.init, activation.bwd, activation.wgrad

@@ -93,5 +93,5 @@ def glu_dgrad(residuals: Any, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
     return residuals.inputs.make(found) if cfg.scaled else found[0], None
 
 
-glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap=True)
+glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise")
 glu_init, glu_bwd, glu_wgrad = glu.init, glu.bwd, glu.wgrad

@@ -55,5 +55,5 @@ def l2_norm_dgrad(residuals: Any, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor
     return kernels.l2_norm_bwd(dy, x, residuals.rstd), None
 
 
-l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap=True)
+l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap="norm")
 l2_norm_init, l2_norm_bwd, l2_norm_wgrad = l2_norm.init, l2_norm.bwd, l2_norm.wgrad

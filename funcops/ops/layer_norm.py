@@ -137,6 +137,6 @@ layer_norm = make_op(
     fwd=layer_norm_fwd,
     dgrad=layer_norm_dgrad,
     wgrad=layer_norm_wgrad,
-    cheap=True,
+    cheap="norm",
 )
 layer_norm_bwd = layer_norm.bwd

@@ -121,5 +121,5 @@ rms_norm = make_op(
     dgrad=rms_norm_dgrad,
     wgrad=rms_norm_wgrad,
     bwd=rms_norm_bwd,
-    cheap=True,
+    cheap="norm",
 )
