@@ -86,11 +86,14 @@ def test_bias_activation(name, dtype, shape, kind):
         y = bias_activation.bias_activation_fwd(x, b, kind)
         dz, db = bias_activation.bias_activation_bwd(dy, x, b, kind, True)
         alone, none = bias_activation.bias_activation_bwd(dy, x, b, kind, False)
+        summed, _ = bias_activation.bias_activation_bwd(dy, (x + b).contiguous(), None, kind, True)
     assert none is None and torch.equal(alone, dz)
     z = x.double() + b.double()
     f = ACTIVATIONS[kind]
     want = f.backward(dy.double(), z, f.forward(z) if f.reads_y else None)
     assert_close((y, dz), (f.forward(z), want), dtype=dtype)
+    rounded = (x + b).double()
+    assert_close(summed, f.backward(dy.double(), rounded, f.forward(rounded) if f.reads_y else None), dtype=dtype)
     assert_close(db.sum(0), want.reshape(-1, shape[-1]).sum(0), dtype=dtype)
 
 

@@ -88,8 +88,8 @@ TABLE = [
     ("linear gelu", "linear+gelu", ""),
     ("linear_b gelu", "linear_b+gelu", ""),
     ("linear bias", "linear+bias", ""),
-    ("linear bias silu", "linear+bias+silu", ""),
-    ("linear bias gelu add", "linear+bias+gelu+add", ""),
+    ("linear bias silu", "linear+bias+silu", "bias+silu"),
+    ("linear bias gelu add", "linear+bias+gelu+add", "bias+gelu"),
     ("linear_b bias", "", ""),
     ("linear add", "linear+add", ""),
     ("linear_b add", "linear_b+add", ""),
@@ -104,6 +104,8 @@ TABLE = [
     ("gelu linear", "", "gelu+linear"),
     ("scale linear_b", "", "scale+linear_b"),
     ("bias linear", "", ""),
+    ("bias gelu", "", "bias+gelu"),
+    ("bias gelu linear", "", "bias+gelu"),
     ("rms linear gelu linear", "linear+gelu", "gelu+linear"),
     ("gelu linear add", "linear+add", "gelu+linear"),
     ("linear gelu linear_b silu", "linear+gelu linear_b+silu", "gelu+linear_b"),
@@ -141,6 +143,8 @@ def test_needs_that_forbid_a_fusion():
     assert halves("gelu linear", needs=first) == ["", ""]
     assert "no gradient is asked of its input" in str(plan(made("gelu linear"), first))
     assert halves("linear gelu", needs=Needs.NONE) == ["linear+gelu", ""]
+    assert halves("bias gelu", needs=Needs.NONE) == ["bias+gelu", ""]
+    assert "not bias + activation at bias_0 (forward): the activation keeps the sum" in str(explain(made("bias gelu")))
     frozen = Needs(params=["linear_1.weight"])
     assert halves("gelu linear gelu linear", needs=frozen) == ["linear+gelu", "gelu+linear gelu+linear"]
 
@@ -204,7 +208,7 @@ def test_fused_is_unfused(words):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "add fork ln linear", "add fork rms"])
+@pytest.mark.parametrize("words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "bias silu", "add fork ln linear", "add fork rms"])
 def test_fused_is_unfused_in_16_bits(words, dtype):
     compare(words, dtype)
 

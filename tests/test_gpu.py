@@ -8,14 +8,16 @@ import torch
 from test_laws import CASES
 from test_train_lm import TINY, losses, run
 
-from funcops import random
+from funcops import WithExtras, chain, random, with_policy
 from funcops.backend import backend
 from funcops.bench import kernels
+from funcops.bench.models import gpt2_block_config
 from funcops.bench.samples import Maker, samples
 from funcops.kernels import cross_entropy, norm, pointwise
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.testing import LAWS
 from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
+from funcops.trees import leaves, tensors, tree_map
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -69,6 +71,33 @@ def test_unaligned_addresses(by, dtype):
     with backend("triton"):
         assert_close(norm.rms_norm_fwd(x, w, 1e-6, False), want, dtype=dtype)
         assert_close(norm.rms_norm_fwd(x.clone(), w.clone(), 1e-6, False), want, dtype=dtype)
+
+
+def gpt2_run(policy, fuse=True, dtype=torch.float32):
+    cfg = gpt2_block_config(256, 4, 1024, 0.1)
+    op, params = with_policy(chain, policy), chain.init(cfg, key=random.key(0), dtype=dtype)
+    x, dy = (random.uniform(random.key(i), (4, 128, 256), low=-1, high=1, dtype=dtype).cuda() for i in (1, 2))
+    params, given = tree_map(lambda t: t.cuda(), params), WithExtras(x, {"key": random.key(3).cuda()})
+    with backend("triton" if fuse else "torch"):
+        y, kept = op.fwd(params, given, cfg)
+        return y, op.bwd(kept, dy, cfg), kept, params
+
+
+@pytest.mark.parametrize("policy", ["save_all", "recompute_norms", "minimal", "offload_block_inputs"])
+def test_policies_give_the_same_bits(policy):
+    y, gradients, kept, params = gpt2_run(policy)
+    want_y, want, _, _ = gpt2_run("recompute_elementwise")
+    assert torch.equal(y, want_y)
+    assert all(g is w is None or torch.equal(g, w) for g, w in zip(leaves(gradients), leaves(want), strict=True))
+    if policy == "offload_block_inputs":
+        owned = {t.untyped_storage()._cdata for t in tensors(params)}
+        assert not [t for t in tensors(kept) if t.is_cuda and t.untyped_storage()._cdata not in owned]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_planned_blocks_are_unplanned_ones(dtype):
+    got, want = (gpt2_run("recompute_elementwise", fuse, dtype)[:2] for fuse in (True, False))
+    assert_close(got, want, dtype=dtype, length=4096)
 
 
 def test_dropout_draws_the_bits_of_the_cpu():

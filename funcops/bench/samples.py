@@ -145,6 +145,8 @@ def _activations(make: Maker) -> Iterator[Sample]:
         yield Sample(activation_bwd, shape, (dy, x, kind))
         yield Sample(bias_activation_fwd, shape, (x, b, kind))
         yield Sample(bias_activation_bwd, shape, (dy, x, b, kind, True))
+        if kind == "gelu_tanh":
+            yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:

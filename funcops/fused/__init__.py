@@ -1,6 +1,7 @@
 """Fusion rules, a file each: the steps that a rule covers, and the kernel that runs them. Importing one registers it."""
 
 from funcops.fused import add_norm as add_norm
+from funcops.fused import bias_activation as bias_activation
 from funcops.fused import dropout_add as dropout_add
 from funcops.fused import fork as fork
 from funcops.fused import linear_dgrad as linear_dgrad

@@ -18,9 +18,12 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
 
 
 @kernel()
-def bias_activation_bwd(dy: Tensor, x: Tensor, b: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
-    """dz = dy f'(x + b), which is the gradient of x; db, the sum of dz over rows, as partial sums [P, D] in the wide dtype."""
+def bias_activation_bwd(
+    dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool
+) -> tuple[Tensor, Optional[Tensor]]:
+    """dz = dy f'(x + b), which is the gradient of x; db, the sum of dz over rows, as partial sums [P, D] in the wide dtype.
+    Without b, x is the sum already."""
     f, dtype = ACTIVATIONS[kind], wide(x.dtype)
-    z = x.to(dtype) + b.to(dtype)
+    z = x.to(dtype) if b is None else x.to(dtype) + b.to(dtype)
     dz = f.backward(dy.to(dtype), z, f.forward(z) if f.reads_y else None)
     return dz.to(x.dtype), dz.reshape(-1, dz.shape[-1]).sum(0, keepdim=True) if db else None

@@ -17,7 +17,7 @@ from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
-from funcops.schema import derive_pending, residuals, static
+from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -42,7 +42,10 @@ class BiasResiduals:
     dtype: Any = static()
 
 
-BiasPending = derive_pending("BiasPending", BiasResiduals, dy="[*, D]")
+@pending
+class BiasPending:
+    dy: Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)  # or partial sums of it [P, D], in a wider dtype
+    dtype: Any = static()
 
 
 def bias_init(
@@ -64,13 +67,15 @@ def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = N
 def bias_dgrad(residuals: Any, dy: Tensor, cfg: BiasConfig) -> tuple[Tensor | None, Any]:
     """`dx = dy`, and the pending sum over dy."""
     check("bias_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return dy if residuals.needs.x else None, BiasPending.keep(cfg, residuals.needs, dy=dy)
+    return dy if residuals.needs.x else None, BiasPending.keep(cfg, residuals.needs, dy=dy, dtype=residuals.dtype)
 
 
 @wgrad_of(BiasPending, BiasParams)
 def bias_wgrad(pending: Any, cfg: BiasConfig, *, into: BiasParams | None = None) -> BiasParams:
     """`db = sum of dy`; added to `into` where that is given."""
     _, db = linear_kernels.linear_wgrad(pending.dy, None, True)
+    if db.dtype is not pending.dtype and (into is None or getattr(into.bias, "dtype", None) is not db.dtype):
+        db = db.to(pending.dtype)
     return accumulate("bias_wgrad", BiasParams(db), into)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops.backend.launch import launcher
 from funcops.kernels import bias_activation as declared
 from funcops.kernels.triton.activation import activate, derivative
-from funcops.kernels.triton.common import block_of, flat_rows, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.common import block_of, contiguous, flat_rows, load_wide, store_rounded, warps_of
 
 COLUMNS, TILE, PARTS = 1024, 2048, 256
 
@@ -28,12 +28,14 @@ def _forward(x_ptr, b_ptr, y_ptr, rows, width, KIND: tl.constexpr, ROWS: tl.cons
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, BIAS: tl.constexpr, DB: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    b = load_wide(b_ptr + i, i < width)[None, :]
+    b = tl.zeros([1, BLOCK], tl.float32)
+    if BIAS:
+        b = load_wide(b_ptr + i, i < width)[None, :]
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for group in range(part, tl.cdiv(rows, ROWS), parts):
         row = group * ROWS + tl.arange(0, ROWS)
@@ -70,21 +72,24 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
 
 
 @declared.bias_activation_bwd.triton
-def bias_activation_bwd(dy: Tensor, x: Tensor, b: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+def bias_activation_bwd(
+    dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool
+) -> tuple[Tensor, Optional[Tensor]]:
     x, rows, width = flat_rows(x)
     dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
     if not rows:
         return dz, None if d_b is None else d_b.zero_()
     grid = _parts(rows, width), triton.cdiv(width, block), 1
     _launch_backward(
-        *grid, dy.contiguous(), x, b.contiguous(), dz, d_b, rows, width, kind, db, at_once, block, num_warps=warps_of(TILE)
+        *grid, dy.contiguous(), x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, at_once, block,
+        num_warps=warps_of(TILE),
     )  # fmt: skip
     return dz, d_b
 
 
 @declared.bias_activation_bwd.fake
 def _bias_activation_bwd_fake(
-    dy: Tensor, x: Tensor, b: Tensor, kind: str, db: bool
+    dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool
 ) -> tuple[Tensor, Optional[Tensor]]:
     return torch.empty_like(x), _room(x) if db else None
 

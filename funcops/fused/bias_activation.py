@@ -1,0 +1,55 @@
+"""A bias and the activation that follows it: forward in one kernel where nothing is kept; backward the derivative and the bias's
+gradient in one.
+
+Steps: a bias and an activation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcops.compose.plan import BACKWARD, FORWARD, Rule, Window, register_fusion
+from funcops.fused._steps import alike, alone
+from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
+from funcops.needs import Needs
+from funcops.ops.activation import activation
+from funcops.ops.bias import BiasPending, BiasResiduals, bias
+
+
+def _match(window: Window) -> int | str | None:
+    if len(window.steps) < 2 or not alone(window.steps[0], bias) or not alone(window.steps[1], activation):
+        return None
+    return "float64 runs on torch" if window.dtype is torch.float64 else 2
+
+
+def _match_forward(window: Window) -> int | str | None:
+    size = _match(window)
+    return "the activation keeps the sum" if size == 2 and window.needs[1].x else size
+
+
+def _match_backward(window: Window) -> int | str | None:
+    size = _match(window)
+    return "no gradient is asked of the sum" if size == 2 and not window.needs[1].x else size
+
+
+def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
+    b = params[0].bias
+    if not alike(main, b) or main.dim() < 1 or b.shape != main.shape[-1:]:
+        return NotImplemented
+    y = bias_activation_fwd(main, b, steps[1].cfg.kind)
+    return y, [BiasResiduals.keep(steps[0].cfg, needs[0], shape=y.shape, dtype=y.dtype), None]
+
+
+def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
+    first, z = kept[0], kept[1].x
+    if not alike(dy, z) or dy.shape != z.shape:
+        return NotImplemented
+    dz, parts = bias_activation_bwd(dy, z, None, steps[1].cfg.kind, bool(first.needs.params))
+    pending = BiasPending.keep(steps[0].cfg, first.needs, dy=parts, dtype=first.dtype)
+    return dz if first.needs.x else None, [pending, None]
+
+
+rule = register_fusion(Rule("bias + activation", FORWARD, _match_forward, _run))
+backward_rule = register_fusion(Rule("bias + activation", BACKWARD, _match_backward, _run_backward))
