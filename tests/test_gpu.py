@@ -17,7 +17,7 @@ from funcops.kernels import cross_entropy, norm, pointwise
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.testing import LAWS
 from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
-from funcops.trees import leaves, tensors, tree_map
+from funcops.trees import leaves, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.gpu
@@ -77,7 +77,7 @@ def gpt2_run(policy, fuse=True, dtype=torch.float32):
     cfg = gpt2_block_config(256, 4, 1024, 0.1)
     op, params = with_policy(chain, policy), chain.init(cfg, key=random.key(0), dtype=dtype)
     x, dy = (random.uniform(random.key(i), (4, 128, 256), low=-1, high=1, dtype=dtype).cuda() for i in (1, 2))
-    params, given = tree_map(lambda t: t.cuda(), params), WithExtras(x, {"key": random.key(3).cuda()})
+    params, given = tree_map_tensors(lambda t: t.cuda(), params), WithExtras(x, {"key": random.key(3).cuda()})
     with backend("triton" if fuse else "torch"):
         y, kept = op.fwd(params, given, cfg)
         return y, op.bwd(kept, dy, cfg), kept, params
