@@ -1,6 +1,7 @@
 """The GEMM kernels in the interpreter, both of them, every epilogue, against products in float64."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from funcops.testing.tolerances import assert_close
 
 pytest.importorskip("triton")
 from funcops.kernels.triton import matmul as products  # noqa: E402
+from funcops.kernels.triton.common import cdiv, next_power_of_2  # noqa: E402
 from funcops.kernels.triton.gemm_table import TABLE, Choice, Tile, choose  # noqa: E402
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -170,6 +172,14 @@ def test_unaligned_addresses_and_strides(by, dtype):
         got = fused_linear.fused_linear_fwd(x, w, None, r, "silu", 1.0, True)
     want = fused_linear.fused_linear_fwd(x.double(), w.double(), None, r.double(), "silu", 1.0, True)
     assert_close(got, want, dtype=dtype)
+
+
+def test_a_descriptor_is_as_triton_makes_it():
+    t = torch.randn(48, 64, dtype=torch.bfloat16)[:, :40]
+    got, want = products.descriptor(t, 16, 32), products.TensorDescriptor(t, [48, 40], [64, 1], [16, 32])
+    assert got.base is t and vars(got).keys() == vars(want).keys()
+    assert all(vars(got)[name] == vars(want)[name] for name in vars(want) if name != "base")
+    assert all(cdiv(n, 7) == math.ceil(n / 7) and next_power_of_2(n + 1) == 2 ** math.ceil(math.log2(n + 1)) for n in range(70))
 
 
 def test_who_multiplies():

@@ -21,7 +21,7 @@ from funcops import random
 from funcops.backend import wants_triton
 from funcops.compose.again import Dropped, dropped
 from funcops.compose.pieces import Planned, backward_piece, backward_step, forward_piece
-from funcops.compose.plan import Piece, make_plan, rules
+from funcops.compose.plan import Piece, make_plan, registry_version
 from funcops.compose.step import (
     Nested,
     Replace,
@@ -241,8 +241,7 @@ class Pieces(NamedTuple):
 
 def planned(cfg: ChainConfig, needs: Needs, dtype: torch.dtype) -> Pieces:
     """The pieces in which a chain runs on Triton; made once for what they depend on."""
-    known = rules()
-    key = needs, dtype, known
+    key = needs, dtype, registry_version()
     if key not in cfg.plans:
         wanted, left_out = needs_of_steps(cfg, needs), [row[5] for row in cfg.forwards.get(needs) or _forwards(cfg, needs)]
         found = make_plan(cfg.steps, wanted, "cuda", dtype, cfg.fuse)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import activation as declared
-from funcops.kernels.triton.common import load_wide, store_rounded
+from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK = 1024
 
@@ -102,7 +102,7 @@ def activation_fwd(x: Tensor, kind: str) -> Tensor:
     x = x.contiguous()
     y, n = torch.empty_like(x), x.numel()
     if n:
-        _launch_forward(triton.cdiv(n, BLOCK), 1, 1, x, y, n, kind, BLOCK)
+        _launch_forward(cdiv(n, BLOCK), 1, 1, x, y, n, kind, BLOCK)
     return y
 
 
@@ -111,5 +111,5 @@ def activation_bwd(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     x, dy = x.contiguous(), dy.contiguous()
     dx, n = torch.empty_like(x), x.numel()
     if n:
-        _launch_backward(triton.cdiv(n, BLOCK), 1, 1, dy, x, dx, n, kind, BLOCK)
+        _launch_backward(cdiv(n, BLOCK), 1, 1, dy, x, dx, n, kind, BLOCK)
     return dx

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import adamw as declared
-from funcops.kernels.triton.common import load_wide, store_rounded
+from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK, BLOCKS = 1024, 16  # elements that a program takes at a time, and how many times
 KEPT = 32  # tables
@@ -126,7 +126,7 @@ def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> _Table:
 def _new_table(device: Any, addresses: Any, widths: list[int], sizes: tuple[int, ...], decays: Any) -> _Table:
     distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
     host_rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64)
-    counts = torch.tensor([triton.cdiv(n, BLOCK * BLOCKS) for n in sizes])
+    counts = torch.tensor([cdiv(n, BLOCK * BLOCKS) for n in sizes])
     tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
     before = (counts.cumsum(0) - counts)[tensor]
     host_chunks = torch.stack((tensor, torch.arange(tensor.numel()) - before), 1)

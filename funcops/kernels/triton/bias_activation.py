@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops.backend.launch import launcher
 from funcops.kernels import bias_activation as declared
 from funcops.kernels.triton.activation import activate, derivative
-from funcops.kernels.triton.common import block_of, contiguous, flat_rows, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, store_rounded, warps_of
 
 COLUMNS, TILE, PARTS = 1024, 2048, 256
 
@@ -58,7 +58,7 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _parts(rows: int, width: int) -> int:
-    return max(1, min(PARTS, triton.cdiv(rows, _tile(width)[0])))
+    return max(1, min(PARTS, cdiv(rows, _tile(width)[0])))
 
 
 @declared.bias_activation_fwd.triton
@@ -66,7 +66,7 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
     x, rows, width = flat_rows(x)
     y, (at_once, block) = torch.empty_like(x), _tile(width)
     if rows:
-        grid = triton.cdiv(rows, at_once), triton.cdiv(width, block), 1
+        grid = cdiv(rows, at_once), cdiv(width, block), 1
         _launch_forward(*grid, x, b.contiguous(), y, rows, width, kind, at_once, block, num_warps=warps_of(TILE))
     return y
 
@@ -79,7 +79,7 @@ def bias_activation_bwd(
     dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
     if not rows:
         return dz, None if d_b is None else d_b.zero_()
-    grid = _parts(rows, width), triton.cdiv(width, block), 1
+    grid = _parts(rows, width), cdiv(width, block), 1
     _launch_backward(
         *grid, dy.contiguous(), x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, at_once, block,
         num_warps=warps_of(TILE),

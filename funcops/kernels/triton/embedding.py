@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import embedding as declared
-from funcops.kernels.triton.common import block_of, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, load_wide, store_rounded, warps_of
 
 BLOCK, RUN = 1024, 32
 
@@ -78,8 +78,8 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Te
     dw = dy.new_zeros((vocab, width))
     if n and width:
         ordered, order = torch.sort(ids.reshape(-1), stable=True)
-        block, chunks = block_of(width, BLOCK), triton.cdiv(n, RUN)
-        grid, options = (chunks, triton.cdiv(width, block), 1), {"num_warps": warps_of(block)}
+        block, chunks = block_of(width, BLOCK), cdiv(n, RUN)
+        grid, options = (chunks, cdiv(width, block), 1), {"num_warps": warps_of(block)}
         parts = dy.new_empty((chunks, 2, width), dtype=torch.float32)
         _launch_sum_runs(*grid, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, RUN, block, **options)
         _launch_sum_parts(*grid, ordered, dw, parts, n, width, padding_idx, RUN, block, **options)

@@ -12,7 +12,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.select import gemm_provider
-from funcops.kernels.triton.common import INTERPRETED
+from funcops.kernels.triton.common import INTERPRETED, cdiv
 from funcops.kernels.triton.gemm import launch_descriptor, launch_pointer, launch_sum_splits
 from funcops.kernels.triton.gemm_specialised import launch_specialised
 from funcops.kernels.triton.gemm_table import SPECIALISED, Choice, Tile, choose
@@ -50,13 +50,13 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
         return
     run, tile = (by_descriptor, choice.descriptor) if described else (by_pointer, choice.pointer)
     assert tile is not None
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     splits = 1 if family == "fused" else number_of_splits(tiles, k)
-    per_split = max(1, triton.cdiv(triton.cdiv(k, splits), tile.k)) * tile.k
+    per_split = max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
     if splits == 1:
         run(a, b, out, epilogue, tile, 1, m, per_split, epilogue.sums)
         return
-    rows = triton.cdiv(m, tile.m) * tile.m if described else m
+    rows = cdiv(m, tile.m) * tile.m if described else m
     parts = a.new_empty((splits, rows, n), dtype=torch.float32)
     sums = a.new_empty((splits, m), dtype=torch.float32) if epilogue.sums is not None else None
     run(a, b, parts, Epilogue(scale=epilogue.scale), tile, splits, rows, per_split, sums)
@@ -69,12 +69,12 @@ def number_of_splits(tiles: int, k: int) -> int:
     """How many parts of the inner dimension: a function of the shape alone, so that the order of a sum is, too."""
     if tiles >= FEW_TILES or k < LONG:
         return 1
-    return min(MOST_SPLITS, triton.cdiv(FEW_TILES, tiles), k // (LONG // 4))
+    return min(MOST_SPLITS, cdiv(FEW_TILES, tiles), k // (LONG // 4))
 
 
 def add_up(parts: Tensor, slice_size: int, out: Tensor, add: bool) -> None:
     n = out.numel()
-    launch_sum_splits(triton.cdiv(n, SUM_BLOCK), 1, 1, parts, out, n, slice_size, parts.shape[0], add, SUM_BLOCK)
+    launch_sum_splits(cdiv(n, SUM_BLOCK), 1, 1, parts, out, n, slice_size, parts.shape[0], add, SUM_BLOCK)
 
 
 def by_pointer(
@@ -82,7 +82,7 @@ def by_pointer(
     sums: Optional[Tensor],
 ) -> None:  # fmt: skip
     (m, k), n = a.shape, b.shape[1]
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     launch_pointer(
         tiles, splits, 1, a, b, c, e.bias, e.z, e.add, sums, m, n, k, *a.stride(), *b.stride(), per_split, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, precision(a.dtype),
@@ -95,7 +95,7 @@ def by_descriptor(
     sums: Optional[Tensor],
 ) -> None:  # fmt: skip
     (m, k), n = a.shape, b.shape[1]
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
     a_desc = descriptor(a.mT, tile.k, tile.m) if a_flipped else descriptor(a, tile.m, tile.k)
     b_desc = descriptor(b.mT, tile.n, tile.k) if b_flipped else descriptor(b, tile.k, tile.n)
@@ -109,7 +109,7 @@ def by_descriptor(
 
 def by_specialised(a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile) -> None:
     (m, k), n = a.shape, b.shape[1]
-    tiles = triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n)
+    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
     a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
     triton.set_allocator(scratch)
     launch_specialised(
@@ -125,7 +125,16 @@ def scratch(size: int, alignment: int, stream: Optional[int]) -> Tensor:
 
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), [rows, columns])
+    """Of a tensor that `descriptors_serve` has seen: a copy of one that was checked, as a check takes longer than a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.__dict__ = _checked(t.dtype, rows, columns).__dict__ | {"base": t, "shape": [*t.shape], "strides": [*t.stride()]}
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _checked(dtype: torch.dtype, rows: int, columns: int) -> TensorDescriptor:
+    base = torch.empty(1, 256, dtype=dtype, device="meta")
+    return TensorDescriptor(base, [1, 256], [256, 1], [rows, columns])
 
 
 def aligned(t: Tensor) -> bool:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
-from funcops.kernels.triton.common import block_of, contiguous, flat_rows, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, next_power_of_2, warps_of
 
 WHOLE = 8192  # the longest row that a program keeps in registers
 CHUNK = 2048
@@ -33,7 +32,7 @@ def rows_at_once(width: int) -> int:
 
 
 def number_of_parts(rows: int, width: int) -> int:
-    return max(1, min(PARTS, triton.cdiv(rows, rows_at_once(width))))
+    return max(1, min(PARTS, cdiv(rows, rows_at_once(width))))
 
 
 def parts_like(x: Tensor) -> Tensor:
@@ -64,7 +63,7 @@ def normalise(
     else:
         at_once = rows_at_once(width)
         kernels.launch_forward(
-            triton.cdiv(rows, at_once), 1, 1, *tensors, rows, width, how.alpha, how.eps, *flags, at_once, block,
+            cdiv(rows, at_once), 1, 1, *tensors, rows, width, how.alpha, how.eps, *flags, at_once, block,
             num_warps=warps_of(at_once * block),
         )  # fmt: skip
     return y, mean, rstd, stream
@@ -96,7 +95,7 @@ def gradients(
             rows, 1, 1, *tensors, sums, width, how.alpha, *flags[1:], CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
     kernels.launch_backward_long(
-        parts, triton.cdiv(width, CHUNK), 1, *tensors, add, sums, d_x, d_w, d_b, rows, width, *flags, dx, dw, db, CHUNK,
+        parts, cdiv(width, CHUNK), 1, *tensors, add, sums, d_x, d_w, d_b, rows, width, *flags, dx, dw, db, CHUNK,
         num_warps=warps_of(CHUNK),
     )  # fmt: skip
     return d_x, d_w, d_b
@@ -157,7 +156,7 @@ def row_sums(dy: Tensor) -> Tensor:
     if not rows:
         return parts.zero_()
     block = block_of(width, CHUNK)
-    grid = parts.shape[0], triton.cdiv(width, block), 1
+    grid = parts.shape[0], cdiv(width, block), 1
     kernels.launch_column_sums(*grid, dy, parts, rows, width, block, num_warps=warps_of(block))
     return parts
 
@@ -165,8 +164,8 @@ def row_sums(dy: Tensor) -> Tensor:
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = parts.new_empty(parts.shape[1], dtype=dtype)
-    rows, block = min(32, triton.next_power_of_2(parts.shape[0])), 64
-    grid = triton.cdiv(parts.shape[1], block), 1, 1
+    rows, block = min(32, next_power_of_2(parts.shape[0])), 64
+    grid = cdiv(parts.shape[1], block), 1, 1
     kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, rows, block, num_warps=4)
     return total
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import pointwise as declared
-from funcops.kernels.triton.common import contiguous, load_wide, store_rounded
+from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
 
 BLOCK = 1024
 
@@ -73,7 +73,7 @@ def add(a: Tensor, b: Tensor) -> Tensor:
     a, b = a.contiguous(), b.contiguous()
     y, n, period = torch.empty_like(a), a.numel(), b.numel()
     if n:
-        _launch_add(triton.cdiv(n, BLOCK), 1, 1, a, b, y, n, period, period != n, BLOCK)
+        _launch_add(cdiv(n, BLOCK), 1, 1, a, b, y, n, period, period != n, BLOCK)
     return y
 
 
@@ -82,7 +82,7 @@ def scale(x: Tensor, factor: float) -> Tensor:
     x = x.contiguous()
     y, n = torch.empty_like(x), x.numel()
     if n:
-        _launch_scale(triton.cdiv(n, BLOCK), 1, 1, x, y, n, factor, BLOCK)
+        _launch_scale(cdiv(n, BLOCK), 1, 1, x, y, n, factor, BLOCK)
     return y
 
 
@@ -101,7 +101,7 @@ def _dropped(x: Tensor, b: Optional[Tensor], residual: Optional[Tensor], key: Te
     y, n = torch.empty_like(x), x.numel()
     if n:
         _launch_dropout(
-            triton.cdiv(n, BLOCK), 1, 1, x, b, residual, key.contiguous(), y, n, x.shape[-1] if x.dim() else 1,
+            cdiv(n, BLOCK), 1, 1, x, b, residual, key.contiguous(), y, n, x.shape[-1] if x.dim() else 1,
             round(p * 2**32), 1.0 / (1.0 - p), b is not None, residual is not None, BLOCK // 4,
         )  # fmt: skip
     return y
