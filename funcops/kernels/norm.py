@@ -38,9 +38,10 @@ def _rstd(x: Tensor, alpha: float, eps: float, dtype: torch.dtype) -> Tensor:
 def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     """y = x * rstd * w (or 1 + w), rstd = (mean(x^2) + eps)^(-1/2). Returns y, rstd."""
     dtype = wide(x.dtype)
-    rstd = _rstd(x, 1.0 / x.shape[-1], eps, dtype)
-    y = (x * rstd).mul_(_scale(w, centred, dtype))
-    return _to(y, x.dtype), rstd
+    t = _to(x, dtype)  # widening once is faster than at every use
+    rstd = _rstd(t, 1.0 / x.shape[-1], eps, dtype)
+    y = t * rstd if t is x else t.mul_(rstd)
+    return _to(y.mul_(_scale(w, centred, dtype)), x.dtype), rstd
 
 
 @kernel()
