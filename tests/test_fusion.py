@@ -44,9 +44,10 @@ from funcops import (
 from funcops.backend import backend
 from funcops.bench.models import gpt2_block_config, mlp_config
 from funcops.compose.plan import FORWARD, Rule, unregister_fusion
+from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, paths, tensors, tree_map
+from funcops.trees import leaves, paths, replace, tensors, tree_map
 
 pytest.importorskip("triton")
 D = 6
@@ -309,6 +310,50 @@ def test_what_does_not_fit_is_refused_as_by_the_steps():
     bad = WithExtras(torch.randn(5, D), {"given": torch.randn(4, D)})
     with backend("triton"), pytest.raises(ValueError, match=r"add_fwd: x.1 must be \[5, 6\]"):
         chain.fwd(params, bad, cfg)
+
+
+LOUD = ["linear_b gelu", "linear add", "linear bias silu add", "linear scale", "bias drop add", "add fork ln", "add fork rms",
+        "linear_b gelu linear", "linear scale linear", "bias gelu", "fork ln", "fork linear_b"]  # fmt: skip
+
+
+@pytest.mark.parametrize("words", LOUD)
+def test_every_bad_call_raises_by_name_where_steps_are_fused(words):
+    cfg = made(words)
+
+    def x(d):
+        extras = {"given": d.randn(5, D), "key": d.key()}
+        return WithExtras(d.randn(5, D), {n: extras[n] for n in cfg.extras}) if cfg.extras else d.randn(5, D)
+
+    with backend("triton"):
+        LAWS["loud"](Case(op=chain, cfg=cfg, x=x, reference=None, name=words), torch.float32)
+
+
+@pytest.mark.parametrize("words", ["linear_b gelu", "linear add"])
+def test_a_bias_that_should_not_be_or_is_missing_is_refused(words):
+    cfg = made(words)
+    params, x = chain.init(cfg, key=random.key(0)), torch.randn(5, D)
+    name = cfg.steps[0].name
+    bias_now = None if cfg.steps[0].cfg.bias else torch.ones(D)
+    wrong = {**params, name: replace(params[name], bias=bias_now)}
+    given_x = WithExtras(x, {"given": x}) if cfg.extras else x
+    with backend("triton"), pytest.raises((ValueError, TypeError), match="linear_fwd: params.bias must be"):
+        chain.fwd(wrong, given_x, cfg)
+
+
+@pytest.mark.parametrize("words", ["gelu linear", "bias gelu", "fork ln", "add fork rms"])
+def test_edited_residuals_are_checked_where_dgrads_are_fused(words):
+    cfg = made(words)
+    params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(5, D), torch.randn(5, D)
+    given_x = WithExtras(x, {"given": x}) if cfg.extras else x
+    with backend("triton"):
+        _, kept = chain.fwd(params, given_x, cfg)
+        holder = next(s.name for s in cfg.steps if getattr(kept[s.name], "x", None) is not None)
+        kept[holder] = replace(kept[holder], x=torch.randn(4, D))
+        with pytest.raises(ValueError, match="dy must be"):
+            chain.bwd(kept, dy, cfg)
+        kept[holder] = 3.0
+        with pytest.raises(TypeError, match="must be"):
+            chain.bwd(kept, dy, cfg)
 
 
 def test_users_add_rules():

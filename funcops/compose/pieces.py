@@ -8,6 +8,7 @@ from funcops.compose.again import Dropped
 from funcops.compose.plan import Piece
 from funcops.compose.step import Step, part, run_backward
 from funcops.needs import Needs
+from funcops.schema import open_node
 
 
 class Planned(NamedTuple):
@@ -22,7 +23,7 @@ def forward_piece(planned: Planned, params: dict[str, Any], main: Any, extras: d
     """main after the piece; the residuals go into `kept`, a given name into `extras`."""
     steps, rule = planned.piece.steps, planned.piece.rule
     found: Any = NotImplemented
-    if rule is not None:
+    if rule is not None and all([type(params[step.name]) is _params_class(step) for step in steps]):
         found = rule.run(steps, [params[step.name] for step in steps], main, extras, planned.needs)
     if found is NotImplemented:
         nodes = []
@@ -36,6 +37,10 @@ def forward_piece(planned: Planned, params: dict[str, Any], main: Any, extras: d
         if left_out is not None and node is not None:
             left_out.cut(node, kept, params[left_out.producer.name])
     return main
+
+
+def _params_class(step: Step) -> type:
+    return getattr(step.op.wgrad, "params_class", type(None))
 
 
 def forward_step(step: Step, params: dict[str, Any], main: Any, extras: dict[str, Any], needs: Needs) -> tuple[Any, Any]:
@@ -75,10 +80,9 @@ def backward_piece(
 
 
 def _read(planned: Planned, i: int, node: Any, where: str) -> Any:
-    """The residuals of a step, after a check of staleness, with what it left out where its dgrad reads that."""
-    left_out, kept = planned.left_out[i], node[planned.piece.steps[i].name]
-    if not kept.fresh():
-        kept.complain(where)
+    """The residuals of a step, after every check, with what it left out where its dgrad reads that."""
+    left_out, step = planned.left_out[i], planned.piece.steps[i]
+    kept = open_node(where, node[step.name], step.op.dgrad.node_class, step.cfg)  # type: ignore[attr-defined]
     if left_out is not None and left_out.in_dgrad and left_out.key in node:
         return left_out.fill(where, kept, left_out.value(where, node[left_out.key]))
     return kept

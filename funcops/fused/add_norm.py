@@ -45,8 +45,10 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
     join, split, norm = steps
     residual, cfg, w = extras[join.names[0]], norm.cfg, params[2].weight
     b = getattr(params[2], "bias", None)
-    fits = alike(main, residual) and main.shape == residual.shape and main.shape[-1:] == cfg.dim
-    if not fits or (getattr(cfg, "bias", False)) != (b is not None) or tuple(w.shape) != cfg.dim or w.dtype is not main.dtype:
+    if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
+        return NotImplemented
+    sizes = [main.shape[-1:], w.shape, cfg.dim if b is None else b.shape]
+    if main.shape != residual.shape or any([tuple(size) != cfg.dim for size in sizes]):
         return NotImplemented
     if norm.op is rms_norm:
         y, stream, rstd = kernels.add_rms_norm_fwd(main, residual, w, cfg.eps, cfg.zero_centered_gamma)

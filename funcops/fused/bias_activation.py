@@ -36,7 +36,7 @@ def _match_backward(window: Window) -> int | str | None:
 
 def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
     b = params[0].bias
-    if not alike(main, b) or main.dim() < 1 or b.shape != main.shape[-1:]:
+    if not alike(main, b) or main.dim() < 1 or not b.shape == main.shape[-1:] == (steps[0].cfg.dim,):
         return NotImplemented
     y = bias_activation_fwd(main, b, steps[1].cfg.kind)
     return y, [BiasResiduals.keep(steps[0].cfg, needs[0], shape=y.shape, dtype=y.dtype), None]
@@ -44,7 +44,7 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
 
 def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
     first, z = kept[0], kept[1].x
-    if not alike(dy, z) or dy.shape != z.shape:
+    if not alike(dy, z) or not dy.shape == z.shape == first.shape:
         return NotImplemented
     dz, parts = bias_activation_bwd(dy, z, None, steps[1].cfg.kind, bool(first.needs.params))
     pending = BiasPending.keep(steps[0].cfg, first.needs, dy=parts, dtype=first.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funcops.compose.plan import FORWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike, alone, joins
@@ -32,9 +33,12 @@ def _match(window: Window) -> int | str | None:
 def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
     drop, join = steps[-2:]
     b = params[0].bias if len(steps) == 3 else None
-    residual = extras[join.names[0]]
-    given = [t for t in (main, residual, b) if t is not None]
-    if not alike(*given) or main.dim() < 1 or residual.shape != main.shape or (b is not None and b.shape != main.shape[-1:]):
+    residual, key = extras[join.names[0]], extras[drop.names[0]]
+    if not alike(main, residual, *([b] if len(steps) == 3 else [])) or main.dim() < 1 or residual.shape != main.shape:
+        return NotImplemented
+    if b is not None and (b.shape != (steps[0].cfg.dim,) or b.shape != main.shape[-1:]):
+        return NotImplemented
+    if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.shape != (2,) or key.device != main.device:
         return NotImplemented
     _, key = drop.x(main, extras)
     y = dropout_add(main, b, residual, key, drop.cfg.p)

@@ -41,7 +41,7 @@ def _run(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any
     if dstream is None or not alike(dy, dstream, node.weight if reader.op is linear else node.x) or dstream.shape != shape:
         return NotImplemented
     if reader.op is not linear:
-        if dy.shape != shape:
+        if not dy.shape == node.x.shape == shape:
             return NotImplemented
         gradients.pop(split.gives[0])
         dx, pending = norm_gradient(reader, node, dy, dstream)

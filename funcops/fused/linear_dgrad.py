@@ -31,10 +31,14 @@ def _run(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any
     before, product = kept
     if not alike(dy, product.weight) or dy.shape != product.y_shape:
         return NotImplemented
+    z = before.x if steps[0].op is activation else None
+    inner = before.shape if z is None else z.shape
+    if inner != (*dy.shape[:-1], product.weight.shape[1]) or (z is not None and not alike(dy, z)):
+        return NotImplemented
     pending = LinearPending.keep(steps[1].cfg, product.needs, x=product.x, dy=dy)
     if steps[0].op is scale:
         return fused_linear_dgrad(dy, product.weight, None, "", steps[0].cfg.factor), [None, pending]
-    return fused_linear_dgrad(dy, product.weight, before.x, steps[0].cfg.kind, 1.0), [None, pending]
+    return fused_linear_dgrad(dy, product.weight, z, steps[0].cfg.kind, 1.0), [None, pending]
 
 
 rule = register_fusion(Rule("linear dgrad + derivative", BACKWARD, _match, _run))

@@ -53,7 +53,8 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
         kind = steps[by_op[activation]].cfg.kind
     if add in by_op:
         residual = extras[steps[by_op[add]].names[0]]
-    if not _fits(steps[0].cfg, main, weight, b, residual):
+    biased = steps[0].cfg.bias or bias in by_op
+    if (params[0].bias is not None) != steps[0].cfg.bias or (b is not None) != biased or not _fits(steps[0].cfg, main, weight, b, add in by_op, residual):
         return NotImplemented
     keep = bool(kind) and bool(needs[by_op[activation]].x)
     y, z = fused_linear_fwd(main, weight, b, residual, kind, factor, keep)
@@ -72,8 +73,8 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
     return y, nodes
 
 
-def _fits(cfg: Any, x: Any, weight: Any, b: Any, residual: Any) -> bool:
-    given = [t for t in (x, weight, b, residual) if t is not None]
+def _fits(cfg: Any, x: Any, weight: Any, b: Any, adds: bool, residual: Any) -> bool:
+    given = [x, weight, *([b] if b is not None else []), *([residual] if adds else [])]
     if not alike(*given) or x.dim() < 1:
         return False
     o, i = cfg.out_features, cfg.in_features

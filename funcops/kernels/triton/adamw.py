@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.backend.launch import launcher
+from funcops.errors import require
 from funcops.kernels import adamw as declared
 from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
 
@@ -124,6 +125,8 @@ def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> _Table:
 
 
 def _new_table(device: Any, addresses: Any, widths: list[int], sizes: tuple[int, ...], decays: Any) -> _Table:
+    odd = any([(at - row[0]) % width for row, width in zip(addresses, widths, strict=True) for at in row])
+    require(not odd, "adamw", "tensors", "at addresses that are multiples of their element size", "some that are not")
     distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
     host_rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64)
     counts = torch.tensor([cdiv(n, BLOCK * BLOCKS) for n in sizes])
