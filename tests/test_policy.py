@@ -33,7 +33,9 @@ from funcops.bench.models import block_config, gpt2_block_config, mlp_config
 from funcops.compose.fit import fit
 from funcops.errors import DonatedError, StaleResidualError
 from funcops.ops.linear import LinearConfig
+from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.residuals.codec import CODECS
+from funcops.residuals.policy import Packed
 from funcops.testing import LAWS
 from funcops.trees import leaves, paths, tensors
 
@@ -178,6 +180,15 @@ def test_what_is_dropped_is_missed_where_it_is_read():
         op.bwd(kept, torch.randn(2, 4), cfg)
     _, frozen = op.fwd(params, x, cfg, needs=Needs(params=False))
     assert op.bwd(frozen, torch.randn(2, 4), cfg)[1] is not None
+
+
+def test_what_both_halves_read_goes_packed_into_the_pending():
+    op, cfg = with_policy(linear_cross_entropy, Policy({"x": Compress("int8")})), LinearCrossEntropyConfig(8, 12)
+    params, x = linear_cross_entropy.init(cfg, key=random.key(0)), (torch.randn(4, 8), torch.tensor([0, 3, 11, 5]))
+    _, kept = op.fwd(params, x, cfg)
+    dx, pending = op.dgrad(kept, torch.ones(()), cfg)
+    assert type(kept.x) is type(pending.x) is Packed
+    assert same((op.wgrad(pending, cfg), dx), op.bwd(kept, torch.ones(()), cfg))
 
 
 def test_errors():

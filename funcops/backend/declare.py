@@ -38,7 +38,7 @@ class Kernel:
     """A tensor-in, tensor-out function with up to two implementations."""
 
     def __init__(self, body: Implementation, mutates: tuple[str, ...], library: bool, product: bool) -> None:
-        self.name = body.__name__
+        self.name, self.module = body.__name__, body.__module__
         self.mutates, self.library, self.product = mutates, library, product
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
@@ -85,7 +85,7 @@ class Kernel:
         """Import the file that holds the Triton implementation, once, and say whether there is one."""
         if self.unsought:
             self.unsought = False
-            package, _, family = self.torch_impl.__module__.rpartition(".")
+            package, _, family = self.module.rpartition(".")
             if importlib.util.find_spec("triton") and importlib.util.find_spec(f"{package}.triton.{family}"):
                 importlib.import_module(f"{package}.triton.{family}")
         return self.triton_impl is not None

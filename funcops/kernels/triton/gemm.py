@@ -96,6 +96,28 @@ def _pointer(
 
 
 @triton.jit
+def product(
+    a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A tile of A B over k in [first, last), in float32."""
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(first, last, BLOCK_K):
+        if A_FLIPPED:
+            a = a_desc.load([k, tile_m * BLOCK_M]).T
+        else:
+            a = a_desc.load([tile_m * BLOCK_M, k])
+        if B_FLIPPED:
+            b = b_desc.load([tile_n * BLOCK_N, k]).T
+        else:
+            b = b_desc.load([k, tile_n * BLOCK_N])
+        if INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total)
+    return total
+
+
+@triton.jit
 def _descriptor(
     a_desc, b_desc, c_desc, bias_ptr, z_ptr, add_ptr, a_ptr, sums_ptr, M, N, K, a_m, a_k, per_split, splits, slice_rows,
     scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
@@ -110,19 +132,7 @@ def _descriptor(
         tile_m, tile_n = tile_of(work % tiles, M, N, BLOCK_M, BLOCK_N, GROUP)
         first = split * per_split
         last = tl.minimum(first + per_split, K)
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(first, last, BLOCK_K):
-            if A_FLIPPED:
-                a = a_desc.load([k, tile_m * BLOCK_M]).T
-            else:
-                a = a_desc.load([tile_m * BLOCK_M, k])
-            if B_FLIPPED:
-                b = b_desc.load([tile_n * BLOCK_N, k]).T
-            else:
-                b = b_desc.load([k, tile_n * BLOCK_N])
-            if INTERPRETED:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            total = tl.dot(a, b, total)
+        total = product(a_desc, b_desc, tile_m, tile_n, first, last, A_FLIPPED, B_FLIPPED, BLOCK_M, BLOCK_N, BLOCK_K)
         m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from funcops.backend.launch import launcher
-from funcops.kernels.triton.common import INTERPRETED, rounded
-from funcops.kernels.triton.gemm import epilogue, tile_of
+from funcops.kernels.triton.common import rounded
+from funcops.kernels.triton.gemm import epilogue, product, tile_of
 
 
 @triton.jit
@@ -34,19 +34,7 @@ def _specialised(
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=False, warp_specialize=True):
         tile_m, tile_n = tile_of(tile, M, N, BLOCK_M, BLOCK_N, GROUP)
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for k in range(0, K, BLOCK_K):
-            if A_FLIPPED:
-                a = a_desc.load([k, tile_m * BLOCK_M]).T
-            else:
-                a = a_desc.load([tile_m * BLOCK_M, k])
-            if B_FLIPPED:
-                b = b_desc.load([tile_n * BLOCK_N, k]).T
-            else:
-                b = b_desc.load([k, tile_n * BLOCK_N])
-            if INTERPRETED:
-                a, b = a.to(tl.float32), b.to(tl.float32)
-            total = tl.dot(a, b, total)
+        total = product(a_desc, b_desc, tile_m, tile_n, 0, K, A_FLIPPED, B_FLIPPED, BLOCK_M, BLOCK_N, BLOCK_K)
         m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
         n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
         total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
