@@ -32,7 +32,9 @@ class RematResiduals:
 
 @functools.lru_cache(maxsize=256)
 def remat(op: Op, offload: bool = False) -> Op:
-    """The op with its inputs for residuals; with `offload` they wait in the host's memory. Its config is the op's own."""
+    """The op with its inputs for residuals; with `offload` they wait in the host's memory. Config, params, x, y and gradients, with
+    their shapes, dtypes and errors, are the op's own; a backward after a param or x was written to raises `StaleResidualError`.
+    """
     name = f"remat({op.name})"
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
