@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from funcops import random
 from funcops.backend import backend
-from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, norm, pointwise
+from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, sibling_linear
 from funcops.kernels.activation import ACTIVATIONS
 from funcops.testing.tolerances import assert_close
 
@@ -132,3 +132,34 @@ def test_embedding_gradient_of_long_runs(name, dtype, n, vocab):
             got = embedding.embedding_wgrad(dy, ids, vocab, padding)
         tight = name == "triton" or dtype is torch.float32  # torch adds up in the dtype itself
         assert_close(got, want, dtype=dtype if tight else torch.bfloat16, length=n)
+
+
+@pytest.mark.parametrize("rows", [(0,), (1,), (2, 19), (70,)], ids=str)
+@pytest.mark.parametrize("sizes", [(3, 5), (17, 4, 40), (1, 1, 1)], ids=str)
+@pytest.mark.parametrize("biased", [(), (0,), (0, 1, 2)], ids=str)
+def test_sibling_linear(name, dtype, rows, sizes, biased):
+    x, n = draw(*rows, 7, dtype=dtype), len(sizes)
+    w = [draw(o, 7, dtype=dtype, seed=i) for i, o in enumerate(sizes)]
+    b = [draw(o, dtype=dtype, seed=i) if i in biased else None for i, o in enumerate(sizes)]
+    dy = [strided(draw(*rows, o, dtype=dtype, seed=i)) for i, o in enumerate(sizes)]
+    pad = [None] * (3 - n)
+    with backend(name):
+        ys = sibling_linear.sibling_linear_fwd(x, *w, *pad, *b, *pad)
+        dx = sibling_linear.sibling_linear_dgrad(*dy, *pad, *w, *pad)
+    assert ys[n:] == (None,) * (3 - n)
+    want = tuple(F.linear(x.double(), w_.double(), None if b_ is None else b_.double()) for w_, b_ in zip(w, b, strict=True))
+    assert_close(ys[:n], want, dtype=dtype, length=7)
+    assert_close(dx, sum(d.double() @ w_.double() for d, w_ in zip(dy, w, strict=True)), dtype=dtype, length=sum(sizes))
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (33, 6), (2, 3, 70), (2, 4100), (5, 70000)], ids=str)
+@pytest.mark.parametrize("kind", ["swiglu", "geglu_tanh", "glu", "quick_geglu"])
+@pytest.mark.parametrize("first", [False, True])
+def test_glu_bwd_again_is_both_kernels(name, dtype, shape, kind, first):
+    x = strided(draw(*shape, dtype=dtype))
+    dy = draw(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
+    with backend(name):
+        want_y, (want_dx, _) = glu.glu_fwd(x, None, kind, first), glu.glu_bwd(dy, x, None, kind, first, True, False)
+        y = dy.clone()
+        dx = glu.glu_bwd_again(y, x, kind, first)
+    assert torch.equal(dx, want_dx) and torch.equal(y, want_y)

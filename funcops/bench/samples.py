@@ -13,7 +13,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
-from funcops.kernels import adamw, add_norm, cross_entropy, embedding, fused_linear, glu, linear, norm, pointwise, rope
+from funcops.kernels import (
+    adamw,
+    add_norm,
+    cross_entropy,
+    embedding,
+    fused_linear,
+    glu,
+    linear,
+    norm,
+    pointwise,
+    rope,
+    sibling_linear,
+)
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
 from funcops.kernels.rope import rope_table
@@ -77,7 +89,8 @@ class Maker:
 
 
 def samples(make: Maker) -> Iterator[Sample]:
-    for family in (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products):
+    families = (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products, _siblings)
+    for family in families:
         yield from family(make)
 
 
@@ -156,6 +169,7 @@ def _glus(make: Maker) -> Iterator[Sample]:
         shape = f"{kind} {rows}x2x{width}"
         yield Sample(glu.glu_fwd, shape, (x, None, kind, True))
         yield Sample(glu.glu_bwd, shape, (dy, x, None, kind, True, True, False))
+        yield Sample(glu.glu_bwd_again, shape, (dy, x, kind, True))
     shape = f"clamped_swiglu {rows}x2x{width}"
     clamp = (False, 7.0, 1.702, 1.0)
     yield Sample(glu.clamped_swiglu_fwd, shape, (x, scales, *clamp))
@@ -237,6 +251,23 @@ def _products(make: Maker) -> Iterator[Sample]:
         ]
         for kernel, what, args, product in rows:
             yield Sample(kernel, f"{shape} {what}".strip(), args, product=product, flops=flops)
+
+
+def _siblings(make: Maker) -> Iterator[Sample]:
+    """q, k, v with fewer heads for k and v; gate and up."""
+    for tokens, inner, outers in ((16384, 2048, (2048, 512, 512)), (8192, 768, (2048, 2048)), (48, 4096, (4096, 1024, 1024))):
+        tokens, inner, *sizes = make.sizes(tokens, inner, *outers)
+        shape, flops = f"{tokens}x{inner} to {sizes}", 2.0 * tokens * inner * sum(sizes)
+        x = make.floats(tokens, inner)
+        w, b, dy = ([make.floats(*s) for s in shapes] for shapes in _siblings_shapes(tokens, inner, sizes))
+        pad = [None] * (3 - len(sizes))
+        forward, dgrad, _ = _bare_products(x, torch.cat(w), torch.cat(dy, -1))
+        yield Sample(sibling_linear.sibling_linear_fwd, shape, (x, *w, *pad, *b, *pad), product=forward, flops=flops)
+        yield Sample(sibling_linear.sibling_linear_dgrad, shape, (*dy, *pad, *w, *pad), product=dgrad, flops=flops)
+
+
+def _siblings_shapes(tokens: int, inner: int, sizes: list[int]) -> tuple[list[tuple[int, ...]], ...]:
+    return [(o, inner) for o in sizes], [(o,) for o in sizes], [(tokens, o) for o in sizes]
 
 
 def _bare_products(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Prepared, ...]:

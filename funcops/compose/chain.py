@@ -21,7 +21,7 @@ from funcops import random
 from funcops.backend import wants_triton
 from funcops.compose.again import Dropped, dropped
 from funcops.compose.pieces import Planned, backward_piece, backward_step, forward_piece
-from funcops.compose.plan import Piece, make_plan, registry_version
+from funcops.compose.plan import Piece, Window, make_plan, planned_for, registry_version
 from funcops.compose.step import (
     Nested,
     Replace,
@@ -208,7 +208,7 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     rows = cfg.forwards.get(needs) or _forwards(cfg, needs)
     if type(main) is Tensor and wants_triton(main):
         extras = dict(extras)
-        for piece in planned(cfg, needs, main.dtype).forward:
+        for piece in planned(cfg, needs, "cuda", main.dtype).forward:
             main = forward_piece(piece, params, main, extras, kept)
         return main, kept if needs else None
     for name, fwd, step_cfg, wanted, routed, left_out in rows:
@@ -232,19 +232,26 @@ def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Need
     return cfg.forwards[needs]
 
 
+def window_of(cfg: ChainConfig, needs: Needs, dtype: torch.dtype) -> Window:
+    """All steps, as the rules of a plan look at them."""
+    rows = cfg.forwards.get(needs) or _forwards(cfg, needs)
+    return Window(cfg.steps, needs_of_steps(cfg, needs), dtype, tuple(row[5] is not None for row in rows))
+
+
 class Pieces(NamedTuple):
     """The pieces of both halves of a plan, the backward's last first."""
 
     forward: tuple[Planned, ...]
     backward: tuple[Planned, ...]
+    fused_backward: bool
 
 
-def planned(cfg: ChainConfig, needs: Needs, dtype: torch.dtype) -> Pieces:
-    """The pieces in which a chain runs on Triton; made once for what they depend on."""
-    key = needs, dtype, registry_version()
+def planned(cfg: ChainConfig, needs: Needs, device_type: str, dtype: torch.dtype) -> Pieces:
+    """The pieces in which a chain runs; made once for what they depend on."""
+    key = needs, device_type, dtype, registry_version()
     if key not in cfg.plans:
         wanted, left_out = needs_of_steps(cfg, needs), [row[5] for row in cfg.forwards.get(needs) or _forwards(cfg, needs)]
-        found = make_plan(cfg.steps, wanted, "cuda", dtype, cfg.fuse)
+        found = make_plan(window_of(cfg, needs, dtype), device_type, cfg.fuse)
 
         def known_of(piece: Piece, of: Any) -> tuple[Any, ...]:
             return tuple(of[piece.first : piece.first + len(piece.steps)])
@@ -253,7 +260,7 @@ def planned(cfg: ChainConfig, needs: Needs, dtype: torch.dtype) -> Pieces:
             tuple(Planned(piece, known_of(piece, wanted), known_of(piece, left_out)) for piece in half)
             for half in (found.forward, found.backward)
         ]
-        cfg.plans[key] = Pieces(halves[0], halves[1][::-1])
+        cfg.plans[key] = Pieces(halves[0], halves[1][::-1], any(piece.rule for piece in found.backward))
     return cfg.plans[key]
 
 
@@ -262,8 +269,10 @@ def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> 
     gradients: dict[str, Any] = {}
     results: dict[str, Any] = dict(cfg.names)
     where = "chain_dgrad" if sums is None else "chain_bwd"
-    if type(dy) is Tensor and wants_triton(dy):
-        for piece in planned(cfg, node.needs, dy.dtype).backward:
+    device_type = planned_for(dy)
+    pieces = None if device_type is None else planned(cfg, node.needs, device_type, dy.dtype)
+    if pieces is not None and pieces.fused_backward:
+        for piece in pieces.backward:
             dy = backward_piece(piece, node, dy, gradients, results, sums, where)
     else:
         plain, whole = not node.donated, sums is not None

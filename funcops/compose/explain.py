@@ -6,8 +6,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.compose.chain import ChainConfig, needs_of_steps
-from funcops.compose.plan import Plan, make_plan
+from funcops.compose.chain import ChainConfig, window_of
+from funcops.compose.parallel import ParallelConfig, needs_of_branches
+from funcops.compose.plan import (
+    BACKWARD,
+    FORWARD,
+    SIBLINGS_BACKWARD,
+    SIBLINGS_FORWARD,
+    NearMiss,
+    Piece,
+    Plan,
+    make_plan,
+)
+from funcops.compose.siblings import find
 from funcops.errors import require_type
 from funcops.needs import Needs
 
@@ -18,11 +29,23 @@ def plan(
     """The pieces in which a chain runs: a pure function of its arguments and of the rules that are registered. On device type
     "cpu" every step runs by itself."""
     require_type("plan", "cfg", cfg, ChainConfig)
-    return make_plan(cfg.steps, needs_of_steps(cfg, needs), device_type, dtype, cfg.fuse)
+    return make_plan(window_of(cfg, needs, dtype), device_type, cfg.fuse)
+
+
+def plan_siblings(cfg: ParallelConfig, needs: Needs, device_type: str, dtype: torch.dtype) -> Plan:
+    """As `plan`, of the first steps of a parallel's branches."""
+    found: dict[str, tuple[Piece, ...]] = {FORWARD: (), BACKWARD: ()}
+    misses: list[NearMiss] = []
+    for half, phase in ((FORWARD, SIBLINGS_FORWARD), (BACKWARD, SIBLINGS_BACKWARD)) if cfg.fuse else ():
+        siblings, near = find(cfg.apart, needs_of_branches(cfg, needs), phase, device_type, dtype)
+        misses += [miss._replace(step=cfg.branches[0].name) for miss in near]
+        if siblings is not None:
+            found[half] = (Piece(cfg.branches, 0, siblings.rule),)
+    return Plan(found[FORWARD], found[BACKWARD], tuple(misses))
 
 
 class Explained(NamedTuple):
-    """The plans of a chain and of all chains in it, by path."""
+    """The plans of all chains in a config, and of all parallels that have one, by path."""
 
     plans: dict[str, Plan]
 
@@ -43,6 +66,8 @@ def explain(
             return
         if type(inner) is ChainConfig:
             found[path] = plan(inner, own, device_type, dtype)
+        if type(inner) is ParallelConfig and (joined := plan_siblings(inner, own, device_type, dtype)) != Plan((), (), ()):
+            found[path] = joined
         if hasattr(inner, "with_parts"):
 
             def part(name: Any, op: Any, part_cfg: Any) -> tuple[Any, Any]:

@@ -10,7 +10,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import torch
+from torch import Tensor
+
 from funcops import random
+from funcops.backend import wants_triton
+from funcops.compose.plan import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, planned_for, registry_version
+from funcops.compose.siblings import Branch, Siblings, backward_siblings, find, forward_siblings, taken_apart
 from funcops.compose.step import (
     Nested,
     Replace,
@@ -32,9 +38,11 @@ from funcops.schema import open_node
 
 @config
 class ParallelConfig:
-    """`branches`: named bodies, without `gives`; a branch's `takes` come from the caller's extras."""
+    """`branches`: named bodies, without `gives`; a branch's `takes` come from the caller's extras. `fuse`: the first steps of the
+    branches go to one kernel where `funcops.explain` says so."""
 
     branches: tuple[Step, ...]
+    fuse: bool = True
 
     def __post_init__(self) -> None:
         require(len(self.branches) > 0, "ParallelConfig", "branches", "at least one Step", "none")
@@ -48,18 +56,22 @@ class ParallelConfig:
         object.__setattr__(self, "extras", tuple(dict.fromkeys(n for b in self.branches for n in b.names)))
         object.__setattr__(self, "keys", tuple(dict.fromkeys(k for b in self.branches for k in b.keys)))
         object.__setattr__(self, "branch_needs", {})
+        object.__setattr__(self, "apart", tuple(map(taken_apart, self.branches)))
+        object.__setattr__(self, "plans", {})
         needs_of_branches(self, Needs.ALL)
         needs_of_branches(self, Needs.NONE)
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""
-        return ParallelConfig(branches=tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches))
+        return ParallelConfig(branches=tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches), fuse=self.fuse)
 
     names: ClassVar[dict[str, None]]
     entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     branch_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
+    apart: ClassVar[tuple[Branch | None, ...]]
+    plans: ClassVar[dict[Any, Siblings | None]]
 
 
 @nested("residuals")
@@ -81,6 +93,14 @@ def needs_of_branches(cfg: ParallelConfig, needs: Needs) -> tuple[Needs, ...]:
         live = live_inputs(needs.x, cfg.extras)
         cfg.branch_needs[needs] = tuple(branch.needs(live, needs.params) for branch in cfg.branches)
     return cfg.branch_needs[needs]
+
+
+def siblings_of(cfg: ParallelConfig, needs: Needs, phase: str, device_type: str, dtype: torch.dtype) -> Siblings | None:
+    """The branches as siblings whose first steps go to one kernel; found once for what that depends on."""
+    key = needs, phase, device_type, dtype, registry_version()
+    if key not in cfg.plans:
+        cfg.plans[key] = find(cfg.apart, needs_of_branches(cfg, needs), phase, device_type, dtype)[0] if cfg.fuse else None
+    return cfg.plans[key]
 
 
 def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
@@ -105,6 +125,11 @@ def parallel_fwd(
     _check_names("parallel_fwd", "params", params, cfg)
     main, extras = split_x("parallel_fwd", x, cfg)
     kept = ParallelResiduals(cfg=cfg, needs=needs)
+    if type(main) is Tensor and wants_triton(main):
+        siblings = siblings_of(cfg, needs, SIBLINGS_FORWARD, "cuda", main.dtype)
+        found = NotImplemented if siblings is None else forward_siblings(siblings, params, main, extras, kept)
+        if found is not NotImplemented:
+            return found, kept if needs else None
     outputs = []
     for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs)):  # noqa: B905 (one each by construction)
         name = branch.name
@@ -122,7 +147,10 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
     gradients: dict[str, Any] = {}
     results: dict[str, Any] = dict(cfg.names)
     whole = sums is not None
-    for branch, d_y in zip(cfg.branches, dy, strict=True):
+    siblings = _siblings_for(cfg, node.needs, dy)
+    if siblings is not None:
+        dmain, results = backward_siblings(siblings, node, dy, gradients, sums, where)
+    for branch, d_y in zip(cfg.branches, dy, strict=True) if siblings is None else ():
         name = branch.name
         kept = part(node, name) if node.donated else node[name]
         dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
@@ -131,6 +159,13 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
     if cfg.extras:
         return WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}), results
     return dmain, results
+
+
+def _siblings_for(cfg: ParallelConfig, needs: Needs, dy: tuple[Any, ...]) -> Siblings | None:
+    device_type = planned_for(dy[0])
+    if device_type is None or not cfg.fuse or None in cfg.apart:
+        return None
+    return siblings_of(cfg, needs, SIBLINGS_BACKWARD, device_type, dy[0].dtype)
 
 
 @dgrad_of(ParallelResiduals)

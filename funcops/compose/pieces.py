@@ -57,17 +57,20 @@ def backward_piece(
     """dy of what comes before the piece; its steps' dparams, or without `sums` their pendings, go into `results`."""
     steps, rule = planned.piece.steps, planned.piece.rule
     found: Any = NotImplemented
-    if rule is not None and dy is not None and all([node[step.name] is not None for step in steps]):
+    if rule is not None and dy is not None and (sums is not None or not rule.whole) and all([node[step.name] is not None for step in steps]):
         found = rule.run(steps, [_read(planned, i, node, where) for i in range(len(steps))], dy, gradients)
     if found is NotImplemented:
         for i in reversed(range(len(steps))):
             dy = backward_step(steps[i], planned.left_out[i], node, dy, gradients, results, sums, where)
         return dy
     dy, pendings = found
-    for step, left_out, waiting in zip(steps[::-1], planned.left_out[::-1], pendings[::-1], strict=True):
-        recipe = _recipe(left_out, node)
-        if node.donated:
-            node[step.name] = None
+    recipes = [_recipe(left_out, node) for left_out in planned.left_out]
+    if node.donated:  # all of them, before the first weight gradient takes memory
+        node.update(dict.fromkeys([step.name for step in steps]))
+    if rule.whole:  # type: ignore[union-attr]
+        recipes = [None] * len(steps)
+    rows = list(zip(steps, planned.left_out, pendings, recipes, strict=True))
+    for step, left_out, waiting, recipe in rows[::-1]:
         if sums is None:
             results[step.name] = waiting
             if recipe is not None and waiting is not None:

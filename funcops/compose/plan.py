@@ -2,7 +2,7 @@
 
 A forward rule covers some steps with one call that also makes their residuals, as they would; a backward rule their dgrads with
 one call that makes their pendings. So either half may be fused without the other, a policy need not know, and `fuse=False`
-changes speed and rounding alone. Rules are for devices where Triton kernels run; on the CPU steps run one by one.
+changes speed and rounding alone. Most rules are for devices where Triton kernels run; on the CPU those of `everywhere` hold.
 """
 
 from __future__ import annotations
@@ -13,19 +13,28 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcops.backend import wants_triton
 from funcops.compose.step import Step
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
 
 FORWARD, BACKWARD = "forward", "backward"
+SIBLINGS_FORWARD, SIBLINGS_BACKWARD = "siblings forward", "siblings backward"
+FEW = 1 << 15  # elements of a dy below which, on the CPU, a rule costs more than it saves
+PHASES = (FORWARD, BACKWARD, SIBLINGS_FORWARD, SIBLINGS_BACKWARD)
 
 
 class Window(NamedTuple):
-    """What a rule may look at: steps from one on, what their backwards will be asked for, and the dtype of x."""
+    """What a rule may look at: steps from one on, what their backwards will be asked for, the dtype of x, and whether the x that a
+    step reads is not kept but computed again."""
 
     steps: tuple[Step, ...]
     needs: tuple[Needs, ...]
     dtype: torch.dtype
+    again: tuple[bool, ...]
+
+    def starting(self, first: int) -> Window:
+        return Window(self.steps[first:], self.needs[first:], self.dtype, self.again[first:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,17 +47,25 @@ class Rule:
         backward:  run(steps, residuals, dy, gradients) -> (dmain, pending of each step); `gradients`, by name, are taken from
                    and added to
 
-    or returns NotImplemented for inputs that the steps one by one must take, or refuse.
+    For the first steps of the branches of a `parallel`, which read the same x (`match` must cover all of them):
+
+        siblings forward:   run(steps, params, main, needs) -> (y, residuals) of each
+        siblings backward:  run(steps, residuals, dys) -> (dmain, pending of each step)
+
+    or returns NotImplemented for inputs that the steps one by one must take, or refuse. `everywhere`: on the CPU too, for a dy of at least FEW elements.
+    `whole`: for a backward that goes on with the weight gradients at once; its pendings hold what the chain left out.
     """
 
     name: str
     phase: str
     match: Callable[[Window], int | str | None]
     run: Callable[..., Any]
+    everywhere: bool = False
+    whole: bool = False
 
     def __post_init__(self) -> None:
-        if self.phase not in (FORWARD, BACKWARD):
-            fail("Rule", "phase", f"{FORWARD!r} or {BACKWARD!r}", repr(self.phase))
+        if self.phase not in PHASES:
+            fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 
 
 class Piece(NamedTuple):
@@ -104,27 +121,51 @@ def unregister_fusion(rule: Rule) -> None:
     _changes.append(rule)
 
 
+def planned_for(dy: Any) -> str | None:
+    """The device type whose rules hold for a backward of dy; None where steps run one by one."""
+    if type(dy) is not torch.Tensor:
+        return None
+    if wants_triton(dy):
+        return "cuda"
+    return "cpu" if dy.numel() >= FEW else None
+
+
 def registry_version() -> int:
     """Another number whenever the rules are others."""
     return len(_changes)
 
 
-def make_plan(steps: tuple[Step, ...], needs: tuple[Needs, ...], device_type: str, dtype: torch.dtype, fuse: bool) -> Plan:
-    """Pure, but for the rules that are registered."""
+def make_plan(whole: Window, device_type: str, fuse: bool) -> Plan:
+    """Of the window of all steps. Pure, but for the rules that are registered."""
+    steps = whole.steps
     misses: list[NearMiss] = []
 
     def cover(phase: str) -> tuple[Piece, ...]:
         found, i = [], 0
         while i < len(steps):
-            size, rule = 1, None
-            for one in reversed(_rules) if fuse and device_type != "cpu" else ():
-                answer = one.match(Window(steps[i:], needs[i:], dtype)) if one.phase == phase else None
-                if isinstance(answer, str):
-                    misses.append(NearMiss(one.name, phase, steps[i].name, answer))
-                elif answer is not None and answer > size:
-                    size, rule = answer, one
+            size, rule = _best(whole.starting(i), phase, device_type, misses) if fuse else (1, None)
             found.append(Piece(steps[i : i + size], i, rule))
             i += size
         return tuple(found)
 
     return Plan(cover(FORWARD), cover(BACKWARD), tuple(misses))
+
+
+def find_siblings(window: Window, phase: str, device_type: str) -> tuple[Rule | None, list[NearMiss]]:
+    """The rule that covers all first steps of the branches of a parallel, if there is one."""
+    misses: list[NearMiss] = []
+    size, rule = _best(window, phase, device_type, misses)
+    return (rule if size == len(window.steps) else None), misses
+
+
+def _best(window: Window, phase: str, device_type: str, misses: list[NearMiss]) -> tuple[int, Rule | None]:
+    size, rule = 1, None
+    for one in reversed(_rules):
+        if one.phase != phase or (device_type == "cpu" and not one.everywhere):
+            continue
+        answer = one.match(window)
+        if isinstance(answer, str):
+            misses.append(NearMiss(one.name, phase, window.steps[0].name, answer))
+        elif answer is not None and answer > size:
+            size, rule = answer, one
+    return size, rule

@@ -22,15 +22,23 @@ def cross_entropy_fwd(
 ) -> tuple[Tensor, Tensor]:
     """losses [N] and logsumexp [N]."""
     t = logits.to(wide(logits.dtype))
-    lse = torch.logsumexp(t, -1)
     ignored = labels == ignore_index
     picked = t.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
+    mean = t.mean(-1) if smoothing else None
+    lse = torch.logsumexp(t, -1) if t is logits else _logsumexp_(t)
     losses = lse - picked
-    if smoothing:
-        losses += smoothing * (picked - t.mean(-1))
+    if mean is not None:
+        losses += smoothing * (picked - mean)
     if z_loss:
         losses += z_loss * lse.square()
     return losses.masked_fill_(ignored, 0.0), lse
+
+
+def _logsumexp_(t: Tensor) -> Tensor:
+    """torch.logsumexp over the last dimension, bit for bit, without a second tensor of that size: t is written over."""
+    top = t.amax(-1, True)
+    top = top.masked_fill_(top.abs() == float("inf"), 0.0)
+    return t.sub_(top).exp_().sum(-1).log_().add_(top.squeeze(-1))
 
 
 @kernel()
@@ -38,7 +46,7 @@ def cross_entropy_bwd(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float
 ) -> Tensor:
     """dlogits [N, V] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype."""
-    d = logits - logsumexp.unsqueeze(-1)
+    d = logits - logsumexp.unsqueeze(-1) if logits.dtype is logsumexp.dtype else _centred(logits, logsumexp)
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, 0, logits.shape[-1])
     return d.to(logits.dtype)
 
@@ -50,10 +58,15 @@ def cross_entropy_bwd_owned(
 ) -> None:  # fmt: skip
     """dlogits written over logits [N, C], contiguous, which are those of the classes from `first` among `vocab`."""
     inside = logits.dtype is wide(logits.dtype)
-    d = logits.sub_(logsumexp.unsqueeze(-1)) if inside else logits - logsumexp.unsqueeze(-1)
+    d = logits.sub_(logsumexp.unsqueeze(-1)) if inside else _centred(logits, logsumexp)
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
     if not inside:
         logits.copy_(d)
+
+
+def _centred(logits: Tensor, logsumexp: Tensor) -> Tensor:
+    """logits - logsumexp in the wide dtype; widened first, since torch's subtraction of mixed dtypes is slower than both."""
+    return logits.to(logsumexp.dtype).sub_(logsumexp.unsqueeze(-1))
 
 
 def _gradient_(

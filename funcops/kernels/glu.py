@@ -10,8 +10,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel, tracing, wide
-from funcops.kernels.activation import ACTIVATIONS
+from funcops.backend import kernel, wide
+from funcops.kernels.activation import ACTIVATIONS, Activation
 
 GATES = {
     "glu": "sigmoid",
@@ -22,6 +22,7 @@ GATES = {
     "quick_geglu": "quick_gelu",
     "swiglu": "silu",
 }
+AT_ONCE = 1 << 16  # elements for which there is one more buffer than dx
 
 
 def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
@@ -48,16 +49,44 @@ def glu_bwd(
     if not dx:
         return None, d_scales
     d = dy if scales is None else dy * scales.unsqueeze(-1)
-    if tracing():
-        active = f.forward(gate)
-        parts = (f.backward(d * linear, gate, active), d * active)
-        return torch.cat(parts if first else parts[::-1], -1), d_scales
+    if torch.compiler.is_compiling():
+        return _traced(d, gate, linear, f.forward(gate), f, first), d_scales
     d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     d_gate, d_linear = _halves(d_x, first)
     active = f.forward(gate, out=d_linear)  # each half of d_x is the only scratch of its own gradient
     f.backward(torch.mul(d, linear, out=d_gate), gate, active, out=d_gate)
     d_linear.mul_(d)
     return d_x, d_scales
+
+
+def _traced(d: Tensor, gate: Tensor, linear: Tensor, active: Tensor, f: Activation, first: bool) -> Tensor:
+    """dx as a compiler wants it, which makes one kernel of it and saves memory by itself."""
+    parts = (f.backward(d * linear, gate, active), d * active)
+    return torch.cat(parts if first else parts[::-1], -1)
+
+
+@kernel(mutates=("dy",))
+def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
+    """dx; y is written over dy, which is contiguous: f(gate) is computed once for both."""
+    f = ACTIVATIONS[GATES[kind]]
+    gate, linear = _halves(x, first)
+    if torch.compiler.is_compiling():
+        active = f.forward(gate)
+        d_x = _traced(dy, gate, linear, active, f, first)
+        dy.copy_(active * linear)
+        return d_x
+    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+    d_gate, d_linear = _halves(d_x, first)
+    active = f.forward(gate, out=d_linear)
+    f.backward(torch.mul(dy, linear, out=d_gate), gate, active, out=d_gate)
+    rows = max(1, AT_ONCE // max(1, dy.shape[-1]))
+    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (dy, linear, d_linear))
+    held = dy.new_empty((rows, dy.shape[-1]))
+    for d, linear, active in zip(*parts, strict=True):  # dy becomes y, and active d_linear
+        d_active = torch.mul(d, active, out=held[: d.shape[0]])
+        torch.mul(active, linear, out=d)
+        active.copy_(d_active)
+    return d_x
 
 
 @kernel()

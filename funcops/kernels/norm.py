@@ -15,6 +15,7 @@ from torch import Tensor
 from funcops.backend import kernel, wide
 
 _vector_norm = torch.linalg.vector_norm
+FEW = 1 << 14  # below it the number of operators counts, above it the passes over memory
 _backward = torch.ops.aten.native_layer_norm_backward.default
 
 
@@ -60,7 +61,10 @@ def rms_norm_bwd(
     zero = torch.zeros_like(rstd)
     d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
     if dx:
-        d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
+        if d_x.numel() < FEW:
+            d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
+        else:
+            d_x.add_(torch.matmul(dy, scale).unsqueeze_(-1).mul_(rstd), alpha=1.0 / size)
     return _to(d_x, narrow) if dx else None, d_w.unsqueeze(0) if dw else None
 
 

@@ -62,6 +62,26 @@ def _row_sum(
 
 
 @triton.jit
+def add_product(
+    total, a_ptr, b_ptr, m, n, M, N, first, last, a_m, a_k, b_k, b_n, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """total + rows m of A times columns n of B, over k in [first, last)."""
+    k = tl.arange(0, BLOCK_K)
+    a_at = a_ptr + m[:, None] * a_m + (first + k).to(tl.int64)[None, :] * a_k
+    b_at = b_ptr + (first + k).to(tl.int64)[:, None] * b_k + n[None, :] * b_n
+    for start in range(first, last, BLOCK_K):
+        left = last - start
+        a = tl.load(a_at, mask=(m < M)[:, None] & (k < left)[None, :], other=0.0)
+        b = tl.load(b_at, mask=(k < left)[:, None] & (n < N)[None, :], other=0.0)
+        if INTERPRETED:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        total = tl.dot(a, b, total, input_precision=PRECISION)
+        a_at += BLOCK_K * a_k
+        b_at += BLOCK_K * b_k
+    return total
+
+
+@triton.jit
 def _pointer(
     a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, sums_ptr, M, N, K, a_m, a_k, b_k, b_n, per_split, scale: tl.float32,
     BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
@@ -72,21 +92,10 @@ def _pointer(
     split = tl.program_id(1).to(tl.int64)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
     first = split * per_split
     last = tl.minimum(first + per_split, K)
-    a_at = a_ptr + m[:, None] * a_m + (first + k)[None, :] * a_k
-    b_at = b_ptr + (first + k)[:, None] * b_k + n[None, :] * b_n
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(first, last, BLOCK_K):
-        left = last - start
-        a = tl.load(a_at, mask=(m < M)[:, None] & (k < left)[None, :], other=0.0)
-        b = tl.load(b_at, mask=(k < left)[:, None] & (n < N)[None, :], other=0.0)
-        if INTERPRETED:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        total = tl.dot(a, b, total, input_precision=PRECISION)
-        a_at += BLOCK_K * a_k
-        b_at += BLOCK_K * b_k
+    total = add_product(total, a_ptr, b_ptr, m, n, M, N, first, last, a_m, a_k, b_k, b_n, PRECISION, BLOCK_K)
     total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
     inside = (m < M)[:, None] & (n < N)[None, :]
     store_rounded(c_ptr + split * M * N + m[:, None] * N + n[None, :], total, inside)

@@ -54,8 +54,9 @@ def _forward(
 def _backward(
     dy_ptr, x_ptr, scales_ptr, dx_ptr, dscales_ptr, width, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
     KIND: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, DX: tl.constexpr, DSCALES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """With AGAIN y is written over dy."""
     row = tl.program_id(0).to(tl.int64)
     at_gate = row * 2 * width + (0 if FIRST else width)
     at_linear = row * 2 * width + (width if FIRST else 0)
@@ -73,6 +74,8 @@ def _backward(
                 d = d * load_wide(scales_ptr + row, True)
             store_rounded(dx_ptr + at_gate + i, d * linear * d_active, inside)
             store_rounded(dx_ptr + at_linear + i, d * active * d_linear, inside)
+        if AGAIN:
+            store_rounded(dy_ptr + row * width + i, active * linear, inside)
     if DSCALES:
         store_rounded(dscales_ptr + row, tl.sum(total, 0), True)
 
@@ -94,7 +97,8 @@ def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, constants: Any, dx: bool, dscales: bool
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, constants: Any, dx: bool, dscales: bool,
+    again: bool = False,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     x, rows, width = flat_rows(x)
     width //= 2
@@ -104,8 +108,8 @@ def _bwd(
     if rows and width and (dx or dscales):
         block = block_of(width, BLOCK)
         _launch_backward(
-            rows, 1, 1, dy, x, scales, d_x, d_scales, width, *constants, kind, first, scales is not None, dx, dscales, block,
-            num_warps=warps_of(block),
+            rows, 1, 1, dy, x, scales, d_x, d_scales, width, *constants, kind, first, scales is not None, dx, dscales, again,
+            block, num_warps=warps_of(block),
         )  # fmt: skip
     return d_x, d_scales
 
@@ -120,6 +124,13 @@ def glu_bwd(
     dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     return _bwd(dy, x, scales, declared.GATES[kind], first, (0.0, 0.0, 0.0), dx, dscales)
+
+
+@declared.glu_bwd_again.triton
+def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
+    dx, _ = _bwd(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, again=True)
+    assert dx is not None
+    return dx
 
 
 @declared.clamped_swiglu_fwd.triton

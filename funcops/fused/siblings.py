@@ -1,0 +1,74 @@
+"""Two or three linear layers of one input, such as q, k, v or gate, up: one product forward, and one for the sum of their input
+gradients.
+
+Steps: the first of each branch of a parallel, all linear. On the CPU the backward alone: there a forward gains nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.compose.plan import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Window, register_fusion
+from funcops.fused._steps import alike
+from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
+from funcops.needs import Needs
+from funcops.ops.linear import LinearParams, LinearPending, LinearResiduals, linear
+
+MOST = 3
+
+
+def _match(window: Window) -> int | str | None:
+    if any(step.op is not linear for step in window.steps):
+        return None
+    return len(window.steps) if len(window.steps) <= MOST else f"more than {MOST} branches"
+
+
+def _match_forward(window: Window) -> int | str | None:
+    size = _match(window)
+    return "float64 runs on torch" if size and window.dtype is torch.float64 else size
+
+
+def _match_backward(window: Window) -> int | str | None:
+    size = _match(window)
+    if isinstance(size, int) and not all(needs.x for needs in window.needs):
+        return "no gradient is asked of their input"
+    return size
+
+
+def _three(given: list[Any]) -> list[Any]:
+    return given + [None] * (MOST - len(given))
+
+
+def _run(steps: list[Any], params: list[Any], x: Any, needs: tuple[Needs, ...]) -> Any:
+    if any(type(p) is not LinearParams for p in params) or not alike(x) or x.dim() < 1:
+        return NotImplemented
+    for step, p in zip(steps, params, strict=True):
+        given = [p.weight, *([p.bias] if step.cfg.bias else [])]
+        shapes = [step.cfg.weight_shape, step.cfg.bias_shape][: len(given)]
+        if not alike(x, *given) or [t.shape for t in given] != shapes or (p.bias is not None) != step.cfg.bias:
+            return NotImplemented
+        if x.shape[-1] != step.cfg.in_features:
+            return NotImplemented
+    ys: tuple[Tensor, ...] = sibling_linear_fwd(x, *_three([p.weight for p in params]), *_three([p.bias for p in params]))
+    return [
+        (y, LinearResiduals.keep(step.cfg, wanted, x=x, weight=p.weight, y_shape=y.shape, dtype=y.dtype))
+        for step, p, wanted, y in zip(steps, params, needs, ys, strict=False)
+    ]
+
+
+def _run_backward(steps: list[Any], kept: list[Any], dys: list[Any]) -> Any:
+    weights = [node.weight for node in kept]
+    if not alike(*dys, *weights) or any(d.shape != node.y_shape for d, node in zip(dys, kept, strict=True)):
+        return NotImplemented
+    dx = sibling_linear_dgrad(*_three(dys), *_three(weights))
+    pendings = [
+        LinearPending.keep(step.cfg, node.needs, x=node.x, dy=dy) for step, node, dy in zip(steps, kept, dys, strict=True)
+    ]
+    return dx, pendings
+
+
+rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_forward, _run))
+backward_rule = register_fusion(Rule("sibling linears", SIBLINGS_BACKWARD, _match_backward, _run_backward, everywhere=True))

@@ -1,0 +1,34 @@
+"""Two or three linear layers of one input, as one product each way. x, dx: [*, I]; w: [O_i, I]; b: [O_i]; y, dy: [*, O_i].
+
+Every layer has its own tensors: nothing is joined or taken apart in memory. w2 is None where there are two layers.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from funcops.backend import kernel
+
+
+@kernel(product=True)
+def sibling_linear_fwd(
+    x: Tensor, w0: Tensor, w1: Tensor, w2: Optional[Tensor], b0: Optional[Tensor], b1: Optional[Tensor], b2: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """y_i = x w_i^T + b_i."""
+    return linear(x, w0, b0), linear(x, w1, b1), None if w2 is None else linear(x, w2, b2)
+
+
+@kernel(product=True)
+def sibling_linear_dgrad(
+    dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Tensor, w1: Tensor, w2: Optional[Tensor]
+) -> Tensor:
+    """dx = sum over i of dy_i w_i, each product added to the one before."""
+    dx = torch.mm(dy0.reshape(-1, w0.shape[0]), w0)
+    dx.addmm_(dy1.reshape(-1, w1.shape[0]), w1)
+    if dy2 is not None and w2 is not None:
+        dx.addmm_(dy2.reshape(-1, w2.shape[0]), w2)
+    return dx.view(*dy0.shape[:-1], w0.shape[1])
