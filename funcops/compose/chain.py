@@ -184,7 +184,7 @@ def _tied(where: str, tree: Any, cfg: ChainConfig) -> Any:
     return tree
 
 
-def _check_names(where: str, what: str, tree: Any, cfg: ChainConfig) -> None:
+def check_names(where: str, what: str, tree: Any, cfg: ChainConfig) -> None:
     if not isinstance(tree, dict):
         fail(where, what, f"a dict by step name: {', '.join(cfg.names)}", describe(tree), TypeError)
     if list(tree) != list(cfg.names) and tree.keys() != cfg.names.keys():
@@ -198,7 +198,7 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
 
     Raises `ValueError` for missing or extra params or extras, and whatever a step raises.
     """
-    _check_names("chain_fwd", "params", params, cfg)
+    check_names("chain_fwd", "params", params, cfg)
     if cfg.ties:
         params = _tied("chain_fwd", params, cfg)
     main, extras = split_x("chain_fwd", x, cfg)
@@ -329,7 +329,7 @@ def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig) -> dict[st
     """`into` by step, every leaf checked before any is written; a tied path shares its source's accumulator."""
     if into is None:
         return cfg.names
-    _check_names(where, "into", into, cfg)
+    check_names(where, "into", into, cfg)
     check_into_tree(where, into, chain, cfg, node)
     return _tied(where, into, cfg)
 

@@ -19,6 +19,24 @@ from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
 from funcops.trees import tree_map, tree_map_tensors
 
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Two products, as torch counts them on other devices: a causal mask spares none. q: [B, H, T, D], k: [B, H', S, D]."""
+    batch, heads, rows, size = q
+    return int(2 * batch * heads * rows * k[-2] * (size + v[-1]))
+
+
+def _attention_backward_flops(dy: Any, q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
+    """Five products: the scores again, dv, dp, dq, dk."""
+    batch, heads, rows, size = q
+    return int(2 * batch * heads * rows * k[-2] * (3 * size + 2 * v[-1]))
+
+
+_aten = torch.ops.aten
+ON_CPU = {  # torch's counter knows the attention of other devices
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
+}
 MOST_PARTS = 6  # of which every subset is tried
 
 
@@ -81,7 +99,7 @@ def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, 
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(_fake, x)
         params = tree_map_tensors(lambda t: _fake(t, dtype), abstract_params(op, cfg))
-        with FlopCounterMode(display=False) as counter:
+        with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
             y, residuals = op.fwd(params, given, cfg)
             kept = report(residuals, params).kept_bytes
             op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)

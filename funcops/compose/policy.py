@@ -8,6 +8,7 @@ from typing import Any
 
 from funcops.compose.again import declares_fields, dropped
 from funcops.compose.chain import ChainConfig
+from funcops.compose.joint import joined, joint_of
 from funcops.compose.packed import packed
 from funcops.compose.remat import remat
 from funcops.compose.repeat import RepeatConfig
@@ -96,14 +97,19 @@ def _rewritten(
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
 
     changes: dict[str, Any] = {}
+    joints: list[str] = []
     if type(cfg) is ChainConfig:
-        changes["recompute"], absent = _outputs(cfg, path, policy)
+        changes["recompute"], absent, joints = _outputs(cfg, path, policy)
         left_out = left_out | absent
 
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
         return _rewritten(inner, inner_cfg, _joined(path, name), policy, offload, left_out, name is not None)
 
-    return (remat(op) if isinstance(action, Recompute) else op), cfg.with_parts(replace, **changes)
+    cfg = cfg.with_parts(replace, **changes)
+    require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
+    if joints:
+        op, cfg = joined(cfg, joints[0])
+    return (remat(op) if isinstance(action, Recompute) else op), cfg
 
 
 def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[str]) -> Op:
@@ -122,22 +128,26 @@ def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[st
     return packed(op, actions) if actions else op
 
 
-def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str]]:
+def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
     """The steps of a chain whose outputs it computes again, those of the policy's kind unless a rule says Save and others where
-    a rule says Recompute; and the fields that therefore are not kept."""
-    found, absent = [], []
+    a rule says Recompute; the fields that therefore are not kept; and the steps that are joined with the one before for it."""
+    found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
         fields = [_joined(path, p) for p in _inputs(step.op, step.cfg, step.name)]
         actions = [policy.action(field) for field in fields]
         asked = [isinstance(action, Recompute) for action in actions]
         if any(asked) and dropped(before, step) is None:
-            at = _joined(path, step.name)
-            fail("with_policy", "rules", f"without Recompute for the x of {at} (step {before.name!r} cannot give it again)", "one")
-        if any(asked) or (kind and dropped(before, step) and not any(isinstance(a, Save) for a in actions)):
+            joint = joint_of(before, step)
+            if isinstance(joint, str):
+                at = _joined(path, step.name)
+                fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
+            joints.append(step.name)
+            absent += fields
+        elif any(asked) or (kind and dropped(before, step) and not any(isinstance(a, Save) for a in actions)):
             found.append(before.name)
             absent += fields
-    return tuple(found), frozenset(absent)
+    return tuple(found), frozenset(absent), joints
 
 
 def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
