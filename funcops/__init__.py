@@ -185,6 +185,14 @@ from funcops.ops.linear_cross_entropy import linear_cross_entropy_dgrad as linea
 from funcops.ops.linear_cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
 from funcops.ops.linear_cross_entropy import linear_cross_entropy_init as linear_cross_entropy_init
 from funcops.ops.linear_cross_entropy import linear_cross_entropy_wgrad as linear_cross_entropy_wgrad
+from funcops.ops.qkv_split import QKVSplitConfig as QKVSplitConfig
+from funcops.ops.qkv_split import QKVSplitResiduals as QKVSplitResiduals
+from funcops.ops.qkv_split import qkv_split as qkv_split
+from funcops.ops.qkv_split import qkv_split_bwd as qkv_split_bwd
+from funcops.ops.qkv_split import qkv_split_dgrad as qkv_split_dgrad
+from funcops.ops.qkv_split import qkv_split_fwd as qkv_split_fwd
+from funcops.ops.qkv_split import qkv_split_init as qkv_split_init
+from funcops.ops.qkv_split import qkv_split_wgrad as qkv_split_wgrad
 from funcops.ops.reshape import ReshapeConfig as ReshapeConfig
 from funcops.ops.reshape import ReshapeResiduals as ReshapeResiduals
 from funcops.ops.reshape import reshape as reshape

@@ -23,6 +23,7 @@ from funcops.kernels import (
     linear,
     norm,
     pointwise,
+    qkv_split,
     rope,
     sibling_linear,
 )
@@ -184,6 +185,10 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
         shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
         yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
+        qkv, kv_heads = make.floats(2, tokens, 2 * heads * 128), heads // 2
+        yield Sample(qkv_split.qkv_split_fwd, shape, (qkv, table, heads, kv_heads, interleaved))
+        dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
+        yield Sample(qkv_split.qkv_split_bwd, shape, (x, dk, dv, table, interleaved))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:

@@ -65,20 +65,21 @@ def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch
     return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, dtype)
 
 
-def _check_rotation(t: Tensor, positions: Any, cfg: RopeConfig) -> None:
-    """positions: [T] or [*, T], int64; or their table, [T, 1, 3R] or [*, T, 1, 3R]."""
+def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> None:
+    """t: [*, T, N, D]; positions: [T] or [*, T], int64; or their table, [T, 1, 3R] or [*, T, 1, 3R]."""
     shape = t.shape
     if len(shape) < 3:
-        fail("rope_fwd", "x.0", f"[..., T, N, {cfg.dim}]", list(shape))
+        fail(where, "x.0", f"[..., T, N, {cfg.dim}]", list(shape))
     if isinstance(positions, Tensor) and positions.is_floating_point():
         rows = (shape[-3],) if positions.dim() <= 3 else shape[:-2]
-        check("rope_fwd", "x.1 (table)", positions, (*rows, 1, cfg.table_size), wide(t.dtype), t)
+        check(where, "x.1 (table)", positions, (*rows, 1, cfg.table_size), wide(t.dtype), t)
     else:
         wanted = (shape[-3],) if getattr(positions, "ndim", 1) <= 1 else shape[:-2]
-        check("rope_fwd", "x.1 (positions)", positions, wanted, torch.int64, t)
+        check(where, "x.1 (positions)", positions, wanted, torch.int64, t)
 
 
-def _table(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
+def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
+    """The table for numbers of `dtype`, from positions or as it was given."""
     if positions.is_floating_point():
         return positions
     return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, wide(dtype))
@@ -91,8 +92,8 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
     t, positions = x
     check_rows("rope_fwd", "x.0", t, cfg.dim)
-    _check_rotation(t, positions, cfg)
-    y = kernels.rope_apply(t, _table(positions, cfg, t.dtype), cfg.interleaved, False)
+    check_rotation("rope_fwd", t, positions, cfg)
+    y = kernels.rope_apply(t, table_of(positions, cfg, t.dtype), cfg.interleaved, False)
     return y, RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
 
 
@@ -102,7 +103,7 @@ def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     if not residuals.needs.input(0):
         return residuals.nothing(), None
-    table = _table(residuals.positions, cfg, dy.dtype)
+    table = table_of(residuals.positions, cfg, dy.dtype)
     return residuals.inputs.make((kernels.rope_apply(dy, table, cfg.interleaved, True), None)), None
 
 

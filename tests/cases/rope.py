@@ -1,26 +1,9 @@
 import torch
 from hypothesis import strategies as st
+from rotation import turned
 
 from funcops import RopeConfig, rope, rope_fwd
 from funcops.testing import Case, Error
-
-
-def reference(params, x, cfg):
-    """The rotation as a product of complex numbers."""
-    t, positions = x
-    r = cfg.rotating
-    turning, rest = t[..., :r], t[..., r:]
-    frequencies = cfg.theta ** (-torch.arange(0, r, 2, dtype=torch.float64, device=x[0].device) / r)
-    angles = positions.double()[..., None] * frequencies
-    phase = torch.polar(torch.ones_like(angles), angles)[..., None, :]
-    if cfg.interleaved:
-        a, b = turning[..., 0::2], turning[..., 1::2]
-    else:
-        a, b = turning.chunk(2, -1)
-    z = torch.complex(a.double(), b.double()) * phase
-    parts = (z.real, z.imag)
-    out = torch.stack(parts, -1).flatten(-2) if cfg.interleaved else torch.cat(parts, -1)
-    return torch.cat((out, rest), -1)
 
 
 def case(rows, t, n, dim, per_row=False, **options):
@@ -29,7 +12,7 @@ def case(rows, t, n, dim, per_row=False, **options):
     def x(d):
         return d.randn(*rows, t, n, dim), d.integers(0, 50, *(rows if per_row else ()), t)
 
-    return Case(op=rope, cfg=cfg, x=x, reference=reference, name=f"rope-{rows}-{t}-{n}-{dim}-{per_row}-{options}")
+    return Case(op=rope, cfg=cfg, x=x, reference=turned, name=f"rope-{rows}-{t}-{n}-{dim}-{per_row}-{options}")
 
 
 CASES = [

@@ -1,0 +1,33 @@
+"""The parts of a joint projection, q and k turned on the way. qkv: [*, T, (N + 2M) D]; q: [*, T, N, D], k, v: [*, T, M, D];
+table: as of `rope`, or None where nothing turns.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from funcops.backend import kernel
+from funcops.kernels.rope import rope_apply
+
+
+@kernel()
+def qkv_split_fwd(
+    qkv: Tensor, table: Optional[Tensor], heads: int, kv_heads: int, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, each of its own memory."""
+    parts = qkv.unflatten(-1, (heads + 2 * kv_heads, -1)).split((heads, kv_heads, kv_heads), -2)
+    if table is None:
+        return parts[0].contiguous(), parts[1].contiguous(), parts[2].contiguous()
+    q, k = (rope_apply(t, table, interleaved, False) for t in parts[:2])
+    return q, k, parts[2].contiguous()
+
+
+@kernel()
+def qkv_split_bwd(dq: Tensor, dk: Tensor, dv: Tensor, table: Optional[Tensor], interleaved: bool) -> Tensor:
+    """d qkv."""
+    if table is not None:
+        dq, dk = (rope_apply(t, table, interleaved, True) for t in (dq, dk))
+    return torch.cat((dq, dk, dv), -2).flatten(-2)

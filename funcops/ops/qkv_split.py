@@ -1,0 +1,99 @@
+"""q, k and v out of one joint projection, rotary position embedding of q and k included: one kernel each way.
+
+    (q, k, v) = split(x)        q, k = rope(q), rope(k)        dx = (rope^-1(dq), rope^-1(dk), dv)
+
+x, dx: [*, T, (N + 2M) D]: N heads of q, then M of k, then M of v; q, dq: [*, T, N, D]; k, v, dk, dv: [*, T, M, D]; one float
+dtype. With `rope`, x is `(x, positions)` as in `rope`, or `(x, table)`. Kept: positions or table, an alias; without `rope` nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, check_rows, describe, fail, require
+from funcops.kernels import qkv_split as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.ops.rope import RopeConfig, check_rotation, table_of
+from funcops.schema import DGRAD, Inputs, residuals, saved, static
+
+
+@config
+class QKVSplitConfig:
+    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn, if they do."""
+
+    heads: int = positional()
+    dim: int = positional()
+    kv_heads: int | None = None
+    rope: RopeConfig | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "dim", "kv_heads"):
+            value = getattr(self, name)
+            if value is None and name == "kv_heads":
+                object.__setattr__(self, name, self.heads)
+                continue
+            require(isinstance(value, int) and value >= 1, "QKVSplitConfig", name, "at least 1", value)
+        if self.rope is not None:
+            require(type(self.rope) is RopeConfig and self.rope.dim == self.dim, "QKVSplitConfig", "rope", f"a RopeConfig({self.dim})", self.rope)
+
+
+@residuals
+class QKVSplitResiduals:
+    positions: Tensor | None = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    inputs: Any = static()
+    shape: Any = static()
+    dtype: Any = static()
+
+
+@forward(QKVSplitConfig)
+def qkv_split_fwd(
+    params: None, x: Any, cfg: QKVSplitConfig, *, needs: Needs = Needs.ALL
+) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
+    """x: [*, T, (N + 2M) D], or `(x, positions or table)` -> `(q, k, v)`. Raises `ValueError` or `TypeError`."""
+    if cfg.rope is not None and (not isinstance(x, tuple) or len(x) != 2):
+        fail("qkv_split_fwd", "x", "a tuple (x, positions), as cfg.rope says", describe(x), TypeError)
+    positions: Any
+    t, positions = (x, None) if cfg.rope is None else x
+    heads, kv_heads = cfg.heads, cfg.kv_heads
+    assert kv_heads is not None
+    check_rows("qkv_split_fwd", "x" if cfg.rope is None else "x.0", t, (heads + 2 * kv_heads) * cfg.dim)
+    table, interleaved = None, False
+    if cfg.rope is not None:
+        check_rotation("qkv_split_fwd", t.unflatten(-1, (-1, cfg.dim)), positions, cfg.rope)
+        table, interleaved = table_of(positions, cfg.rope, t.dtype), cfg.rope.interleaved
+    inputs = None if cfg.rope is None else Inputs.of(x)
+    kept = QKVSplitResiduals.keep(cfg, needs, positions=positions, inputs=inputs, shape=t.shape, dtype=t.dtype)
+    return kernels.qkv_split_fwd(t, table, heads, kv_heads, interleaved), kept
+
+
+@dgrad_of(QKVSplitResiduals)
+def qkv_split_dgrad(residuals: Any, dy: Any, cfg: QKVSplitConfig) -> tuple[Any, None]:
+    """dy: `(dq, dk, dv)`, a part that is None being zero -> dx, and None: there is no weight gradient."""
+    if not isinstance(dy, tuple) or len(dy) != 3:
+        fail("qkv_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
+    needs, shape = residuals.needs, residuals.shape
+    if not (needs.x if cfg.rope is None else needs.input(0)) or all(d is None for d in dy):
+        return residuals.nothing(), None
+    parts = _parts(dy, (*shape[:-1], cfg.heads, cfg.dim), (*shape[:-1], cfg.kv_heads, cfg.dim), residuals.dtype)
+    table, interleaved = None, False
+    if cfg.rope is not None:
+        table, interleaved = table_of(residuals.positions, cfg.rope, residuals.dtype), cfg.rope.interleaved
+    dx = kernels.qkv_split_bwd(*parts, table, interleaved)
+    return dx if cfg.rope is None else residuals.inputs.make((dx, None)), None
+
+
+def _parts(dy: Any, q_shape: Any, kv_shape: Any, dtype: torch.dtype) -> list[Tensor]:
+    like = next(d for d in dy if d is not None)
+    shapes = (q_shape, kv_shape, kv_shape)
+    for i, (d, shape) in enumerate(zip(dy, shapes, strict=True)):
+        if d is not None:
+            check("qkv_split_dgrad", f"dy.{i}", d, shape, dtype, like if isinstance(like, Tensor) else None)
+    return [like.new_zeros(shape) if d is None else d for d, shape in zip(dy, shapes, strict=True)]
+
+
+qkv_split = make_op("qkv_split", QKVSplitConfig, fwd=qkv_split_fwd, dgrad=qkv_split_dgrad)
+qkv_split_init, qkv_split_bwd, qkv_split_wgrad = qkv_split.init, qkv_split.bwd, qkv_split.wgrad
