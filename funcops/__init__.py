@@ -5,6 +5,13 @@
 """
 
 from funcops import fused as fused
+from funcops.adapters import nn as nn
+from funcops.adapters.autograd import differentiable as differentiable
+from funcops.adapters.delayed import delayed_wgrad as delayed_wgrad
+from funcops.adapters.from_function import TorchConfig as TorchConfig
+from funcops.adapters.from_function import op_from_torch as op_from_torch
+from funcops.adapters.vjp import value_and_grad as value_and_grad
+from funcops.adapters.vjp import vjp as vjp
 from funcops.backend import backend as backend
 from funcops.compose.chain import ChainConfig as ChainConfig
 from funcops.compose.chain import ChainPending as ChainPending

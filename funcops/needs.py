@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
 from typing import Any, ClassVar
 
 from funcops.errors import fail
@@ -57,11 +56,16 @@ class Needs:
         return mask if mask is True else _covers(mask, str(path))
 
 
-@cache
+_interned: dict[tuple[Mask, Mask], Needs] = {}  # a plain dict: torch.compile finds what is in it
+
+
 def _intern(x: Mask, params: Mask) -> Needs:
-    needs = object.__new__(Needs)
-    needs.x, needs.params = x, params
-    return needs
+    if (x, params) not in _interned:
+        needs = object.__new__(Needs)
+        needs.x, needs.params = x, params
+        _interned[x, params] = needs
+    return _interned[x, params]
+
 
 
 def _mask(side: str, value: Any) -> Mask:
@@ -104,3 +108,4 @@ def sub_mask(mask: Mask, name: str) -> Mask:
 
 Needs.ALL = Needs()
 Needs.NONE = Needs(x=False, params=False)
+Needs(x=False), Needs(params=False)  # made here, so that no compiler is the first to ask for them

@@ -18,6 +18,7 @@ from torch import Tensor
 from funcops.errors import describe, fail
 
 NAMESPACE = "funcops"
+FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # of every node class: the names of leaves, of statics, and of what is neither
 T = TypeVar("T")
 
 
@@ -45,6 +46,7 @@ def register(cls: type) -> None:
     fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")]
     names = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
+    FIELDS[cls] = names, statics, tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get("hidden"))
 
     def reading(of: tuple[str, ...]) -> str:
         return "(" + "".join(f"node.{name}, " for name in of) + ")"

@@ -171,6 +171,9 @@ def _glus(make: Maker) -> Iterator[Sample]:
         yield Sample(glu.glu_fwd, shape, (x, None, kind, True))
         yield Sample(glu.glu_bwd, shape, (dy, x, None, kind, True, True, False))
         yield Sample(glu.glu_bwd_again, shape, (dy, x, kind, True))
+        gate, linear = make.floats(rows, width), make.floats(rows, width)
+        yield Sample(glu.glu_pair_fwd, f"{shape} apart", (gate, linear, kind))
+        yield Sample(glu.glu_pair_bwd, f"{shape} apart", (dy, gate, linear, kind))
     shape = f"clamped_swiglu {rows}x2x{width}"
     clamp = (False, 7.0, 1.702, 1.0)
     yield Sample(glu.clamped_swiglu_fwd, shape, (x, scales, *clamp))

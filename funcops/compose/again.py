@@ -39,18 +39,20 @@ class Dropped(NamedTuple):
     places: Places
     in_dgrad: bool  # whether a dgrad reads it
     weights: tuple[str, ...]  # the fields of the producer's params
-    x_field: str  # of the producer's residuals
+    x_fields: tuple[str, ...]  # of the producer's residuals, in the order of its x
 
     def applies(self, needs: Needs) -> bool:
         """Whether the producer, under these needs, keeps its x anyway."""
         fields = self.producer.op.dgrad.node_class.fields  # type: ignore[attr-defined]
-        return bool(fields[self.x_field].wanted(needs))
+        return all(fields[name].wanted(needs) for name in self.x_fields)
 
     def cut(self, node: Any, kept: Any, params: Any) -> None:
         """After the forward: leave the output out of `node`, and keep the recipe among the residuals of the chain: the producer's
         x, in the form in which that keeps it."""
         if _clear(node, self.places):
-            x = getattr(kept[self.producer.name], self.x_field)
+            source = kept[self.producer.name]
+            found = [t for name in self.x_fields if (t := getattr(source, name)) is not None]
+            x = found[0] if getattr(source, "inputs", None) is None else tuple(found)
             kept[self.key] = recipe = Recipe.keep(  # type: ignore[attr-defined]
                 self.producer.cfg, node.needs, params=params, x=x
             )
@@ -75,7 +77,8 @@ class Dropped(NamedTuple):
                 f"{where}: params of step {self.producer.name!r} must be as the forward left them, got some that were written "
                 "to since (its output is computed again). Run the backward first, or pass recompute=False to the chain"
             )
-        return self.producer.op.fwd(recipe.params, unpack(recipe.x), self.producer.cfg, needs=Needs.NONE)[0]
+        x = tuple(map(unpack, recipe.x)) if type(recipe.x) is tuple else unpack(recipe.x)
+        return self.producer.op.fwd(recipe.params, x, self.producer.cfg, needs=Needs.NONE)[0]
 
     def fill(self, where: str, node: Any, value: Any) -> Any:
         """Residuals or pending with the output in its places; a node that was given away is filled itself."""
@@ -102,11 +105,11 @@ def dropped(before: Step, step: Step) -> Dropped | None:
     if not before.op.cheap or before.names or before.gives:
         return None
     places = _places(step.op, step.cfg)
-    x_field = next((n for n, field in before.op.dgrad.node_class.fields.items() if field.alias == "x"), None)  # type: ignore[attr-defined]
-    if not places or x_field is None:
+    x_fields = tuple(n for n, field in before.op.dgrad.node_class.fields.items() if (field.alias or "").partition(".")[0] == "x")  # type: ignore[attr-defined]
+    if not places or not x_fields:
         return None
     fields = getattr(abstract_params(before.op, before.cfg), "__dataclass_fields__", ())
-    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), tuple(fields), x_field)
+    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), tuple(fields), x_fields)
 
 
 def _places(op: Op, cfg: Any) -> Places:

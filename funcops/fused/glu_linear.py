@@ -22,8 +22,8 @@ def _match(window: Window) -> int | str | None:
     if not window.again[1]:
         return "the linear keeps what it reads"
     cfg = window.steps[0].cfg
-    if cfg.scaled or cfg.kind not in GATES:
-        return "the GLU is scaled" if cfg.scaled else f"{cfg.kind} has no such kernel"
+    if cfg.scaled or cfg.paired or cfg.kind not in GATES:
+        return "the GLU has two inputs" if cfg.scaled or cfg.paired else f"{cfg.kind} has no such kernel"
     if not window.needs[0].x or not window.needs[1].param("weight"):
         return "no gradient is asked of both input and weight"
     return 2

@@ -22,6 +22,20 @@ GATES = {
     "quick_geglu": "quick_gelu",
     "swiglu": "silu",
 }
+@kernel()
+def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
+    """y = f(gate) * linear, of two tensors [*, H]."""
+    return ACTIVATIONS[GATES[kind]].forward(gate).mul_(linear)
+
+
+@kernel()
+def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """d gate and d linear, as in `glu_bwd`."""
+    f = ACTIVATIONS[GATES[kind]]
+    active = f.forward(gate)
+    return f.backward(dy * linear, gate, active), active.mul_(dy) if not f.reads_y else active * dy
+
+
 AT_ONCE = 1 << 16  # elements for which there is one more buffer than dx
 
 

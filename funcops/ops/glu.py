@@ -6,9 +6,9 @@ gate and linear are the halves of x; which half is the gate is said in the confi
 second, most SwiGLU models with the first). f: glu sigmoid, reglu relu, squared_reglu relu^2, geglu gelu (erf), geglu_tanh,
 quick_geglu x sigmoid(1.702 x), swiglu silu. clamped_swiglu (GPT-OSS): g = min(gate, limit), l = clamp(linear, ±limit),
 y = g sigmoid(alpha g) (l + offset). With `scaled`, x is `(x, scales)` and y is multiplied by scales row by row;
-d scales = sum over H of dy times the unscaled y.
+d scales = sum over H of dy times the unscaled y. With `paired`, x is `(gate, linear)`, two tensors of their own.
 
-x, dx: [*, 2H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases: no bytes of their own.
+x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases: no bytes of their own.
 arXiv:2002.05202.
 """
 
@@ -29,18 +29,25 @@ KINDS = (*kernels.GATES, "clamped_swiglu")
 
 @config
 class GLUConfig:
-    """`kind` and `gate` ("first" or "second" half) must be given; limit, alpha and offset are those of clamped_swiglu."""
+    """`kind` must be given, and `gate` ("first" or "second" half) unless x is `paired`; limit, alpha and offset are those of
+    clamped_swiglu."""
 
     kind: str
-    gate: str
+    gate: str = ""
     scaled: bool = False
+    paired: bool = False
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, "GLUConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
-        require(self.gate in ("first", "second"), "GLUConfig", "gate", "'first' or 'second'", repr(self.gate))
+        if self.paired:
+            require(self.gate == "", "GLUConfig", "gate", "'' (x is paired: the gate comes first)", repr(self.gate))
+            plain = not self.scaled and self.kind in kernels.GATES
+            require(plain, "GLUConfig", "paired", "False for a scaled or clamped GLU", True)
+        else:
+            require(self.gate in ("first", "second"), "GLUConfig", "gate", "'first' or 'second'", repr(self.gate))
         require(self.limit > 0, "GLUConfig", "limit", "above 0", self.limit)
         object.__setattr__(self, "first", self.gate == "first")
 
@@ -51,19 +58,32 @@ class GLUConfig:
 class GLUResiduals:
     x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD)
     scales: Tensor | None = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD)
     inputs: Any = static()
 
 
-def _split(x: Any) -> tuple[Tensor, Tensor | None]:
+def _split(x: Any, names: str) -> tuple[Tensor, Tensor]:
     if not isinstance(x, tuple) or len(x) != 2:
-        fail("glu_fwd", "x", "a tuple (x, scales), as cfg.scaled says", describe(x), TypeError)
+        fail("glu_fwd", "x", f"a tuple ({names}), as the config says", describe(x), TypeError)
     return x[0], x[1]
+
+
+def _pair(x: Any, cfg: GLUConfig, needs: Needs) -> tuple[Tensor, Any]:
+    gate, linear = _split(x, "gate, linear")
+    check("glu_fwd", "x.0 (gate)", gate, (...,), FLOATS)
+    check("glu_fwd", "x.1 (linear)", linear, gate.shape, gate.dtype, gate)
+    if gate.dim() < 1:
+        fail("glu_fwd", "x.0 (gate)", "[..., H]", list(gate.shape))
+    kept: Any = GLUResiduals
+    return kernels.glu_pair_fwd(gate, linear, cfg.kind), kept.keep(cfg, needs, x=gate, linear=linear, inputs=Inputs.of(x))
 
 
 @forward(GLUConfig)
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
-    """`y = f(gate) * linear`. x: [*, 2H], or `(x, scales)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
-    t, scales = _split(x) if cfg.scaled else (x, None)
+    """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)` or `(gate, linear)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
+    if cfg.paired:
+        return _pair(x, cfg, needs)
+    t, scales = _split(x, "x, scales") if cfg.scaled else (x, None)
     check("glu_fwd", "x", t, (...,), FLOATS)
     if t.dim() < 1 or t.shape[-1] % 2 != 0:
         fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
@@ -83,6 +103,10 @@ def glu_dgrad(residuals: Any, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
     x, scales, needs = residuals.x, residuals.scales, residuals.needs
     if not needs.x:
         return residuals.nothing(), None
+    if cfg.paired:
+        check("glu_dgrad", "dy", dy, x.shape, x.dtype, x)
+        pair = kernels.glu_pair_bwd(dy, x, residuals.linear, cfg.kind)
+        return residuals.inputs.make(tuple([d if needs.input(i) else None for i, d in enumerate(pair)])), None
     check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x)
     wanted = (needs.input(0), needs.input(1)) if cfg.scaled else (True, False)
     first = cfg.first

@@ -9,6 +9,7 @@ from funcops import (
     ForkConfig,
     GLUConfig,
     LinearConfig,
+    ParallelConfig,
     RMSNormConfig,
     Step,
     WithExtras,
@@ -19,6 +20,7 @@ from funcops import (
     fork,
     glu,
     linear,
+    parallel,
     rms_norm,
 )
 from funcops.testing import Case, Error
@@ -51,6 +53,25 @@ def case(rows, dim, hidden):
     )
 
 
+def apart(dim, hidden):
+    """As `mlp`, gate and up projected each by its own weight."""
+    branches = tuple(Step(name, linear, LinearConfig(dim, hidden, bias=False)) for name in ("gate", "up"))
+    return ChainConfig(
+        steps=(
+            Step("norm", rms_norm, RMSNormConfig(dim, eps=0.1)),
+            Step("project", parallel, ParallelConfig(branches=branches)),
+            Step("act", glu, GLUConfig(kind="swiglu", paired=True)),
+            Step("down", linear, LinearConfig(hidden, dim)),
+        )
+    )
+
+
+def apart_reference(params, x, cfg):
+    n = F.rms_norm(x, x.shape[-1:], params["norm"].weight, 0.1)
+    gate, up = (F.linear(n, params["project"][name].weight) for name in ("gate", "up"))
+    return F.linear(F.silu(gate) * up, params["down"].weight, params["down"].bias)
+
+
 EXTRAS = ChainConfig(
     steps=(
         Step("split", fork, ForkConfig(), gives=("stream",)),
@@ -80,6 +101,7 @@ CASES = [
     case((2, 5), 8, 6),
     case((0,), 4, 3),
     case((), 3, 1),
+    Case(op=chain, cfg=apart(5, 4), x=lambda d: d.randn(2, 3, 5), reference=apart_reference, name="chain-apart"),
     Case(
         op=chain,
         cfg=EXTRAS,

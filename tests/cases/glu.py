@@ -17,6 +17,8 @@ GATES = {
 
 
 def reference(params, x, cfg):
+    if cfg.paired:
+        return GATES[cfg.kind](x[0]) * x[1]
     t, scales = x if cfg.scaled else (x, None)
     gate, linear = t.chunk(2, -1) if cfg.gate == "first" else t.chunk(2, -1)[::-1]
     if cfg.kind == "clamped_swiglu":
@@ -40,6 +42,13 @@ def case(kind, gate, rows=(2, 3), h=5, scaled=False, **options):
     )
 
 
+def pair(kind, rows=(2, 3), h=5):
+    def x(d):
+        return d.randn(*rows, h), d.randn(*rows, h)
+
+    return Case(op=glu, cfg=GLUConfig(kind=kind, paired=True), x=x, reference=reference, name=f"glu-{kind}-pair-{rows}-{h}")
+
+
 CASES = [case(kind, gate) for kind in GATES for gate in ("first", "second")] + [
     case("clamped_swiglu", "first", limit=0.7),
     case("clamped_swiglu", "second", limit=0.7, scaled=True),
@@ -47,12 +56,17 @@ CASES = [case(kind, gate) for kind in GATES for gate in ("first", "second")] + [
     case("reglu", "second", rows=(0,), h=3, scaled=True),
     case("swiglu", "first", rows=(), h=1),
     case("swiglu", "first", rows=(1, 69), h=69),
+    *(pair(kind) for kind in GATES),
+    pair("swiglu", rows=(0,)),
+    pair("geglu", rows=(), h=69),
 ]
 
 
 @st.composite
 def drawn(draw):
     rows = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    if draw(st.booleans()):
+        return pair(draw(st.sampled_from(sorted(GATES))), rows, draw(st.integers(1, 6)))
     kind = draw(st.sampled_from([*sorted(GATES), "clamped_swiglu"]))
     return case(kind, draw(st.sampled_from(["first", "second"])), rows, draw(st.integers(1, 6)), draw(st.booleans()))
 
@@ -61,7 +75,13 @@ SWIGLU = GLUConfig(kind="swiglu", gate="first")
 ERRORS = [
     Error(call=lambda: GLUConfig(kind="silu", gate="first"), match="GLUConfig: kind must be one of glu"),
     Error(call=lambda: GLUConfig(kind="swiglu", gate="left"), match="GLUConfig: gate must be 'first' or 'second'"),
-    Error(call=lambda: GLUConfig(kind="swiglu"), match="gate", error=TypeError),
+    Error(call=lambda: GLUConfig(kind="swiglu"), match="GLUConfig: gate must be 'first' or 'second', got ''"),
+    Error(call=lambda: GLUConfig(kind="swiglu", gate="first", paired=True), match="GLUConfig: gate must be '' (x is paired"),
+    Error(call=lambda: GLUConfig(kind="clamped_swiglu", paired=True), match="GLUConfig: paired must be False"),
+    Error(
+        call=lambda: glu_fwd(None, (torch.ones(2, 3), torch.ones(3)), GLUConfig(kind="swiglu", paired=True)),
+        match="glu_fwd: x.1 (linear) must be [2, 3], got [3]",
+    ),
     Error(call=lambda: GLUConfig(kind="clamped_swiglu", gate="first", limit=0), match="GLUConfig: limit must be above 0"),
     Error(call=lambda: glu_fwd(None, torch.ones(2, 3), SWIGLU), match="glu_fwd: x must be [..., 2H]"),
     Error(

@@ -32,12 +32,13 @@ def _parts(gate, linear, limit: tl.float32, alpha: tl.float32, offset: tl.float3
 
 @triton.jit
 def _forward(
-    x_ptr, scales_ptr, y_ptr, width, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
-    KIND: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
+    gate_ptr, linear_ptr, scales_ptr, y_ptr, width, stride, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
+    KIND: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`stride`: between the rows of gate and linear: twice the width where they are the halves of one tensor."""
     row = tl.program_id(0).to(tl.int64)
-    gate_ptr = x_ptr + row * 2 * width + (0 if FIRST else width)
-    linear_ptr = x_ptr + row * 2 * width + (width if FIRST else 0)
+    gate_ptr += row * stride
+    linear_ptr += row * stride
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < width
@@ -52,28 +53,26 @@ def _forward(
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, scales_ptr, dx_ptr, dscales_ptr, width, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
-    KIND: tl.constexpr, FIRST: tl.constexpr, SCALED: tl.constexpr, DX: tl.constexpr, DSCALES: tl.constexpr,
-    AGAIN: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, gate_ptr, linear_ptr, scales_ptr, dgate_ptr, dlinear_ptr, dscales_ptr, width, stride,
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, SCALED: tl.constexpr, DX: tl.constexpr,
+    DSCALES: tl.constexpr, AGAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With AGAIN y is written over dy."""
     row = tl.program_id(0).to(tl.int64)
-    at_gate = row * 2 * width + (0 if FIRST else width)
-    at_linear = row * 2 * width + (width if FIRST else 0)
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < width
         d = load_wide(dy_ptr + row * width + i, inside)
-        gate, half = load_wide(x_ptr + at_gate + i, inside), load_wide(x_ptr + at_linear + i, inside)
+        gate, half = load_wide(gate_ptr + row * stride + i, inside), load_wide(linear_ptr + row * stride + i, inside)
         active, d_active, linear, d_linear = _parts(gate, half, limit, alpha, offset, KIND)
         if DSCALES:
             total += d * active * linear
         if DX:
             if SCALED:
                 d = d * load_wide(scales_ptr + row, True)
-            store_rounded(dx_ptr + at_gate + i, d * linear * d_active, inside)
-            store_rounded(dx_ptr + at_linear + i, d * active * d_linear, inside)
+            store_rounded(dgate_ptr + row * stride + i, d * linear * d_active, inside)
+            store_rounded(dlinear_ptr + row * stride + i, d * active * d_linear, inside)
         if AGAIN:
             store_rounded(dy_ptr + row * width + i, active * linear, inside)
     if DSCALES:
@@ -81,6 +80,15 @@ def _backward(
 
 
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+
+
+def _halves(x: Optional[Tensor], first: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
+    """Gate and linear of contiguous rows."""
+    if x is None:
+        return None, None
+    width = x.shape[-1] // 2
+    a, b = x[..., :width], x[..., width:]
+    return (a, b) if first else (b, a)
 
 
 def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants: float) -> Tensor:
@@ -91,7 +99,8 @@ def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants
     if rows and width:
         block = block_of(width, BLOCK)
         _launch_forward(
-            rows, 1, 1, x, scales, y, width, *constants, kind, first, scales is not None, block, num_warps=warps_of(block)
+            rows, 1, 1, *_halves(x, first), scales, y, width, 2 * width, *constants, kind, scales is not None, block,
+            num_warps=warps_of(block),
         )  # fmt: skip
     return y
 
@@ -108,8 +117,8 @@ def _bwd(
     if rows and width and (dx or dscales):
         block = block_of(width, BLOCK)
         _launch_backward(
-            rows, 1, 1, dy, x, scales, d_x, d_scales, width, *constants, kind, first, scales is not None, dx, dscales, again,
-            block, num_warps=warps_of(block),
+            rows, 1, 1, dy, *_halves(x, first), scales, *_halves(d_x, first), d_scales, width, 2 * width, *constants, kind,
+            scales is not None, dx, dscales, again, block, num_warps=warps_of(block),
         )  # fmt: skip
     return d_x, d_scales
 
@@ -131,6 +140,30 @@ def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
     dx, _ = _bwd(dy, x, None, declared.GATES[kind], first, (0.0, 0.0, 0.0), True, False, again=True)
     assert dx is not None
     return dx
+
+
+@declared.glu_pair_fwd.triton
+def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
+    gate, rows, width = flat_rows(gate)
+    y, block = torch.empty_like(gate), block_of(width, BLOCK)
+    if y.numel():
+        _launch_forward(
+            rows, 1, 1, gate, linear.contiguous(), None, y, width, width, 0.0, 0.0, 0.0, declared.GATES[kind], False, block,
+            num_warps=warps_of(block),
+        )  # fmt: skip
+    return y
+
+
+@declared.glu_pair_bwd.triton
+def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    gate, rows, width = flat_rows(gate)
+    d_gate, d_linear, block = torch.empty_like(gate), torch.empty_like(gate), block_of(width, BLOCK)
+    if gate.numel():
+        _launch_backward(
+            rows, 1, 1, dy.contiguous(), gate, linear.contiguous(), None, d_gate, d_linear, None, width, width, 0.0, 0.0, 0.0,
+            declared.GATES[kind], False, True, False, False, block, num_warps=warps_of(block),
+        )  # fmt: skip
+    return d_gate, d_linear
 
 
 @declared.clamped_swiglu_fwd.triton

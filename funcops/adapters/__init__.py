@@ -1,0 +1,1 @@
+"""Translation for module-style users: torch.autograd, torch.nn, torch.compile. No mathematics here."""

@@ -1,0 +1,219 @@
+"""`differentiable(op)`: an op as a function that autograd can differentiate: one node, whose residuals autograd keeps.
+
+What a backward needs is read off `requires_grad`: a frozen weight keeps no input, an x without gradient computes no dgrad. Where no
+gradient is asked for (`no_grad`, `inference_mode`, nothing requires one) there is no node, and nothing is kept.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from funcops.adapters import delayed
+from funcops.adapters.hollow import Hole, Shape, gradients, hollow, refill
+from funcops.adapters.slots import gradient_writer, slots_of
+from funcops.errors import require_type
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.trees import tensors
+
+
+class Bound:
+    """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
+
+    __slots__ = ("cfg", "needs", "op", "slots", "write")
+
+    def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
+        self.op, self.cfg, self.needs = op, cfg, needs
+        self.write = gradient_writer(params_shape, x_shape)
+        self.slots: Any = None  # made of the first residuals; False where those cannot be had so
+
+
+class _Node(Function):
+    """`trees` is (params, x), whose leaves follow, so that autograd sees them."""
+
+    @staticmethod
+    def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
+        y, residuals = bound.op.fwd(trees[0], trees[1], bound.cfg, needs=bound.needs)
+        slots = bound.slots
+        if slots is None:
+            slots = bound.slots = slots_of(residuals) or False
+        if slots:
+            ctx.save_for_backward(*slots.take(residuals))
+            ctx.residuals = residuals
+        else:
+            kept: list[Tensor] = []
+            ctx.residuals = hollow(residuals, kept)
+            ctx.save_for_backward(*kept)
+        ctx.bound, ctx.params = bound, trees[0]
+        ctx.set_materialize_grads(False)
+        if type(y) is Tensor:
+            ctx.y_shape = None
+            return y
+        return _outputs(ctx, y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Any) -> Any:
+        return _once(ctx, *dys) if torch.is_grad_enabled() else _backward(ctx, *dys)
+
+
+def _backward(ctx: Any, *dys: Any) -> Any:
+    dy = dys[0] if ctx.y_shape is None else refill(ctx.y_shape, dys) if any([d is not None for d in dys]) else None
+    if dy is None:
+        return (None,) * len(ctx.needs_input_grad)
+    bound, residuals = ctx.bound, ctx.residuals
+    op, slots, store = bound.op, bound.slots, delayed.current()
+    if slots:
+        slots.fill(residuals, ctx.saved_tensors)
+    else:
+        residuals = refill(residuals, ctx.saved_tensors)
+    try:
+        if store is None:
+            dparams, dx = op.bwd(residuals, dy, bound.cfg)
+        else:
+            dx, pending = op.dgrad(residuals, dy, bound.cfg)
+            dparams = delayed.put(store, op, bound.cfg, pending, ctx.params)
+    finally:
+        if slots:
+            slots.empty(residuals)
+    return bound.write(dparams, dx)
+
+
+_once = once_differentiable(_backward)
+_apply = super(Function, _Node).apply  # Function.apply after its search for functorch's wrappers, which `run` has refused
+
+
+class _TracedNode(Function):
+    """As `_Node`, for torch.compile: trees are rebuilt of the leaves, so that a tracer can follow."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, *leaves: Any) -> Any:
+        op, cfg, params_shape, x_shape, needs = call
+        y, residuals = op.fwd(refill(params_shape, leaves), refill(x_shape, leaves), cfg, needs=needs)
+        kept: list[Tensor] = []
+        ctx.call, ctx.residuals = call, hollow(residuals, kept)
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        return _outputs(ctx, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Any) -> Any:
+        op, cfg, params_shape, x_shape, _ = ctx.call
+        dparams = dx = None
+        if any([d is not None for d in dys]):
+            dy = dys[0] if ctx.y_shape is None else refill(ctx.y_shape, dys)
+            dparams, dx = op.bwd(refill(ctx.residuals, ctx.saved_tensors), dy, cfg)
+        return None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
+
+
+def _outputs(ctx: Any, y: Any) -> Any:
+    if isinstance(y, Tensor):
+        ctx.y_shape = None
+        return y
+    outputs: list[Tensor] = []
+    ctx.y_shape = hollow(y, outputs)
+    ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+    return tuple(outputs)
+
+
+_bound: dict[Any, Bound] = {}
+
+
+def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
+    """`differentiable(op)(params, x, cfg)`. `leaves`: the tensors of params and x, in their trees' order, where the caller has
+    them."""
+    if torch._C._is_any_autocast_enabled():
+        _refuse_autocast(op)
+    if torch._C._functorch.maybe_current_level() is not None:  # torch.compile would drop the backward of a node in silence
+        _refuse_transforms(op)
+    if torch.compiler.is_dynamo_compiling():
+        return _traced(op, params, x, cfg)
+    if leaves is None:
+        leaves = tensors((params, x))
+    if not torch.is_grad_enabled():
+        return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    asked = tuple([t.requires_grad for t in leaves])
+    if True not in asked:
+        return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    bound = _bound.get((op.fwd, cfg, asked))
+    if bound is None:
+        bound = _bound[op.fwd, cfg, asked] = _bind(op, params, x, cfg)
+    return _apply(bound, (params, x), *leaves)
+
+
+def _bind(op: Op, params: Any, x: Any, cfg: Any) -> Bound:
+    params_shape, x_shape, _, needs = _taken_apart(params, x)
+    return Bound(op, cfg, needs, params_shape, x_shape)
+
+
+def _taken_apart(params: Any, x: Any) -> tuple[Any, Any, list[Tensor], Needs]:
+    leaves: list[Tensor] = []
+    params_shape = hollow(params, leaves)
+    count = len(leaves)
+    x_shape = hollow(x, leaves)
+    needs = Needs(x=_asked(x_shape, leaves[count:], count), params=_asked(params_shape, leaves[:count], 0))
+    return params_shape, x_shape, leaves, needs
+
+
+def _traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
+    params_shape, x_shape, leaves, needs = _taken_apart(params, x)
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
+        return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), *leaves)
+    return found
+
+
+def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
+    """`run(params, x, cfg) -> y`: the op's forward, which autograd differentiates through the op's own backward.
+
+    params and x are trees of tensors as the op takes them. Gradients flow to the leaves that require them. A graph may be kept and
+    run backward again, but not differentiated twice: that raises `RuntimeError`. So does a call under `torch.autocast` (an op's
+    dtype is that of its inputs, and nothing is cast in silence) or inside a `torch.func` transform.
+    """
+    require_type("differentiable", "op", op, Op)
+    return functools.partial(run, op)
+
+
+def _refuse_autocast(op: Op) -> None:
+    raise RuntimeError(
+        f"{op.name}: must run outside of torch.autocast, got a region where it is on. Cast params and x to the dtype that you want "
+        "(funcops.cast), or leave the region with torch.autocast(device_type, enabled=False)"
+    )
+
+
+def _refuse_transforms(op: Op) -> None:
+    raise RuntimeError(
+        f"{op.name}: must run outside of torch.func transforms (grad, vjp, vmap), got one around it. Use funcops.value_and_grad or "
+        "funcops.vjp, which need no autograd, or torch.autograd.grad"
+    )
+
+
+def _asked(shape: Any, leaves: list[Tensor], first: int) -> Any:
+    """A mask for `Needs`: which of the leaves require a gradient."""
+    able = [t for t in leaves if t.is_floating_point()]
+    asked = [t.requires_grad for t in able]
+    if all(asked):
+        return bool(asked)
+    return [path for i, path in _holes(shape, "") if leaves[i - first].requires_grad] if any(asked) else False
+
+
+def _holes(shape: Any, path: str) -> Iterator[tuple[int, str]]:
+    if type(shape) is Hole:
+        yield shape.i, path
+        return
+    parts: Any = shape.leaves if type(shape) is Shape else shape
+    if isinstance(parts, dict):
+        named: Any = parts.items()
+    elif isinstance(parts, (tuple, list)):
+        named = enumerate(parts)
+    else:
+        return
+    for name, child in named:
+        yield from _holes(child, f"{path}.{name}" if path else str(name))

@@ -1,0 +1,147 @@
+"""Weight gradients of autograd-driven ops, computed when one says so.
+
+    with funcops.delayed_wgrad() as store:
+        loss.backward()             # input gradients alone
+    store.run()                     # then the weight gradients
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.errors import fail
+from funcops.op import Op
+from funcops.trees import leaves, nbytes
+
+_current: WgradStore | None = None
+_unfinished: WgradStore | None = None
+
+
+class Waiting(NamedTuple):
+    """A weight gradient not yet computed, and the params that it is for."""
+
+    op: Op
+    cfg: Any
+    pending: Any
+    params: Any
+
+
+class WgradStore:
+    """Pending weight gradients in the order of the backward. Each is used once: by `run`, or by `discard`."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Waiting] = []
+        self.done: dict[int, Tensor] = {}  # the params that got a gradient, by id
+
+    def __enter__(self) -> WgradStore:
+        global _current, _unfinished
+        if _current is not None:
+            raise RuntimeError("delayed_wgrad: must not be entered inside another")
+        if _unfinished is not None and _unfinished is not self and _unfinished.waiting:
+            left = len(_unfinished.waiting)
+            raise RuntimeError(f"delayed_wgrad: {left} weight gradients of the store before were never run: call its run() or discard()")
+        _current = _unfinished = self
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        global _current
+        _current = None
+        if error[0] is not None:
+            self.discard()
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def __del__(self) -> None:
+        if self.waiting:
+            warnings.warn(f"delayed_wgrad: {len(self.waiting)} weight gradients were never run", ResourceWarning, stacklevel=2)
+
+    def nbytes(self) -> int:
+        """Bytes of what waits; a tensor that is kept twice counts once."""
+        return nbytes([one.pending for one in self.waiting])
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        self.waiting.clear()
+
+    def run(self) -> None:
+        """Compute every weight gradient, in the order of the backward, and accumulate it: in `main_grad` where a parameter has
+        one, else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward."""
+        while self.waiting:
+            op, cfg, pending, params = self.waiting.pop(0)
+            dparams = op.wgrad(pending, cfg)
+            for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
+                if gradient is not None and parameter.requires_grad:
+                    _accumulate(parameter, gradient)
+                    self.done[id(parameter)] = parameter
+
+    def reduce(self, group: Any = None) -> None:
+        """All-reduce the gradients that `run` gave, as means over the processes of `group`: for data parallelism, where
+        DistributedDataParallel (under `no_sync()`) does not see them."""
+        import torch.distributed as dist
+
+        if self.waiting:
+            raise RuntimeError(f"delayed_wgrad: reduce() must follow run(), got {len(self.waiting)} weight gradients that wait")
+        grads = [g for p in self.done.values() if (g := getattr(p, "main_grad", None) if hasattr(p, "main_grad") else p.grad) is not None]
+        mean_over(grads, dist, group)
+        self.done.clear()
+
+
+def mean_over(grads: Iterable[Tensor], dist: Any, group: Any) -> None:
+    """In place, one message a dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for g in grads:
+        by_dtype.setdefault(g.dtype, []).append(g)
+    for same in by_dtype.values():
+        flat = torch.cat([g.reshape(-1) for g in same])
+        dist.all_reduce(flat, group=group)
+        flat.div_(dist.get_world_size(group))
+        for g, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
+            g.copy_(part.view_as(g))
+
+
+def delayed_wgrad() -> WgradStore:
+    """A context in which backwards of `differentiable` ops and `funcops.nn` modules leave their weight gradients to the store.
+
+    They are for parameters, which are leaves; the gradient of a weight that was computed from others is not delayed. After the
+    block call `run()`; several backwards, and blocks of one store, add up. Raises `RuntimeError` where a store before this one was
+    left with work, or blocks are nested. Gradients of one process belong to one store at a time, whatever thread runs them.
+    """
+    return WgradStore()
+
+
+def current() -> WgradStore | None:
+    return _current
+
+
+def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any) -> Any:
+    """Leave the pending to the store and return absent dparams; or return them, where they are for tensors that are no leaves."""
+    if pending is None:
+        return op.wgrad(None, cfg)
+    if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
+        return op.wgrad(pending, cfg)
+    store.waiting.append(Waiting(op, cfg, pending, params))
+    return op.wgrad(None, cfg)
+
+
+@torch.no_grad()
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    for hook in (parameter._backward_hooks or {}).values():
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    main: Any = getattr(parameter, "main_grad", None)
+    if main is not None:
+        if main.shape != gradient.shape:
+            fail("delayed_wgrad", "main_grad", str(list(gradient.shape)), list(main.shape))
+        main.add_(gradient)
+    elif parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+    for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(parameter)

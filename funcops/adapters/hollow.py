@@ -1,0 +1,94 @@
+"""A tree taken apart into its tensors and a shape with holes, and put together again.
+
+In plain Python, where `trees` uses optree: the shape must live through a traced `autograd.Function`, and a spec made outside of a
+compiled function cannot be used in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcops.compose.step import Nested
+from funcops.trees import FIELDS
+
+
+class Hole(NamedTuple):
+    """The place of tensor number `i`."""
+
+    i: int
+
+
+class Shape(NamedTuple):
+    """A dataclass node: the shapes of its leaves by name, and what is no leaf."""
+
+    cls: type
+    leaves: dict[str, Any]
+    statics: dict[str, Any]
+    hidden: dict[str, Any]
+
+
+GUARDS = ("_marks", "_versions")  # against writes since the forward: autograd has its own
+
+
+def hollow(node: Any, found: list[Tensor]) -> Any:
+    """The shape of a tree; its tensors are added to `found`."""
+    if isinstance(node, Tensor):
+        found.append(node)
+        return Hole(len(found) - 1)
+    if isinstance(node, Nested):
+        shape: Any = {name: hollow(child, found) for name, child in node.items()}
+        return type(node)(shape, cfg=node.cfg, needs=node.needs)
+    if isinstance(node, dict):
+        return {name: hollow(child, found) for name, child in node.items()}
+    if isinstance(node, (tuple, list)):
+        parts = [hollow(child, found) for child in node]
+        return type(node)._make(parts) if hasattr(node, "_make") else type(node)(parts)
+    if type(node) in FIELDS:
+        leaves, statics, hidden = FIELDS[type(node)]
+        return Shape(
+            type(node),
+            {name: hollow(getattr(node, name), found) for name in leaves},
+            {name: getattr(node, name) for name in statics},
+            {name: getattr(node, name) for name in hidden if name not in GUARDS},
+        )
+    return node
+
+
+def refill(shape: Any, tensors: Sequence[Any]) -> Any:
+    """The tree of a shape, with other tensors in its holes."""
+    if type(shape) is Hole:
+        return tensors[shape.i]
+    if type(shape) is Shape:
+        node = shape.cls(**{name: refill(child, tensors) for name, child in shape.leaves.items()}, **shape.statics)
+        for name, value in shape.hidden.items():
+            setattr(node, name, value)
+        return node
+    if isinstance(shape, Nested):
+        parts: Any = {name: refill(child, tensors) for name, child in shape.items()}
+        return type(shape)(parts, cfg=shape.cfg, needs=shape.needs)
+    if isinstance(shape, dict):
+        return {name: refill(child, tensors) for name, child in shape.items()}
+    if isinstance(shape, (tuple, list)):
+        parts = [refill(child, tensors) for child in shape]
+        return type(shape)._make(parts) if hasattr(shape, "_make") else type(shape)(parts)
+    return shape
+
+
+def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
+    """What a tree of gradients holds at each hole of the shape that it mirrors, in the order of the holes; None where it has
+    less."""
+    if type(shape) is Hole:
+        found.append(tree)
+    elif type(shape) is Shape:
+        for name, child in shape.leaves.items():
+            gradients(child, getattr(tree, name, None), found)
+    elif isinstance(shape, dict):
+        for name, child in shape.items():
+            gradients(child, None if tree is None else tree[name], found)
+    elif isinstance(shape, (tuple, list)):
+        for i, child in enumerate(shape):
+            gradients(child, None if tree is None else tree[i], found)
+    return found

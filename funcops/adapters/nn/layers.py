@@ -1,0 +1,152 @@
+"""Modules with torch.nn's names, arguments, state_dict keys and initialisation, each of them one op of funcops.
+
+They subclass torch.nn's, so that `isinstance` checks, hooks and initialisers of other libraries find what they know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcops.adapters.nn.module import OpModule
+from funcops.errors import require
+from funcops.ops.activation import ActivationConfig, activation
+from funcops.ops.dropout import DropoutConfig, dropout
+from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, embedding
+from funcops.ops.glu import GLUConfig, glu
+from funcops.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
+from funcops.ops.linear import LinearConfig, LinearParams, linear
+from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
+
+
+class Linear(OpModule, nn.Linear):
+    """`torch.nn.Linear` by `funcops.linear`."""
+
+    op, params_class, fields, values = linear, LinearParams, ("weight", "bias"), ("in_features", "out_features")
+
+    def make_cfg(self) -> LinearConfig:
+        return LinearConfig(in_features=self.in_features, out_features=self.out_features, bias=self.bias is not None)
+
+
+class Embedding(OpModule, nn.Embedding):
+    """`torch.nn.Embedding` by `funcops.embedding`, without max_norm, scale_grad_by_freq and sparse."""
+
+    op, params_class, fields = embedding, EmbeddingParams, ("weight",)
+    values = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+
+    def make_cfg(self) -> EmbeddingConfig:
+        for name in ("max_norm", "scale_grad_by_freq", "sparse"):
+            require(not getattr(self, name), "funcops.nn.Embedding", name, "off: it has no functional form", getattr(self, name))
+        return EmbeddingConfig(num_embeddings=self.num_embeddings, embedding_dim=self.embedding_dim, padding_idx=self.padding_idx)
+
+
+class LayerNorm(OpModule, nn.LayerNorm):
+    """`torch.nn.LayerNorm` by `funcops.layer_norm`, with its weight."""
+
+    op, params_class, fields, values = layer_norm, LayerNormParams, ("weight", "bias"), ("normalized_shape", "eps")
+
+    def make_cfg(self) -> LayerNormConfig:
+        _affine("LayerNorm", self)
+        return LayerNormConfig(dim=tuple(self.normalized_shape), eps=self.eps, bias=self.bias is not None)
+
+
+class RMSNorm(OpModule, nn.RMSNorm):
+    """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype."""
+
+    op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
+
+    def make_cfg(self) -> RMSNormConfig:
+        _affine("RMSNorm", self)
+        eps = torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps
+        return RMSNormConfig(dim=tuple(self.normalized_shape), eps=eps)
+
+
+def _affine(name: str, module: Any) -> None:
+    require(module.weight is not None, f"funcops.nn.{name}", "elementwise_affine", "True: the op has a weight", False)
+
+
+class Dropout(OpModule, nn.Dropout):
+    """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` decides."""
+
+    op, values = dropout, ("p", "training", "inplace")
+
+    def make_cfg(self) -> DropoutConfig:
+        require(not self.inplace, "funcops.nn.Dropout", "inplace", "False", self.inplace)
+        return DropoutConfig(p=self.p, train=self.training)
+
+    def op_input(self, x: Tensor) -> Any:
+        return x, drawn_key(x)
+
+
+def drawn_key(x: Tensor) -> Tensor:
+    """A random key from torch's own generator, on the device of x."""
+    return torch.randint(-(2**62), 2**62, (2,), dtype=torch.int64, device=x.device)
+
+
+class _Activation(OpModule):
+    kind: str
+    op = activation
+
+    def make_cfg(self) -> ActivationConfig:
+        require(not getattr(self, "inplace", False), f"funcops.nn.{type(self).__name__}", "inplace", "False", True)
+        return ActivationConfig(kind=self.kind)
+
+
+class GELU(_Activation, nn.GELU):
+    """`torch.nn.GELU` by `funcops.activation`."""
+
+    values = ("approximate",)
+
+    def make_cfg(self) -> ActivationConfig:
+        return ActivationConfig(kind="gelu" if self.approximate == "none" else "gelu_tanh")
+
+
+class ReLU(_Activation, nn.ReLU):
+    """`torch.nn.ReLU` by `funcops.activation`."""
+
+    kind, values = "relu", ("inplace",)
+
+
+class SiLU(_Activation, nn.SiLU):
+    """`torch.nn.SiLU` by `funcops.activation`."""
+
+    kind, values = "silu", ("inplace",)
+
+
+class Sigmoid(_Activation, nn.Sigmoid):
+    """`torch.nn.Sigmoid` by `funcops.activation`."""
+
+    kind = "sigmoid"
+
+
+class Tanh(_Activation, nn.Tanh):
+    """`torch.nn.Tanh` by `funcops.activation`."""
+
+    kind = "tanh"
+
+
+class GLU(OpModule, nn.GLU):
+    """`torch.nn.GLU` over the last dimension by `funcops.glu`; `kind` and `gate` choose another of its gates."""
+
+    op, values = glu, ("kind", "gate", "dim")
+
+    def __init__(self, dim: int = -1, *, kind: str = "glu", gate: str = "second") -> None:
+        super().__init__(dim)
+        self.kind, self.gate = kind, gate
+        self.make_cfg()
+
+    def make_cfg(self) -> GLUConfig:
+        require(self.dim == -1, "funcops.nn.GLU", "dim", "-1", self.dim)
+        return GLUConfig(kind=self.kind, gate=self.gate)
+
+    def extra_repr(self) -> str:
+        return f"kind={self.kind!r}, gate={self.gate!r}"
+
+
+class SwiGLU(GLU):
+    """`silu(first half) * second half`, as most models of that kind have it."""
+
+    def __init__(self, *, gate: str = "first") -> None:
+        super().__init__(kind="swiglu", gate=gate)

@@ -1,0 +1,65 @@
+"""Losses with torch.nn's names and arguments."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcops.adapters.autograd import run
+from funcops.adapters.nn.module import OpModule
+from funcops.errors import require
+from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
+
+
+class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or
+    [N, V, *] as in torch."""
+
+    op, values = cross_entropy, ("label_smoothing", "ignore_index", "reduction")
+
+    def make_cfg(self) -> CrossEntropyConfig:
+        require(self.weight is None, "funcops.nn.CrossEntropyLoss", "weight", "None", "a tensor")
+        return CrossEntropyConfig(**{name: getattr(self, name) for name in self.values})
+
+    def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+        require(not target.is_floating_point(), "funcops.nn.CrossEntropyLoss", "target", "class indices", str(target.dtype))
+        logits = input.movedim(1, -1) if input.dim() > 2 else input
+        return run(cross_entropy, None, (logits, target), self.cfg)
+
+
+class LinearCrossEntropyLoss(OpModule):
+    """A projection and the cross entropy of its logits, which never exist as a whole: `funcops.linear_cross_entropy`.
+
+    `weight`: [num_classes, in_features], initialised as that of `torch.nn.Linear`; give another module's to share it.
+    """
+
+    op, params_class, fields = linear_cross_entropy, LinearCrossEntropyParams, ("weight",)
+    values = ("in_features", "num_classes", "ignore_index", "reduction", "label_smoothing")
+
+    def __init__(
+        self, in_features: int, num_classes: int, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+        device: Any = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.in_features, self.num_classes = in_features, num_classes
+        self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
+        self.make_cfg()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+
+    def make_cfg(self) -> LinearCrossEntropyConfig:
+        options = {name: getattr(self, name) for name in self.values[2:]}
+        return LinearCrossEntropyConfig(in_features=self.in_features, vocab=self.num_classes, **options)
+
+    def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
+        return run(self.op, self.op_params(), (input, target), self.cfg)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.num_classes}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"

@@ -1,0 +1,61 @@
+"""What a module and an op have to do with each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from funcops.adapters.autograd import run
+from funcops.op import Op
+from funcops.trees import tree_map_tensors
+
+
+class OpModule(nn.Module):
+    """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. `values`: the attributes that
+    the config is made of; `fields`: the parameters, in the order of `params_class`."""
+
+    op: Op
+    config_class: type
+    params_class: Any = None
+    values: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
+
+    @property
+    def cfg(self) -> Any:
+        """The op's config, from the module's attributes as they are."""
+        own = self.__dict__
+        given = [own[name] for name in self.values]
+        given += [own["_parameters"].get(name) is None for name in self.fields]
+        cached = own.get("_cfg")
+        if cached is None or cached[0] != given:
+            cached = own["_cfg"] = given, self.make_cfg()
+        return cached[1]
+
+    def make_cfg(self) -> Any:
+        raise NotImplementedError
+
+    def op_params(self) -> Any:
+        """The op's params tree; its leaves are the module's own parameters."""
+        return None if self.params_class is None else self.params_class(*self._own())
+
+    def op_input(self, x: Any) -> Any:
+        """The op's x for the module's x."""
+        return x
+
+    def forward(self, x: Any) -> Any:
+        own = self._own()
+        params, given = None if self.params_class is None else self.params_class(*own), self.op_input(x)
+        leaves = [t for t in own if t is not None]
+        leaves += given if type(given) is tuple else (given,)
+        return run(self.op, params, given, self.cfg, leaves)
+
+    def _own(self) -> list[Any]:
+        parameters = self._parameters
+        return [parameters[name] if name in parameters else getattr(self, name) for name in self.fields]
+
+
+def functional(module: Any) -> tuple[Op, Any, Any]:
+    """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the module's own, so that an
+    update in place is seen by both."""
+    return module.op, module.cfg, tree_map_tensors(lambda t: t.detach(), module.op_params())

@@ -1,0 +1,113 @@
+"""Moving the tensors of residuals to autograd and back: functions written once for the residuals of an op, config and needs.
+
+The nodes stay with autograd's node, emptied: autograd keeps the tensors, sees writes to them, and frees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcops.adapters.hollow import Hole, Shape, hollow
+from funcops.compose.step import Nested
+from funcops.schema import Saved
+
+
+class Slots(NamedTuple):
+    """`take(residuals)` empties them and returns their tensors; `fill(residuals, tensors)` puts them back; `empty(residuals)`."""
+
+    take: Callable[[Any], tuple[Any, ...]]
+    fill: Callable[[Any, Any], None]
+    empty: Callable[[Any], None]
+
+
+class _Lines:
+    def __init__(self) -> None:
+        self.nodes: list[str] = []
+        self.reads: list[str] = []
+        self.writes: list[str] = []
+        self.empties: list[str] = []
+        self.classes: dict[str, type] = {}
+
+
+def slots_of(residuals: Any) -> Slots | None:
+    """None for residuals that hold something other than tensors and small trees of them (as a policy makes them)."""
+    lines = _Lines()
+    if not _visit("r", residuals, lines):
+        return None
+    source = (
+        "def take(r):\n    {nodes}\n    found = ({reads})\n    {empties}\n    return found\n"
+        "def fill(r, t):\n    {nodes}\n    {writes}\n"
+        "def empty(r):\n    {nodes}\n    {empties}\n"
+    ).format(
+        nodes="; ".join(lines.nodes) or "pass", reads="".join(f"{read}, " for read in lines.reads),
+        empties="; ".join(lines.empties) or "pass", writes="; ".join(lines.writes) or "pass",
+    )  # fmt: skip
+    scope: dict[str, Any] = dict(lines.classes)
+    exec(source, scope)
+    return Slots(scope["take"], scope["fill"], scope["empty"])
+
+
+def _visit(at: str, node: Any, lines: _Lines) -> bool:
+    if node is None:
+        return True
+    if isinstance(node, Nested):
+        return all([_visit(f"{at}[{name!r}]", child, lines) for name, child in node.items()])
+    if not isinstance(node, Saved):
+        return False
+    name = f"n{len(lines.nodes)}"
+    lines.nodes.append(f"{name} = {at}")
+    lines.empties.append(f"{name}._marks = None")  # autograd has its own guard against writes
+    if hasattr(node, "_versions"):
+        lines.empties.append(f"{name}._versions = None")
+    return all([_slot(f"{name}.{field}", getattr(node, field), lines) for field in node.fields])
+
+
+def _slot(at: str, value: Any, lines: _Lines) -> bool:
+    if value is None:
+        return True
+    lines.empties.append(f"{at} = None")
+    if isinstance(value, Tensor):
+        lines.writes.append(f"{at} = t[{len(lines.reads)}]")
+        lines.reads.append(at)
+        return True
+    shape = hollow(value, [])
+    if type(shape) is not Shape or shape.hidden or not all(part is None or type(part) is Hole for part in shape.leaves.values()):
+        return False
+    cls = f"C{len(lines.classes)}"
+    lines.classes[cls] = shape.cls
+    parts = []
+    for field, part in shape.leaves.items():
+        parts.append(f"{field}=" + ("None" if part is None else f"t[{len(lines.reads)}]"))
+        if part is not None:
+            lines.reads.append(f"{at}.{field}")
+    if shape.statics:
+        return False
+    lines.writes.append(f"{at} = {cls}({', '.join(parts)})")
+    return True
+
+
+def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tuple[Any, ...]]:
+    """`write(dparams, dx)`: what autograd wants, by the leaves of (params, x), after the None of its other arguments."""
+    reads: list[str] = []
+    _reads("p", params_shape, reads)
+    _reads("x", x_shape, reads)
+    scope: dict[str, Any] = {}
+    exec(f"def write(p, x):\n    return (None, None, {''.join(f'{read}, ' for read in reads)})", scope)
+    return scope["write"]  # type: ignore[no-any-return]
+
+
+def _reads(at: str, shape: Any, reads: list[str]) -> None:
+    if type(shape) is Hole:
+        reads.append(at)
+    elif type(shape) is Shape:
+        for name, child in shape.leaves.items():
+            _reads(f"{at}.{name}", child, reads)
+    elif isinstance(shape, dict):
+        for name in sorted(shape):  # as optree orders the leaves of a dict
+            _reads(f"{at}[{name!r}]", shape[name], reads)
+    elif isinstance(shape, (tuple, list)):
+        for i, child in enumerate(shape):
+            _reads(f"{at}[{i}]", child, reads)

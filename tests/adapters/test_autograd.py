@@ -1,0 +1,307 @@
+"""`differentiable`: what autograd expects of a node, and what a node must not do."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_laws import CASES
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+from funcops import (
+    ChainConfig,
+    CrossEntropyConfig,
+    IdentityConfig,
+    LinearConfig,
+    LinearParams,
+    Needs,
+    ParallelConfig,
+    RMSNormConfig,
+    Step,
+    WithExtras,
+    chain,
+    cross_entropy,
+    differentiable,
+    identity,
+    linear,
+    parallel,
+    random,
+    rms_norm,
+    with_policy,
+)
+from funcops.bench.models import block_config, gpt2_block_config
+from funcops.testing.laws import float_like
+from funcops.testing.tolerances import assert_close
+from funcops.trees import tensors, tree_map, tree_map_tensors
+
+LINEAR = LinearConfig(4, 3)
+
+
+def leaves_of(cfg, op, seed=0, dtype=torch.float64):
+    params = op.init(cfg, key=random.key(seed), dtype=dtype)
+    return tree_map_tensors(lambda t: t.requires_grad_(t.is_floating_point()), params)
+
+
+def made():
+    return leaves_of(LINEAR, linear), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+
+
+def kept_bytes(run):
+    """Bytes that a call leaves with autograd, counted once a storage."""
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = run()
+    return y, seen
+
+
+@pytest.mark.parametrize(("case", "dtype"), [(c, d) for c, d in CASES if d is torch.float64], ids=str)
+def test_gradients_are_those_of_the_op(case, dtype):
+    params, x = case.make(dtype)
+    y, residuals = case.op.fwd(params, x, case.cfg)
+    dy = float_like(y, 3)
+    want = case.op.bwd(residuals, dy, case.cfg)
+    own, given = tree_map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), (params, x))
+    got = differentiable(case.op)(own, given, case.cfg)
+    pairs = [(a, d) for a, d in zip(tensors(got), tensors(dy), strict=False) if a.requires_grad]
+    if not pairs:
+        return
+    torch.autograd.backward([a for a, _ in pairs], [d for _, d in pairs])
+    found = tree_map(lambda t: getattr(t, "grad", None), (own, given))
+    assert_close(got, y, dtype=dtype, length=64)
+
+    def compare(g, w):
+        if w is not None and g is not None:
+            assert_close(g, w, dtype=dtype, length=64)
+        assert (g is None or not g.any()) if w is None else g is not None
+        return None
+
+    tree_map(compare, found, want)
+
+
+def test_frozen_weights_keep_no_input_and_a_constant_x_computes_no_dgrad():
+    params, x = made()
+    params.weight.requires_grad_(False)
+    y, seen = kept_bytes(lambda: differentiable(linear)(params, x, LINEAR))
+    assert x.untyped_storage()._cdata not in seen and params.weight.untyped_storage()._cdata in seen
+    y.sum().backward()
+    assert params.weight.grad is None and params.bias.grad is not None and x.grad is not None
+    params, x = made()
+    y, seen = kept_bytes(lambda: differentiable(linear)(params, x.detach(), LINEAR))
+    assert params.weight.untyped_storage()._cdata not in seen
+    y.sum().backward()
+    assert params.weight.grad is not None
+
+
+def test_partial_masks_inside_a_chain():
+    """LoRA's case: one small factor is trained, inside a chain of frozen layers."""
+    steps = tuple(Step(n, linear, LinearConfig(4, 4, bias=False)) for n in "abc")
+    cfg = ChainConfig(steps=steps)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    params["b"].weight.requires_grad_()
+    x = torch.randn(2, 4, dtype=torch.float64)
+    y, seen = kept_bytes(lambda: differentiable(chain)(params, x, cfg))
+    assert x.untyped_storage()._cdata not in seen, "nothing before the trained layer is kept"
+    y.sum().backward()
+    w = params["b"].weight.detach().clone().requires_grad_()
+    (x @ params["a"].weight.T @ w.T @ params["c"].weight.T).sum().backward()
+    torch.testing.assert_close(params["b"].weight.grad, w.grad)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_there_is_no_node(mode):
+    params, x = made()
+    with mode():
+        hidden = F.relu(x)
+        y, seen = kept_bytes(lambda: differentiable(linear)(params, hidden, LINEAR))
+        assert y.grad_fn is None and not y.requires_grad and not hidden.requires_grad and not seen
+    frozen = tree_map_tensors(torch.Tensor.detach, params)
+    y = differentiable(linear)(frozen, x.detach(), LINEAR)
+    assert y.grad_fn is None and not y.requires_grad
+
+
+def test_an_output_that_is_the_input():
+    x = torch.randn(3, requires_grad=True)
+    y = differentiable(identity)(None, x, IdentityConfig())
+    (y * 2).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert torch.equal(y, x) and y is not x
+
+
+def test_integer_inputs_and_losses():
+    logits, labels = torch.randn(6, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, (6,))
+    differentiable(cross_entropy)(None, (logits, labels), CrossEntropyConfig()).backward()
+    want = logits.detach().clone().requires_grad_()
+    F.cross_entropy(want, labels).backward()
+    torch.testing.assert_close(logits.grad, want.grad)
+
+
+def test_unused_outputs_are_zero():
+    cfg = ParallelConfig(branches=tuple(Step(n, linear, LINEAR) for n in "ab"))
+    params, x = leaves_of(cfg, parallel), torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
+    a, _ = differentiable(parallel)(params, x, cfg)
+    a.sum().backward()
+    assert params["a"].weight.grad is not None and params["b"].weight.grad is None
+    torch.testing.assert_close(x.grad, params["a"].weight.detach().sum(0).expand(2, 4))
+
+
+def test_a_graph_that_is_kept_runs_again_and_one_that_is_not_does_not():
+    params, x = made()
+    y = differentiable(linear)(params, x, LINEAR).square().sum()
+    y.backward(retain_graph=True)
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, 2 * first)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.backward()
+
+
+def test_grad_of_a_subset():
+    params, x = made()
+    y = differentiable(linear)(params, x, LINEAR).sum()
+    (only,) = torch.autograd.grad(y, [params.bias])
+    assert torch.equal(only, torch.full((3,), 5.0, dtype=torch.float64)) and params.weight.grad is None and x.grad is None
+
+
+def test_hooks_fire():
+    params, x = made()
+    seen = []
+    x.register_hook(lambda g: seen.append("tensor") or 2 * g)
+    params.weight.register_post_accumulate_grad_hook(lambda p: seen.append(tuple(p.grad.shape)))
+    y = differentiable(linear)(params, x, LINEAR)
+    y.register_hook(lambda g: seen.append("y"))
+    y.sum().backward()
+    assert sorted(map(str, seen)) == ["(3, 4)", "tensor", "y"]
+    torch.testing.assert_close(x.grad, 2 * params.weight.detach().sum(0).expand(5, 4))
+
+
+@pytest.mark.parametrize("policy", ["save_all", "recompute_elementwise", "minimal", "compress_int8"])
+@pytest.mark.parametrize("name", ["llama", "gpt-2"])
+def test_saved_tensor_hooks_see_every_residual(name, policy):
+    """save_on_cpu unpacks other tensors than were packed: nothing may depend on their being the same."""
+    cfg, extra = {
+        "llama": (block_config(16, 2, 24), {"positions": torch.arange(5)}),
+        "gpt-2": (gpt2_block_config(16, 2, 24, 0.1), {"key": random.key(3)}),
+    }[name]
+    op = with_policy(chain, policy)
+    found = []
+    for hooked in (False, True):
+        params, data = leaves_of(cfg, chain), torch.randn(2, 5, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+        data.requires_grad_()
+        with save_on_cpu() if hooked else saved_tensors_hooks(lambda t: t, lambda t: t.clone()):
+            y = differentiable(op)(params, WithExtras(data, extra), cfg)
+        y.square().sum().backward(retain_graph=True)
+        y.square().sum().backward()
+        found.append([t.grad for t in (*tensors(params), data)])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_non_reentrant_checkpoint():
+    cfg = block_config(16, 2, 24)
+    params, data = leaves_of(cfg, chain), torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True)
+    run = differentiable(chain)
+
+    def body(t):
+        return run(params, WithExtras(t, {"positions": torch.arange(5)}), cfg)
+
+    want = torch.autograd.grad(body(data).square().sum(), [data, *tensors(params)])
+    y, seen = kept_bytes(lambda: checkpoint(body, data, use_reentrant=False))
+    got = torch.autograd.grad(y.square().sum(), [data, *tensors(params)])
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_what_was_written_to_since_raises():
+    params, x = made()
+    y = differentiable(linear)(params, x, LINEAR)
+    with torch.no_grad():
+        params.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_residuals_leave_with_the_graph():
+    params, x = made()
+    y = differentiable(chain)({"a": params}, x, ChainConfig(steps=(Step("a", linear, LINEAR),)))
+    node = y.grad_fn
+    y.sum().backward()
+    assert all(t is None for t in (node.residuals["a"].x, node.residuals["a"].weight))
+
+
+def test_autocast_is_refused():
+    params, x = made()
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="linear: must run outside of torch.autocast"):
+        differentiable(linear)(params, x, LINEAR)
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        differentiable(linear)(params, x, LINEAR)
+
+
+def test_twice_differentiated_raises():
+    params, x = made()
+    (dx,) = torch.autograd.grad(differentiable(linear)(params, x, LINEAR).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_functorch_is_refused(transform):
+    params, x = made()
+    frozen = tree_map_tensors(torch.Tensor.detach, params)
+    with pytest.raises(RuntimeError, match="linear: must run outside of torch.func transforms"):
+        transform(lambda t: differentiable(linear)(frozen, t, LINEAR).sum())(x.detach())
+    compiled = torch.compile(torch.func.grad(lambda t: differentiable(linear)(frozen, t, LINEAR).sum()), backend="eager", fullgraph=True)
+    if transform is torch.func.grad:
+        with pytest.raises(Exception, match="maybe_current_level"):
+            compiled(x.detach())
+    torch._dynamo.reset()
+
+
+def test_threads():
+    cfg = ChainConfig(steps=(Step("n", rms_norm, RMSNormConfig(4)), Step("a", linear, LINEAR)))
+    results, errors = {}, []
+
+    def work(seed):
+        try:
+            params = leaves_of(cfg, chain, seed)
+            x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+            for _ in range(20):
+                x.grad = None
+                differentiable(chain)(params, x, cfg).square().sum().backward()
+            results[seed] = params, x
+        except Exception as error:  # noqa: BLE001
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert not errors and len(results) == 4
+    for params, x in results.values():
+        t = x.detach().clone().requires_grad_()
+        n = F.rms_norm(t, (4,), params["n"].weight.detach(), 1e-6)
+        F.linear(n, params["a"].weight.detach(), params["a"].bias.detach()).square().sum().backward()
+        torch.testing.assert_close(x.grad, t.grad)
+
+
+def test_wrong_input_raises_as_the_op_does():
+    params, x = made()
+    with pytest.raises(ValueError, match=r"linear_fwd: x must be \[..., 4\], got \[5, 3\]"):
+        differentiable(linear)(params, x[:, :3], LINEAR)
+    with pytest.raises(TypeError, match="differentiable: op must be Op"):
+        differentiable(linear.fwd)
+
+
+def test_needs_follow_requires_grad():
+    asked = []
+    spy = linear._replace(fwd=lambda p, x, cfg, *, needs: asked.append(needs) or linear.fwd(p, x, cfg, needs=needs))
+    params, x = made()
+    run = differentiable(spy)
+    run(params, x, LINEAR), run(params, x.detach(), LINEAR)
+    params.bias.requires_grad_(False)
+    run(params, x, LINEAR)
+    assert asked == [Needs.ALL, Needs(x=False), Needs(params=["weight"])]
+    assert isinstance(params, LinearParams)
