@@ -90,17 +90,26 @@ _apply = super(Function, _Node).apply  # Function.apply after its search for fun
 
 
 class _TracedNode(Function):
-    """As `_Node`, for torch.compile: trees are rebuilt of the leaves, so that a tracer can follow."""
+    """As `_Node`, for torch.compile: trees are rebuilt of the leaves, so that a tracer can follow. What is kept is given as further
+    outputs: dynamo keeps no intermediate value that a write in place has made."""
 
     @staticmethod
-    def forward(ctx: Any, call: Any, *leaves: Any) -> Any:
+    def forward(ctx: Any, call: Any, shapes: list[Any], *leaves: Any) -> Any:
         op, cfg, params_shape, x_shape, needs = call
         y, residuals = op.fwd(refill(params_shape, leaves), refill(x_shape, leaves), cfg, needs=needs)
         kept: list[Tensor] = []
         ctx.call, ctx.residuals = call, hollow(residuals, kept)
         ctx.save_for_backward(*kept)
         ctx.set_materialize_grads(False)
-        return _outputs(ctx, y)
+        outputs: list[Tensor] = []
+        ctx.y_shape = hollow(y, outputs)
+        shapes.append(ctx.y_shape)
+        new: list[Tensor] = []
+        for t in kept:
+            if not any([t is seen for seen in (*leaves, *outputs, *new)]):
+                new.append(t)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()], *new)
+        return (*outputs, *new)
 
     @staticmethod
     @once_differentiable
@@ -108,9 +117,9 @@ class _TracedNode(Function):
         op, cfg, params_shape, x_shape, _ = ctx.call
         dparams = dx = None
         if any([d is not None for d in dys]):
-            dy = dys[0] if ctx.y_shape is None else refill(ctx.y_shape, dys)
+            dy = refill(ctx.y_shape, dys)
             dparams, dx = op.bwd(refill(ctx.residuals, ctx.saved_tensors), dy, cfg)
-        return None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
+        return None, None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
 
 
 def _outputs(ctx: Any, y: Any) -> Any:
@@ -166,8 +175,9 @@ def _traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     params_shape, x_shape, leaves, needs = _taken_apart(params, x)
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
-    found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), *leaves)
-    return found
+    shapes: list[Any] = []
+    found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
+    return refill(shapes[0], found)
 
 
 def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:

@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops.errors import describe, fail
+from funcops.errors import fail
 
-Run = Callable[[Sequence[Tensor]], tuple[list[Any], list[Any]]]
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
 
 
@@ -44,11 +44,11 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
     """Trace `run(leaves) -> outputs` with its gradients for the leaves that are asked for, the first `params` of which are params."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
         given = [mode.from_tensor(t.detach()) for t in leaves]
-        outputs = [Like(tuple(y.shape), y.dtype, y.device) for y in _checked(where, run(given))]
+        outputs = [Like(tuple(y.shape), y.dtype, y.device) for y in run(given)]
 
         def joint(*flat: Tensor) -> tuple[list[Any], list[Any]]:
             own = [t.detach().requires_grad_() if ask else t for t, ask in zip(flat, asked, strict=False)]
-            ys = _checked(where, run(own))
+            ys = run(own)
             pairs = [(y, dy) for y, dy in zip(ys, flat[len(leaves) :], strict=True) if y.requires_grad]
             wanted = [t for t, ask in zip(own, asked, strict=True) if ask]
             if not pairs or not wanted:
@@ -64,15 +64,16 @@ def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], p
     return _Cutter(where, traced, len(leaves), len(outputs), asked, params).graphs(tuple(outputs))
 
 
-def _checked(where: str, outputs: Any) -> list[Tensor]:
-    for y in outputs:
-        if not isinstance(y, Tensor):
-            fail(where, "y", "a tree of tensors", describe(y), TypeError)
-    return list(outputs)
-
-
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether the node is another look at its argument."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    schema = node.target._schema
+    return not schema.is_mutable and len(schema.returns) == 1 and schema.returns[0].alias_info is not None
 
 
 class _Cutter:
@@ -95,10 +96,11 @@ class _Cutter:
         self.leaves, self.inputs = inputs[:leaves], set(inputs)
 
     def graphs(self, outputs: tuple[Like, ...]) -> Graphs:
+        views = {n for n in self.order if _is_view(n)}  # made again where they are read, so that their bases cross
         first = self._ancestors(self.ys)
-        second = self._ancestors(self.dx) - first
-        third = self._ancestors(self.dparams) - first - second
-        for node in self.order:  # a part of a tuple goes where the tuple is, so that tensors cross
+        second = self._ancestors(self.dx) - (first - views)
+        third = self._ancestors(self.dparams) - (first - views) - (second - views)
+        for node in self.order:  # but a part of a tuple goes where the tuple is, so that tensors cross
             for part in (first, second):
                 if node.target is operator.getitem and node.args[0] in part:
                     third.discard(node)

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import fail
+from funcops.errors import StaleResidualError, fail
 from funcops.op import Op
-from funcops.trees import leaves, nbytes
+from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
 
 _current: WgradStore | None = None
 _unfinished: WgradStore | None = None
@@ -29,6 +29,7 @@ class Waiting(NamedTuple):
     cfg: Any
     pending: Any
     params: Any
+    versions: tuple[int, ...]
 
 
 class WgradStore:
@@ -69,11 +70,15 @@ class WgradStore:
         """Forget what waits."""
         self.waiting.clear()
 
+    @torch.no_grad()
     def run(self) -> None:
         """Compute every weight gradient, in the order of the backward, and accumulate it: in `main_grad` where a parameter has
-        one, else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward."""
+        one, else in `grad`. Tensor hooks and post-accumulate hooks fire as in a backward. Raises `StaleResidualError` where a
+        parameter was written to since: what a chain computes again would be another."""
         while self.waiting:
-            op, cfg, pending, params = self.waiting.pop(0)
+            op, cfg, pending, params, versions = self.waiting.pop(0)
+            if versions != _versions(params):
+                raise StaleResidualError(f"delayed_wgrad: params of {op.name} must be as the backward left them: run() before the optimiser")
             dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
                 if gradient is not None and parameter.requires_grad:
@@ -125,11 +130,15 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any) -> Any:
         return op.wgrad(None, cfg)
     if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
         return op.wgrad(pending, cfg)
-    store.waiting.append(Waiting(op, cfg, pending, params))
+    free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # of the graph behind it
+    store.waiting.append(Waiting(op, cfg, free, params, _versions(params)))
     return op.wgrad(None, cfg)
 
 
-@torch.no_grad()
+def _versions(params: Any) -> tuple[int, ...]:
+    return tuple([t._version for t in tensors(params)])
+
+
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)

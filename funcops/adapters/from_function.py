@@ -158,6 +158,9 @@ def _trace(
     def run(flat: Any) -> Any:
         found: list[Tensor] = []
         y = fn(refill(params_shape, flat), refill(x_shape, flat), cfg)
+        for path, value in paths(y).items():
+            if not isinstance(value, Tensor):
+                fail(f"{label}_fwd", "y" + (f".{path}" if path else ""), "a tensor", describe(value), TypeError)
         shape[:] = [hollow(y, found)]
         return found
 

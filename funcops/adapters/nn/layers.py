@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.nn.module import OpModule
+from funcops.adapters.nn.module import OpModule, prepare
 from funcops.errors import require
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.dropout import DropoutConfig, dropout
@@ -39,7 +39,7 @@ class Embedding(OpModule, nn.Embedding):
     def make_cfg(self) -> EmbeddingConfig:
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             require(not getattr(self, name), "funcops.nn.Embedding", name, "off: it has no functional form", getattr(self, name))
-        return EmbeddingConfig(num_embeddings=self.num_embeddings, embedding_dim=self.embedding_dim, padding_idx=self.padding_idx)
+        return EmbeddingConfig(num_embeddings=self.num_embeddings, dim=self.embedding_dim, padding_idx=self.padding_idx)
 
 
 class LayerNorm(OpModule, nn.LayerNorm):
@@ -136,6 +136,7 @@ class GLU(OpModule, nn.GLU):
         super().__init__(dim)
         self.kind, self.gate = kind, gate
         self.make_cfg()
+        prepare(self)
 
     def make_cfg(self) -> GLUConfig:
         require(self.dim == -1, "funcops.nn.GLU", "dim", "-1", self.dim)

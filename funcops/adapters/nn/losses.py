@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.autograd import run
-from funcops.adapters.nn.module import OpModule
+from funcops.adapters.nn.module import OpModule, prepare
 from funcops.errors import require
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
@@ -50,6 +50,7 @@ class LinearCrossEntropyLoss(OpModule):
         self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.make_cfg()
         self.reset_parameters()
+        prepare(self)
 
     def reset_parameters(self) -> None:
         nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))

@@ -21,12 +21,28 @@ class OpModule(nn.Module):
     values: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        prepare(self)
+
+    def train(self, mode: bool = True) -> OpModule:
+        super().train(mode)
+        prepare(self)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> OpModule:
+        super()._apply(fn, recurse)
+        prepare(self)
+        return self
+
     @property
     def cfg(self) -> Any:
         """The op's config, from the module's attributes as they are."""
         own = self.__dict__
         given = [own[name] for name in self.values]
-        given += [own["_parameters"].get(name) is None for name in self.fields]
+        for name in self.fields:
+            t = own["_parameters"].get(name)
+            given.append(None if t is None else t.dtype)
         cached = own.get("_cfg")
         if cached is None or cached[0] != given:
             cached = own["_cfg"] = given, self.make_cfg()
@@ -53,6 +69,14 @@ class OpModule(nn.Module):
     def _own(self) -> list[Any]:
         parameters = self._parameters
         return [parameters[name] if name in parameters else getattr(self, name) for name in self.fields]
+
+
+def prepare(module: Any) -> None:
+    """Make the config now, where it can be made: torch.compile cannot make it, but finds it."""
+    try:
+        module.cfg  # noqa: B018
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return  # not yet complete, or wrong: its first use says so
 
 
 def functional(module: Any) -> tuple[Op, Any, Any]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from funcops.adapters.autograd import differentiable
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule
+from funcops.adapters.nn.module import OpModule, prepare
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step, WithExtras
 from funcops.errors import require
@@ -40,6 +40,20 @@ class Sequential(nn.Sequential):
         return x
 
     op = chain
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        prepare(self)
+
+    def train(self, mode: bool = True) -> Sequential:
+        super().train(mode)
+        prepare(self)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Sequential:
+        super()._apply(fn, recurse)
+        prepare(self)
+        return self
 
     @property
     def cfg(self) -> ChainConfig:

@@ -1,0 +1,124 @@
+"""Delayed weight gradients of modules."""
+
+import gc
+
+import pytest
+import torch
+
+from funcops import LinearConfig, LinearParams, delayed_wgrad, differentiable, linear
+from funcops import nn as fnn
+from funcops.errors import StaleResidualError
+
+D = 5
+
+
+def model():
+    torch.manual_seed(0)
+    return fnn.Sequential(fnn.LayerNorm(D), fnn.Linear(D, 8), fnn.GELU(), fnn.Linear(8, D)).double()
+
+
+def batches(n=3):
+    return torch.randn(n, 4, D, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def grads(module):
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def test_grads_are_accumulated_over_microbatches():
+    plain, delayed = model(), model()
+    store = delayed_wgrad()
+    for x in batches():
+        plain(x).square().sum().backward()
+        given = x.clone().requires_grad_()
+        with store:
+            delayed(given).square().sum().backward()
+        assert given.grad is not None
+    assert all(p.grad is None for p in delayed.parameters()) and len(store) == 3 and store.nbytes() > 0
+    store.run()
+    assert len(store) == 0
+    for a, b in zip(grads(plain), grads(delayed), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_tied_weights_main_grad_and_hooks():
+    a, b = fnn.Linear(D, D).double(), fnn.Linear(D, D, bias=False).double()
+    b.weight = a.weight
+    a.bias.main_grad = torch.ones(D, dtype=torch.float64)
+    seen = []
+    x = batches(1)[0]
+    with delayed_wgrad() as store:
+        b(a(x)).sum().backward()
+    a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    a.weight.register_hook(lambda g: 2 * g)
+    store.run()
+    want = [t.detach().clone().requires_grad_() for t in (a.weight, a.bias)]
+    ((x @ want[0].T + want[1]) @ want[0].T).sum().backward()
+    torch.testing.assert_close(a.weight.grad, 2 * want[0].grad)
+    torch.testing.assert_close(a.bias.main_grad, 1 + want[1].grad)
+    assert a.bias.grad is None and len(seen) == 2
+
+
+def test_a_weight_that_is_no_leaf_is_not_delayed():
+    base = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    params = LinearParams(base * 2, None)
+    with delayed_wgrad() as store:
+        differentiable(linear)(params, batches(1)[0], LinearConfig(D, 3, bias=False)).sum().backward()
+    assert len(store) == 0 and base.grad is not None
+
+
+def test_frozen_parts_stay_without():
+    module = model()
+    module[1].weight.requires_grad_(False)
+    with delayed_wgrad() as store:
+        module(batches(1)[0]).sum().backward()
+    store.run()
+    assert module[1].weight.grad is None and module[1].bias.grad is not None
+
+
+def test_work_left_behind_raises():
+    module, x = model(), batches(1)[0]
+    with delayed_wgrad() as store:
+        module(x).sum().backward()
+    with pytest.raises(RuntimeError, match="1 weight gradients of the store before were never run"), delayed_wgrad():
+        pass
+    store.discard()
+    with delayed_wgrad(), pytest.raises(RuntimeError, match="must not be entered inside another"), delayed_wgrad():
+        pass
+    lost = delayed_wgrad()
+    with lost:
+        module(x).sum().backward()
+    with pytest.raises(RuntimeError, match="reduce\\(\\) must follow run\\(\\)"):
+        lost.reduce()
+    lost.discard()
+
+
+def test_params_that_changed_are_stale():
+    module = model()
+    with delayed_wgrad() as store:
+        module(batches(1)[0]).sum().backward()
+    with torch.no_grad():
+        module[0].weight.add_(1.0)
+    with pytest.raises(StaleResidualError, match="params of chain must be as the backward left them"):
+        store.run()
+
+
+def test_a_failed_backward_leaves_nothing():
+    with pytest.raises(ZeroDivisionError), delayed_wgrad() as store:
+        model()(batches(1)[0]).sum().backward()
+        raise ZeroDivisionError
+    assert len(store) == 0
+    with delayed_wgrad():
+        pass
+
+
+def test_a_forgotten_store_warns():
+    store = delayed_wgrad()
+    with store:
+        model()(batches(1)[0]).sum().backward()
+    import funcops.adapters.delayed as module
+
+    module._unfinished = None
+    with pytest.warns(ResourceWarning, match="1 weight gradients were never run"):
+        del store
+        gc.collect()

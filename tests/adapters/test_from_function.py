@@ -1,0 +1,159 @@
+"""Ops out of torch functions are held to the laws, as any op."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    Needs,
+    Step,
+    TorchConfig,
+    chain,
+    linear,
+    op_from_torch,
+    random,
+    report,
+    value_and_grad,
+    vjp,
+)
+from funcops.op import config, positional
+from funcops.testing import LAWS, Case
+from funcops.trees import paths
+
+
+def weights(**shapes):
+    """An init of a dict of weights."""
+
+    def init(cfg, *, key=None, device=None, dtype=None):
+        return {name: torch.ones(shape, device=device, dtype=dtype) for name, shape in shapes.items()}
+
+    return init
+
+
+def convolution(params, x, cfg):
+    return F.relu(F.conv1d(x, params["w"], params["b"], padding=1))
+
+
+def attention_pool(params, x, cfg):
+    q, k = x
+    return torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1) @ k
+
+
+def running(params, x, cfg):
+    return torch.cumsum(x * params["scale"], -1).tanh()
+
+
+def spectral(params, x, cfg):
+    return torch.fft.irfft(torch.fft.rfft(x) * params["filter"], n=x.shape[-1])
+
+
+def rnn_cell(params, x, cfg):
+    t, h = x
+    return torch.tanh(F.linear(t, params["w"], params["b"]) + F.linear(h, params["u"]))
+
+
+def group_norm(params, x, cfg):
+    return F.group_norm(x, cfg.groups, params["w"], params["b"])
+
+
+def written(params, x, cfg):
+    y = x.clone()
+    y[..., 0] *= 2
+    return y * params["scale"], y.sum(-1)
+
+
+@config
+class GroupConfig:
+    groups: int = positional()
+
+
+FUNCTIONS = [
+    (convolution, weights(w=(4, 3, 3), b=(4,)), lambda d: d.randn(2, 3, 7), TorchConfig()),
+    (attention_pool, None, lambda d: (d.randn(2, 5, 4), d.randn(2, 6, 4)), TorchConfig()),
+    (running, weights(scale=(5,)), lambda d: d.randn(3, 5), TorchConfig()),
+    (spectral, weights(filter=(4,)), lambda d: d.randn(2, 6), TorchConfig()),
+    (rnn_cell, weights(w=(4, 3), u=(4, 4), b=(4,)), lambda d: (d.randn(2, 3), d.randn(2, 4)), TorchConfig()),
+    (group_norm, weights(w=(6,), b=(6,)), lambda d: d.randn(2, 6, 4), GroupConfig(3)),
+    (written, weights(scale=(3,)), lambda d: d.randn(2, 3), TorchConfig()),
+]
+
+
+def made(fn, init, x, cfg):
+    op = op_from_torch(fn, init=init, config=type(cfg))
+    return Case(op=op, cfg=cfg, x=x, reference=fn, name=fn.__name__, dtypes=(torch.float64, torch.float32))
+
+
+CASES = [made(*row) for row in FUNCTIONS]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("law", ["split", "pure", "mirror", "frugal", "right", "traceable"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_laws(case, law, dtype):
+    LAWS[law](case, dtype)
+
+
+def test_residuals_have_names_and_split():
+    case = CASES[0]
+    params, x = case.make(torch.float64)
+    y, residuals = case.op.fwd(params, x, case.cfg)
+    names = set(residuals.kept)
+    assert {"input.0", "input.2"} <= names and any("relu" in name for name in names)
+    assert residuals.kept["input.2"] is x
+    assert "kept.input.2" in str(report(residuals, params, x))
+    _, pending = case.op.dgrad(residuals, torch.ones_like(y), case.cfg)
+    assert all(isinstance(t, torch.Tensor) for t in paths(pending).values())
+    _, frozen = CASES[4].op.fwd(*CASES[4].make(torch.float64), CASES[4].cfg, needs=Needs(params=False))
+    assert set(frozen.kept) == {"input.0", "input.1", "tanh"}, "a frozen cell keeps its weights, and no input"
+    assert case.op.fwd(params, x, case.cfg, needs=Needs.NONE)[1] is None
+
+
+def test_in_a_chain():
+    cell = op_from_torch(running, init=weights(scale=(5,)), name="running")
+    cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(4, 5)), Step("b", cell, TorchConfig()), Step("c", linear, LinearConfig(5, 1))))
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    y, residuals = chain.fwd(params, x, cfg)
+    dparams, dx = chain.bwd(residuals, torch.ones_like(y), cfg)
+    t, s = x.clone().requires_grad_(), params["b"]["scale"].clone().requires_grad_()
+    a, c = params["a"], params["c"]
+    F.linear(running({"scale": s}, F.linear(t, a.weight, a.bias), None), c.weight, c.bias).sum().backward()
+    torch.testing.assert_close((dx, dparams["b"]["scale"]), (t.grad, s.grad))
+
+
+def test_errors():
+    op = op_from_torch(lambda params, x, cfg: (x, 3), name="mixed")
+    with pytest.raises(TypeError, match="mixed_fwd: y.1 must be a tensor, got 3"):
+        op.fwd(None, torch.ones(2), TorchConfig())
+    op = op_from_torch(running, name="bare")
+    with pytest.raises(TypeError, match=r"bare_fwd: params must be None \(op_from_torch got no init\)"):
+        op.fwd({"scale": torch.ones(2)}, torch.ones(2), TorchConfig())
+    with pytest.raises(TypeError, match="bare_fwd: cfg must be TorchConfig"):
+        op.fwd(None, torch.ones(2), LinearConfig(1, 1))
+    case = CASES[0]
+    params, x = case.make(torch.float64)
+    _, residuals = case.op.fwd(params, x, case.cfg)
+    with pytest.raises(ValueError, match=r"convolution_dgrad: dy must be \[2, 4, 7\], got \[3\]"):
+        case.op.dgrad(residuals, torch.ones(3, dtype=torch.float64), case.cfg)
+
+
+def test_value_and_grad():
+    loss = op_from_torch(lambda params, x, cfg: (x * params["w"]).square().sum(), init=weights(w=(3,)), name="loss")
+    params, x = {"w": torch.randn(3, dtype=torch.float64)}, torch.randn(3, dtype=torch.float64)
+    y, dparams = value_and_grad(loss)(params, x, TorchConfig())
+    torch.testing.assert_close(dparams["w"], 2 * x * x * params["w"])
+    y, (dparams, dx) = value_and_grad(loss, x=True)(params, x, TorchConfig())
+    torch.testing.assert_close(dx, 2 * params["w"] ** 2 * x)
+    with pytest.raises(ValueError, match=r"value_and_grad: y must be one number, got float64\[3, 5\]"):
+        value_and_grad(CASES[2].op)(*CASES[2].make(torch.float64), TorchConfig())
+
+
+def test_vjp_may_be_pulled_back_twice():
+    case = CASES[4]
+    params, x = case.make(torch.float64)
+    y, pullback = vjp(case.op, params, x, case.cfg)
+    a, b = pullback(torch.ones_like(y)), pullback(2 * torch.ones_like(y))
+    torch.testing.assert_close(b[0]["w"], 2 * a[0]["w"])
+    torch.testing.assert_close(b[1][1], 2 * a[1][1])

@@ -1,0 +1,247 @@
+"""`funcops.nn` against `torch.nn`."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import funcops
+from funcops import chain
+from funcops import nn as fnn
+from funcops.testing.tolerances import assert_close
+
+D = 6
+PAIRS = {
+    "Linear": lambda lib: lib.Linear(D, 4),
+    "Linear without bias": lambda lib: lib.Linear(D, 4, bias=False),
+    "LayerNorm": lambda lib: lib.LayerNorm(D),
+    "LayerNorm without bias": lambda lib: lib.LayerNorm(D, bias=False, eps=0.1),
+    "RMSNorm": lambda lib: lib.RMSNorm(D),
+    "RMSNorm eps": lambda lib: lib.RMSNorm((3, D), eps=0.1),
+    "GELU": lambda lib: lib.GELU(),
+    "GELU tanh": lambda lib: lib.GELU(approximate="tanh"),
+    "ReLU": lambda lib: lib.ReLU(),
+    "SiLU": lambda lib: lib.SiLU(),
+    "Sigmoid": lambda lib: lib.Sigmoid(),
+    "Tanh": lambda lib: lib.Tanh(),
+    "GLU": lambda lib: lib.GLU(),
+    "Sequential": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 8), lib.GELU(), lib.Linear(8, D)),
+    "Sequential with others": lambda lib: lib.Sequential(lib.Linear(D, 8), nn.Softplus(), lib.GELU(), lib.Linear(8, D), nn.Identity()),
+    "Sequential in Sequential": lambda lib: lib.Sequential(lib.Linear(D, 8), lib.Sequential(lib.ReLU(), lib.Linear(8, 2))),
+}
+
+
+def both(make, dtype=torch.float64):
+    torch.manual_seed(0)
+    want = make(nn).to(dtype)
+    torch.manual_seed(0)
+    return want, make(fnn).to(dtype)
+
+
+def gradients(module, x):
+    x = x.detach().clone().requires_grad_()
+    y = module(x)
+    y.square().sum().backward()
+    return y.detach(), x.grad, {name: p.grad for name, p in module.named_parameters()}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_as_torch(name):
+    want, got = both(PAIRS[name])
+    assert isinstance(got, type(want)) and repr(got).startswith(type(got).__name__)
+    assert list(want.state_dict()) == list(got.state_dict())
+    for a, b in zip(want.state_dict().values(), got.state_dict().values(), strict=True):
+        assert torch.equal(a, b), "initialised as torch's"
+    x = torch.randn(2, 3, D, dtype=torch.float64)
+    assert_close(gradients(got, x), gradients(want, x), dtype=torch.float64, length=64)
+    with torch.no_grad():
+        assert_close(got(x), want(x), dtype=torch.float64, length=64)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_state_dicts_go_both_ways(name):
+    want, got = both(PAIRS[name])
+    for p in want.parameters():
+        nn.init.normal_(p)
+    got.load_state_dict(want.state_dict())
+    again = PAIRS[name](nn).double()
+    again.load_state_dict(got.state_dict())
+    x = torch.randn(2, 3, D, dtype=torch.float64)
+    assert_close(got(x).detach(), again(x).detach(), dtype=torch.float64, length=64)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_copies_pickles_and_meta(name):
+    _, got = both(PAIRS[name])
+    x = torch.randn(2, 3, D, dtype=torch.float64)
+    want = got(x)  # configs and groups are cached now
+    for other in (copy.deepcopy(got), pickle.loads(pickle.dumps(got))):
+        assert torch.equal(other(x), want)
+        for p in other.parameters():
+            with torch.no_grad():
+                p.add_(1.0)
+    assert torch.equal(got(x), want), "a copy shares nothing"
+    with torch.device("meta"):
+        empty = PAIRS[name](fnn).double()
+    assert empty(x.to("meta")).is_meta
+    real = empty.to_empty(device="cpu")
+    real.load_state_dict(got.state_dict())
+    assert torch.equal(real(x), want)
+
+
+def test_embedding():
+    want, got = both(lambda lib: lib.Embedding(7, 3, padding_idx=2), torch.float32)
+    ids = torch.tensor([[1, 2, 2], [0, 6, 1]])
+    for module in (want, got):
+        module(ids).square().sum().backward()
+    assert torch.equal(want(ids), got(ids)) and torch.equal(want.weight.grad, got.weight.grad)
+    with pytest.raises(ValueError, match="funcops.nn.Embedding: max_norm must be off"):
+        fnn.Embedding(7, 3, max_norm=1.0)(ids)
+
+
+def test_dropout_draws_from_torch_and_rests_in_eval():
+    drop, x = fnn.Dropout(0.3), torch.ones(4000, requires_grad=True)
+    torch.manual_seed(1)
+    a, b = drop(x), drop(x)
+    torch.manual_seed(1)
+    assert torch.equal(drop(x), a) and not torch.equal(a, b)
+    assert abs((a == 0).float().mean() - 0.3) < 0.05
+    a.sum().backward()
+    assert torch.equal(x.grad, a.detach())
+    assert torch.equal(drop.eval()(x), x)
+
+
+@pytest.mark.parametrize("shape", [(5, 7), (7,), (2, 7, 3)])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1, "ignore_index": 1}], ids=str)
+def test_cross_entropy(shape, options):
+    want, got = nn.CrossEntropyLoss(**options), fnn.CrossEntropyLoss(**options)
+    logits = torch.randn(shape, dtype=torch.float64)
+    labels = torch.randint(7, (*shape[:1], *shape[2:]) if len(shape) > 1 else ())
+    found = []
+    for loss in (want, got):
+        x = logits.clone().requires_grad_()
+        y = loss(x, labels)
+        y.sum().backward()
+        found.append((y.detach(), x.grad))
+    assert_close(found[1], found[0], dtype=torch.float64, length=64)
+    with pytest.raises(ValueError, match="funcops.nn.CrossEntropyLoss: target must be class indices"):
+        got(logits, torch.softmax(logits, -1))
+
+
+def test_linear_cross_entropy():
+    loss = fnn.LinearCrossEntropyLoss(D, 11, label_smoothing=0.1, dtype=torch.float64)
+    x, labels = torch.randn(5, D, dtype=torch.float64, requires_grad=True), torch.randint(11, (5,))
+    loss(x, labels).backward()
+    w, t = loss.weight.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    nn.functional.cross_entropy(t @ w.T, labels, label_smoothing=0.1).backward()
+    assert_close((x.grad, loss.weight.grad), (t.grad, w.grad), dtype=torch.float64, length=64)
+    assert "11" in repr(loss) and list(loss.state_dict()) == ["weight"]
+    with pytest.raises(ValueError, match="LinearCrossEntropyConfig: in_features must be at least 1"):
+        fnn.LinearCrossEntropyLoss(0, 11)
+
+
+def nodes(y):
+    """The names of the autograd nodes behind y."""
+    found, stack = [], [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and "AccumulateGrad" not in type(node).__name__:
+            found.append(type(node).__name__)
+            stack += [n for n, _ in node.next_functions]
+    return found
+
+
+def test_a_sequential_is_one_node_and_ordinary_modules_split_it():
+    x = torch.randn(2, D, requires_grad=True)
+    _, one = both(PAIRS["Sequential"], torch.float32)
+    assert nodes(one(x)) == ["_NodeBackward"]
+    _, split = both(PAIRS["Sequential with others"], torch.float32)
+    assert nodes(split(x)) == ["_NodeBackward", "SoftplusBackward0", "_NodeBackward"]
+    handle = one[2].register_forward_hook(lambda module, args, y: None)
+    assert len(nodes(one(x))) == 3, "a hook wants to see its module called"
+    handle.remove()
+    assert nodes(one(x)) == ["_NodeBackward"]
+
+
+def test_a_sequential_follows_its_modules():
+    model = fnn.Sequential(fnn.Linear(D, D), fnn.Dropout(0.5), fnn.SwiGLU())
+    x = torch.randn(3, D)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+    model[1] = fnn.GELU()
+    want = nn.functional.gelu(nn.functional.linear(x, model[0].weight, model[0].bias)).chunk(2, -1)
+    torch.testing.assert_close(model(x), nn.functional.silu(want[0]) * want[1])
+    assert fnn.Sequential()(x) is x
+
+
+def test_functional_access():
+    model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, D))
+    op, cfg, params = fnn.functional(model)
+    assert op is chain
+    y, residuals = op.fwd(params, torch.randn(2, D), cfg)
+    dparams, _ = op.bwd(residuals, torch.ones_like(y), cfg)
+    assert dparams["m1"].weight.shape == (D, D)
+    params["m1"].weight.zero_()
+    assert not model[1].weight.any(), "params are views of the module's"
+    op, cfg, params = fnn.functional(model[1])
+    assert op is funcops.linear and cfg == funcops.LinearConfig(D, D)
+    with pytest.raises(ValueError, match="funcops.nn.Sequential: modules must be all of funcops.nn"):
+        fnn.functional(fnn.Sequential(nn.Softplus()))
+
+
+def test_what_has_no_functional_form_says_so():
+    x = torch.randn(2, D)
+    for module, text in (
+        (fnn.LayerNorm(D, elementwise_affine=False), "LayerNorm: elementwise_affine must be True"),
+        (fnn.RMSNorm(D, elementwise_affine=False), "RMSNorm: elementwise_affine must be True"),
+        (fnn.ReLU(inplace=True), "ReLU: inplace must be False"),
+        (fnn.Dropout(0.1, inplace=True), "Dropout: inplace must be False"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            module(x)
+    with pytest.raises(ValueError, match="GLU: dim must be -1"):
+        fnn.GLU(dim=0)
+
+
+def test_the_op_is_what_runs(monkeypatch):
+    ran = []
+    real = fnn.Linear.op
+    monkeypatch.setattr(fnn.Linear, "op", real._replace(fwd=lambda *a, **k: ran.append("fwd") or real.fwd(*a, **k), bwd=lambda *a, **k: ran.append("bwd") or real.bwd(*a, **k)))
+    fnn.Linear(D, D)(torch.randn(2, D)).sum().backward()
+    assert ran == ["fwd", "bwd"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiles(backend, dynamic):
+    torch._dynamo.reset()
+    model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 16), fnn.SwiGLU(), fnn.Linear(8, D), nn.Softplus(), fnn.LayerNorm(D))
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
+    for rows in (3, 5):
+        x = torch.randn(rows, 2, D)
+        got = gradients(compiled, x)  # before any eager call
+        model.zero_grad()
+        want = gradients(model, x)
+        model.zero_grad()
+        assert_close(got[:2], want[:2], dtype=torch.float32, length=256)
+        assert_close(list(got[2].values()), list(want[2].values()), dtype=torch.float32, length=256)
+
+
+def test_a_frozen_part_compiles():
+    torch._dynamo.reset()
+    layer, x = fnn.Linear(D, D), torch.randn(3, D)
+    layer.weight.requires_grad_(False)
+    torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()
+    assert layer.weight.grad is None and torch.equal(layer.bias.grad, torch.full((D,), 3.0))
+
+
+def test_export_for_inference():
+    model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 16), fnn.SwiGLU(), fnn.Linear(8, D)).eval()
+    x = torch.randn(3, D)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,))
+        torch.testing.assert_close(exported.module()(x), model(x))
