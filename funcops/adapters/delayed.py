@@ -85,15 +85,16 @@ class WgradStore:
                     _accumulate(parameter, gradient)
                     self.done[id(parameter)] = parameter
 
-    def reduce(self, group: Any = None) -> None:
+    def reduce(self, group: Any = None, *, also: Iterable[Tensor] = ()) -> None:
         """All-reduce the gradients that `run` gave, as means over the processes of `group`: for data parallelism, where
-        DistributedDataParallel (under `no_sync()`) does not see them."""
+        DistributedDataParallel (under `no_sync()`) does not see them. `also`: parameters whose gradients came without the store."""
         import torch.distributed as dist
 
         if self.waiting:
             raise RuntimeError(f"delayed_wgrad: reduce() must follow run(), got {len(self.waiting)} weight gradients that wait")
-        grads = [g for p in self.done.values() if (g := getattr(p, "main_grad", None) if hasattr(p, "main_grad") else p.grad) is not None]
-        mean_over(grads, dist, group)
+        every = {**self.done, **{id(p): p for p in also}}
+        found = [p.main_grad if getattr(p, "main_grad", None) is not None else p.grad for p in every.values()]  # type: ignore[attr-defined]
+        mean_over([g for g in found if g is not None], dist, group)
         self.done.clear()
 
 

@@ -1,0 +1,85 @@
+"""Ten steps of the example's decoder on two processes: `python two_processes.py MODE RANK FILE`. Prints the distance from one process.
+
+Modes: ddp, ddp-delayed, fsdp.
+"""
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from funcops import delayed_wgrad
+from funcops import nn as fnn
+from funcops.bench.plain import PlainLlama
+
+SIZES = dict(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=8, vocab=19)
+STEPS, BATCH = 10, 4
+
+
+def made():
+    torch.manual_seed(0)
+    model = PlainLlama(**SIZES).double()
+    assert fnn.from_torch(model).replaced
+    return model
+
+
+def batches():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randint(SIZES["vocab"], (2, BATCH, SIZES["context"]), generator=generator)
+
+
+def train(model, part=slice(None), backward=None, parameters=None):
+    optimiser = torch.optim.AdamW(list(parameters or model.parameters()), lr=1e-2)
+    losses = []
+    for x, labels in batches():
+        optimiser.zero_grad()
+        loss = model(x[part], labels[part])
+        (backward or (lambda loss: loss.backward()))(loss)
+        optimiser.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def main(mode, rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    single = made()
+    whole = train(single)
+    model = made()
+    part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
+    if mode == "fsdp":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        losses = train(model, part)
+        final = {name: p.full_tensor() for name, p in model.named_parameters()}
+    else:
+        wrapped = DistributedDataParallel(model)
+
+        def delayed(loss):
+            with delayed_wgrad() as store:
+                loss.backward()
+            store.run()
+            store.reduce(also=model.parameters())  # the head is a plain product
+
+        if mode == "ddp":
+            losses = train(wrapped, part)
+        else:
+            with wrapped.no_sync():
+                losses = train(wrapped, part, delayed)
+        final = dict(model.named_parameters())
+    mean = torch.stack(losses)
+    dist.all_reduce(mean)
+    error = max((final[n] - p).abs().max().item() for n, p in single.named_parameters())
+    curve = (mean / 2 - torch.stack(whole)).abs().max().item()
+    moved = max((p - q).abs().max().item() for p, q in zip(single.parameters(), copy.deepcopy(made()).parameters(), strict=True))
+    print(f"{error:.3e} {curve:.3e} {moved:.3e}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
