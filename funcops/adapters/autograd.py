@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -46,17 +47,18 @@ class _Node(Function):
             slots = bound.slots = slots_of(residuals) or False
         if slots:
             ctx.save_for_backward(*slots.take(residuals))
-            ctx.residuals = residuals
         else:
             kept: list[Tensor] = []
-            ctx.residuals = hollow(residuals, kept)
+            residuals = hollow(residuals, kept)
             ctx.save_for_backward(*kept)
-        ctx.bound, ctx.params = bound, trees[0]
-        ctx.set_materialize_grads(False)
         if type(y) is Tensor:
-            ctx.y_shape = None
+            ctx.call = bound, trees[0], residuals, None
             return y
-        return _outputs(ctx, y)
+        outputs: list[Tensor] = []
+        ctx.call = bound, trees[0], residuals, hollow(y, outputs)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
@@ -64,11 +66,16 @@ class _Node(Function):
 
 
 def _backward(ctx: Any, *dys: Any) -> Any:
-    dy = dys[0] if ctx.y_shape is None else refill(ctx.y_shape, dys) if any([d is not None for d in dys]) else None
-    if dy is None:
+    global _calls
+    _calls += 1
+    bound, params, residuals, y_shape = ctx.call
+    if y_shape is None:
+        dy = dys[0]
+    elif any([d is not None for d in dys]):
+        dy = refill(y_shape, dys)
+    else:
         return (None,) * len(ctx.needs_input_grad)
-    bound, residuals = ctx.bound, ctx.residuals
-    op, slots, store = bound.op, bound.slots, delayed.current()
+    op, slots, store = bound.op, bound.slots, delayed._current
     if slots:
         slots.fill(residuals, ctx.saved_tensors)
     else:
@@ -78,11 +85,21 @@ def _backward(ctx: Any, *dys: Any) -> Any:
             dparams, dx = op.bwd(residuals, dy, bound.cfg)
         else:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
-            dparams = delayed.put(store, op, bound.cfg, pending, ctx.params)
+            dparams = delayed.put(store, op, bound.cfg, pending, params)
     finally:
         if slots:
             slots.empty(residuals)
     return bound.write(dparams, dx)
+
+
+_calls = 0
+
+
+@contextmanager
+def backward_calls() -> Iterator[Callable[[], int]]:
+    """Inside the block, the function that it gives says how many backwards of ops autograd has run since the block began."""
+    before = _calls
+    yield lambda: _calls - before
 
 
 _once = once_differentiable(_backward)
@@ -122,31 +139,23 @@ class _TracedNode(Function):
         return None, None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
 
 
-def _outputs(ctx: Any, y: Any) -> Any:
-    if isinstance(y, Tensor):
-        ctx.y_shape = None
-        return y
-    outputs: list[Tensor] = []
-    ctx.y_shape = hollow(y, outputs)
-    ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
-    return tuple(outputs)
-
-
+_autocast_enabled, _transforms = torch._C._is_any_autocast_enabled, torch._C._functorch.maybe_current_level
+_compiling, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _bound: dict[Any, Bound] = {}
 
 
 def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     """`differentiable(op)(params, x, cfg)`. `leaves`: the tensors of params and x, in their trees' order, where the caller has
     them."""
-    if torch._C._is_any_autocast_enabled():
+    if _autocast_enabled():
         _refuse_autocast(op)
-    if torch._C._functorch.maybe_current_level() is not None:  # torch.compile would drop the backward of a node in silence
+    if _transforms() is not None:  # torch.compile would drop the backward of a node in silence
         _refuse_transforms(op)
-    if torch.compiler.is_dynamo_compiling():
+    if _compiling():
         return _traced(op, params, x, cfg)
     if leaves is None:
         leaves = tensors((params, x))
-    if not torch.is_grad_enabled():
+    if not _grad_enabled():
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     asked = tuple([t.requires_grad for t in leaves])
     if True not in asked:

@@ -12,13 +12,19 @@ SCRIPT = Path(__file__).with_name("two_processes.py")
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["ddp", "ddp-delayed", "fsdp"])
 def test_two_processes_match_one(mode, tmp_path):
-    command = [sys.executable, "-W", "ignore", str(SCRIPT), mode]
-    running = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in running:
-        out, err = process.communicate(timeout=180)
-        assert process.returncode == 0, err
-        error, curve, moved = map(float, out.split())
-        assert error < 1e-10 and curve < 1e-12 < moved, out
+    results, running = [], []
+    for rank in range(2):
+        with open(tmp_path / f"out{rank}", "w") as out:
+            command = [sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank), str(tmp_path / "store")]
+            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=150) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        results = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
+    assert codes == [0, 0], results
+    for text in results:
+        error, curve, moved = map(float, text.split()[-3:])
+        assert error < 1e-10 and curve < 1e-12 < moved, text

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ PAIRS = {
     "GLU": lambda lib: lib.GLU(),
     "Sequential": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 8), lib.GELU(), lib.Linear(8, D)),
     "Sequential with others": lambda lib: lib.Sequential(lib.Linear(D, 8), nn.Softplus(), lib.GELU(), lib.Linear(8, D), nn.Identity()),
+    "Sequential with names": lambda lib: lib.Sequential(
+        OrderedDict(z=lib.Linear(D, 8), norm=lib.RMSNorm(8), act=lib.SiLU(), bias=lib.Linear(8, D, bias=False), a=lib.Linear(D, 2))
+    ),
+    "Sequential of many": lambda lib: lib.Sequential(*(lib.Linear(D, D) for _ in range(12))),
     "Sequential in Sequential": lambda lib: lib.Sequential(lib.Linear(D, 8), lib.Sequential(lib.ReLU(), lib.Linear(8, 2))),
 }
 
@@ -163,6 +168,14 @@ def test_a_sequential_is_one_node_and_ordinary_modules_split_it():
     assert len(nodes(one(x))) == 3, "a hook wants to see its module called"
     handle.remove()
     assert nodes(one(x)) == ["_NodeBackward"]
+
+
+def test_large_inputs_compute_again_what_small_ones_keep():
+    model = fnn.Sequential(fnn.RMSNorm(64), fnn.Linear(64, 8))
+    for rows, kept in ((8, True), (1024, False)):
+        node = model(torch.randn(rows, 64)).grad_fn
+        names = {name for name in node.call[2] if name.endswith("()")}
+        assert bool(names) != kept
 
 
 def test_a_sequential_follows_its_modules():

@@ -5,6 +5,7 @@ Modes: ddp, ddp-delayed, fsdp.
 
 import copy
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -46,7 +47,7 @@ def train(model, part=slice(None), backward=None, parameters=None):
 
 def main(mode, rank, path):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=90))
     single = made()
     whole = train(single)
     model = made()

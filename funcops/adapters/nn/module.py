@@ -32,21 +32,28 @@ class OpModule(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> OpModule:
         super()._apply(fn, recurse)
+        self.__dict__.pop("_cfg", None)  # the dtype may be another
         prepare(self)
         return self
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in OpModule._read_by(self):
+            self.__dict__.pop("_cfg", None)
+
+    @staticmethod
+    def _read_by(module: Any) -> tuple[str, ...]:
+        """The attributes that its config is made of; none once `from_torch` has given it its class back."""
+        cls = type(module)
+        return (*cls.values, *cls.fields) if issubclass(cls, OpModule) else ()
 
     @property
     def cfg(self) -> Any:
         """The op's config, from the module's attributes as they are."""
-        own = self.__dict__
-        given = [own[name] for name in self.values]
-        for name in self.fields:
-            t = own["_parameters"].get(name)
-            given.append(None if t is None else t.dtype)
-        cached = own.get("_cfg")
-        if cached is None or cached[0] != given:
-            cached = own["_cfg"] = given, self.make_cfg()
-        return cached[1]
+        made = self.__dict__.get("_cfg")
+        if made is None:
+            made = self.__dict__["_cfg"] = self.make_cfg()
+        return made
 
     def make_cfg(self) -> Any:
         raise NotImplementedError
@@ -60,8 +67,8 @@ class OpModule(nn.Module):
         return x
 
     def forward(self, x: Any) -> Any:
-        own = self._own()
-        params, given = None if self.params_class is None else self.params_class(*own), self.op_input(x)
+        own, given = self._own(), self.op_input(x)
+        params = None if self.params_class is None else self.params_class(*own)
         leaves = [t for t in own if t is not None]
         leaves += given if type(given) is tuple else (given,)
         return run(self.op, params, given, self.cfg, leaves)

@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from funcops.adapters.autograd import differentiable
+from funcops.adapters.autograd import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
 from funcops.adapters.nn.module import OpModule, prepare
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.plan import FEW
 from funcops.compose.step import Step, WithExtras
 from funcops.errors import require
 
 KEY = "key"
 
 
-class Group(NamedTuple):
-    """Neighbours that run as one chain; or one ordinary module."""
+class Group:
+    """Neighbours that run as one chain; or one ordinary module. Small inputs run on `small`, which computes nothing again."""
 
-    modules: tuple[nn.Module, ...]
-    names: tuple[str, ...]
-    cfg: ChainConfig | None
+    def __init__(self, named: list[tuple[str, Any]], cfg: ChainConfig | None) -> None:
+        self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
+        self.small = None if cfg is None else dataclasses.replace(cfg, recompute=False)
+        self.in_order = [module for _, module in sorted(named, key=lambda pair: pair[0])]  # of the leaves of a dict
+        self.leaves: list[Any] = []  # of `params`
+        self.params: Any = None
+
+    def run(self, x: Any) -> Any:
+        if self.cfg is None or self.small is None:
+            return self.modules[0](x)
+        own: list[Any] = []
+        for module in self.in_order:
+            own += module._own()
+        if self.params is None or len(own) != len(self.leaves) or any([a is not b for a, b in zip(own, self.leaves, strict=True)]):
+            self.leaves, self.params = own, {name: m.op_params() for name, m in zip(self.names, self.modules, strict=True)}
+        cfg = self.small if type(x) is Tensor and x.numel() < FEW else self.cfg
+        if cfg.extras:
+            return run(chain, self.params, WithExtras(x, {KEY: drawn_key(x)}), cfg)
+        return run(chain, self.params, x, cfg, [*[t for t in own if t is not None], x])
 
 
 class Sequential(nn.Sequential):
     """`torch.nn.Sequential` whose runs of funcops modules are each one `chain`: what a step reads of a cheap one before it is
     computed again, and fused kernels run where there are some. An ordinary module, or one with hooks, splits a run."""
-
-    def forward(self, input: Any) -> Any:
-        x = input
-        for group in self._groups():
-            if group.cfg is None:
-                x = group.modules[0](x)
-                continue
-            params = {name: module.op_params() for name, module in zip(group.names, group.modules, strict=True)}
-            given = WithExtras(x, {KEY: drawn_key(x)}) if group.cfg.extras else x
-            x = differentiable(chain)(params, given, group.cfg)
-        return x
 
     op = chain
 
@@ -55,6 +62,12 @@ class Sequential(nn.Sequential):
         prepare(self)
         return self
 
+    def forward(self, input: Any) -> Any:
+        x = input
+        for group in self._groups():
+            x = group.run(x)
+        return x
+
     @property
     def cfg(self) -> ChainConfig:
         """The chain that all modules are, where they are one."""
@@ -63,7 +76,7 @@ class Sequential(nn.Sequential):
     def op_params(self) -> dict[str, Any]:
         """The chain's params; the leaves are the modules' own parameters."""
         group = self._whole()
-        return {name: module.op_params() for name, module in zip(group.names, group.modules, strict=True)}  # type: ignore[operator]
+        return {name: module.op_params() for name, module in zip(group.names, group.modules, strict=True)}
 
     def _whole(self) -> Group:
         groups = self._groups()
@@ -73,44 +86,40 @@ class Sequential(nn.Sequential):
 
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
-        now = [(m, m.cfg if _joins(m) else None) for m in self._modules.values()]
+        now = [m.cfg if _joins(m) else m for m in self._modules.values()]
         cached = self.__dict__.get("_cached")
-        if cached is None or len(cached[0]) != len(now) or any([a is not c or b is not d for (a, b), (c, d) in zip(cached[0], now, strict=True)]):
-            cached = self.__dict__["_cached"] = now, _grouped(dict(self._modules))
-        return cached[1]
+        if cached is None or len(cached[0]) != len(now) or any([a is not b for a, b in zip(cached[0], now, strict=True)]) or cached[2] != [*self._modules.values()]:
+            cached = self.__dict__["_cached"] = now, _grouped(dict(self._modules)), [*self._modules.values()]
+        return cached[1]  # type: ignore[no-any-return]
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__() if hasattr(super(), "__getstate__") else dict(self.__dict__)
-        return {name: value for name, value in state.items() if name != "_cached"}
+        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
 
 
 def _joins(module: Any) -> bool:
     """Whether the module may be a step of a chain: it takes x alone, and nobody looks at what it is given or gives."""
-    return (
-        isinstance(module, OpModule)
-        and (type(module).forward is OpModule.forward)
-        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
-    )
+    if not isinstance(module, OpModule) or type(module).forward is not OpModule.forward:
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
 
 
 def _grouped(modules: dict[str, Any]) -> list[Group]:
     groups: list[Group] = []
-    run: list[tuple[str, Any]] = []
+    joined: list[tuple[str, Any]] = []
 
     def close() -> None:
-        if run:
-            steps = tuple(_step(f"m{name}", module) for name, module in run)
+        if joined:
+            steps = tuple(_step(name, module) for name, module in joined)
             extras = (KEY,) if any(step.takes for step in steps) else ()
-            names, members = zip(*((step.name, module) for step, (_, module) in zip(steps, run, strict=True)), strict=True)
-            groups.append(Group(members, names, ChainConfig(steps=steps, extras=extras)))
-            run.clear()
+            groups.append(Group(list(joined), ChainConfig(steps=steps, extras=extras)))
+            joined.clear()
 
     for name, module in modules.items():
         if _joins(module):
-            run.append((name, module))
+            joined.append((f"m{name}", module))
         else:
             close()
-            groups.append(Group((module,), (name,), None))
+            groups.append(Group([(name, module)], None))
     close()
     return groups
 
