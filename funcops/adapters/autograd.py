@@ -28,12 +28,13 @@ from funcops.trees import tensors
 class Bound:
     """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
 
-    __slots__ = ("cfg", "needs", "op", "slots", "write")
+    __slots__ = ("cfg", "empty", "fill", "needs", "op", "slots", "write", "y_shape")
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
         self.op, self.cfg, self.needs = op, cfg, needs
         self.write = gradient_writer(params_shape, x_shape)
         self.slots: Any = None  # made of the first residuals; False where those cannot be had so
+        self.y_shape: Any = None  # None for a tensor
 
 
 class _Node(Function):
@@ -42,20 +43,28 @@ class _Node(Function):
     @staticmethod
     def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
         y, residuals = bound.op.fwd(trees[0], trees[1], bound.cfg, needs=bound.needs)
-        slots = bound.slots
+        slots: Any = bound.slots
         if slots is None:
             slots = bound.slots = slots_of(residuals) or False
+            if slots:
+                bound.fill, bound.empty = slots.fill, slots.empty
         if slots:
-            ctx.save_for_backward(*slots.take(residuals))
-        else:
+            found = slots.take(residuals)
+            try:
+                ctx.save_for_backward(*found)
+            except TypeError:  # a policy packs what it left alone in the first call
+                slots.fill(residuals, found)
+                slots = bound.slots = False
+        if not slots:
             kept: list[Tensor] = []
             residuals = hollow(residuals, kept)
             ctx.save_for_backward(*kept)
-        if type(y) is Tensor:
-            ctx.call = bound, trees[0], residuals, None
+        if isinstance(y, Tensor):
+            ctx.call = bound, trees[0], residuals, bool(slots), None
             return y
         outputs: list[Tensor] = []
-        ctx.call = bound, trees[0], residuals, hollow(y, outputs)
+        bound.y_shape = shape = hollow(y, outputs)
+        ctx.call = bound, trees[0], residuals, bool(slots), shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return tuple(outputs)
@@ -68,16 +77,16 @@ class _Node(Function):
 def _backward(ctx: Any, *dys: Any) -> Any:
     global _calls
     _calls += 1
-    bound, params, residuals, y_shape = ctx.call
+    bound, params, residuals, slotted, y_shape = ctx.call
     if y_shape is None:
         dy = dys[0]
     elif any([d is not None for d in dys]):
         dy = refill(y_shape, dys)
     else:
         return (None,) * len(ctx.needs_input_grad)
-    op, slots, store = bound.op, bound.slots, delayed._current
-    if slots:
-        slots.fill(residuals, ctx.saved_tensors)
+    op, store = bound.op, delayed._current
+    if slotted:
+        bound.fill(residuals, ctx.saved_tensors)
     else:
         residuals = refill(residuals, ctx.saved_tensors)
     try:
@@ -87,8 +96,8 @@ def _backward(ctx: Any, *dys: Any) -> Any:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
             dparams = delayed.put(store, op, bound.cfg, pending, params)
     finally:
-        if slots:
-            slots.empty(residuals)
+        if slotted:
+            bound.empty(residuals)
     return bound.write(dparams, dx)
 
 
@@ -163,7 +172,8 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     bound = _bound.get((op.fwd, cfg, asked))
     if bound is None:
         bound = _bound[op.fwd, cfg, asked] = _bind(op, params, x, cfg)
-    return _apply(bound, (params, x), *leaves)
+    found = _apply(bound, (params, x), *leaves)
+    return found if bound.y_shape is None else refill(bound.y_shape, found)
 
 
 def _bind(op: Op, params: Any, x: Any, cfg: Any) -> Bound:

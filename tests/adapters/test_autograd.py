@@ -19,12 +19,14 @@ from funcops import (
     ParallelConfig,
     RMSNormConfig,
     Step,
+    TorchConfig,
     WithExtras,
     chain,
     cross_entropy,
     differentiable,
     identity,
     linear,
+    op_from_torch,
     parallel,
     random,
     rms_norm,
@@ -33,7 +35,7 @@ from funcops import (
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import tensors, tree_map, tree_map_tensors
+from funcops.trees import same_structure, tensors, tree_map, tree_map_tensors
 
 LINEAR = LinearConfig(4, 3)
 
@@ -68,6 +70,7 @@ def test_gradients_are_those_of_the_op(case, dtype):
     want = case.op.bwd(residuals, dy, case.cfg)
     own, given = tree_map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), (params, x))
     got = differentiable(case.op)(own, given, case.cfg)
+    assert same_structure(got, y)
     pairs = [(a, d) for a, d in zip(tensors(got), tensors(dy), strict=False) if a.requires_grad]
     if not pairs:
         return
@@ -306,3 +309,24 @@ def test_needs_follow_requires_grad():
     run(params, x, LINEAR)
     assert asked == [Needs.ALL, Needs(x=False), Needs(params=["weight"])]
     assert isinstance(params, LinearParams)
+
+
+def test_outputs_of_any_structure():
+    op = op_from_torch(lambda params, x, cfg: {"a": (x * 2, x.sum()), "b": x.argmax()}, name="nested")
+    x = torch.randn(3, requires_grad=True)
+    y = differentiable(op)(None, x, TorchConfig())
+    assert set(y) == {"a", "b"} and not y["b"].requires_grad
+    (y["a"][0].sum() + y["a"][1]).backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))
+    weight = torch.nn.Parameter(torch.ones(3))
+    assert isinstance(differentiable(identity)(None, weight, IdentityConfig()), torch.Tensor)
+
+
+def test_a_policy_that_packs_large_inputs_alone():
+    cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(64, 64)), Step("b", linear, LinearConfig(64, 64))))
+    op = with_policy(chain, "compress_int8")
+    params = leaves_of(cfg, chain, dtype=torch.float32)
+    for rows in (1, 64, 1, 64):
+        x = torch.randn(rows, 64, requires_grad=True)
+        differentiable(op)(params, x, cfg).square().sum().backward()
+        assert x.grad is not None
