@@ -29,6 +29,8 @@ class Bound:
     """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
 
     __slots__ = ("cfg", "empty", "fill", "needs", "op", "slots", "write", "y_shape")
+    fill: Any  # those of `slots`
+    empty: Any
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
         self.op, self.cfg, self.needs = op, cfg, needs
