@@ -2,6 +2,9 @@
 
 What a backward needs is read off `requires_grad`: a frozen weight keeps no input, an x without gradient computes no dgrad. Where no
 gradient is asked for (`no_grad`, `inference_mode`, nothing requires one) there is no node, and nothing is kept.
+
+As in a chain, the output of a cheap op (a norm, an activation, a GLU) is computed again rather than kept, where it goes straight into
+another op and is not small.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from funcops.adapters import delayed
 from funcops.adapters.hollow import Hole, Shape, gradients, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
+from funcops.compose.plan import FEW
 from funcops.errors import require_type
 from funcops.needs import Needs
 from funcops.op import Op
@@ -50,23 +54,26 @@ class _Node(Function):
             slots = bound.slots = slots_of(residuals) or False
             if slots:
                 bound.fill, bound.empty = slots.fill, slots.empty
+        again = None
         if slots:
             found = slots.take(residuals)
+            if type(trees[1]) is Tensor and hasattr(trees[1], "_again"):
+                found, again = _left_out(trees[1], found)
             try:
                 ctx.save_for_backward(*found)
             except TypeError:  # a policy packs what it left alone in the first call
                 slots.fill(residuals, found)
-                slots = bound.slots = False
+                slots, again = False, None
         if not slots:
             kept: list[Tensor] = []
             residuals = hollow(residuals, kept)
             ctx.save_for_backward(*kept)
         if isinstance(y, Tensor):
-            ctx.call = bound, trees[0], residuals, bool(slots), None
+            ctx.call = bound, trees[0], residuals, bool(slots), again, None
             return y
         outputs: list[Tensor] = []
         bound.y_shape = shape = hollow(y, outputs)
-        ctx.call = bound, trees[0], residuals, bool(slots), shape
+        ctx.call = bound, trees[0], residuals, bool(slots), again, shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
         return tuple(outputs)
@@ -79,7 +86,7 @@ class _Node(Function):
 def _backward(ctx: Any, *dys: Any) -> Any:
     global _calls
     _calls += 1
-    bound, params, residuals, slotted, y_shape = ctx.call
+    bound, params, residuals, slotted, again, y_shape = ctx.call
     if y_shape is None:
         dy = dys[0]
     elif any([d is not None for d in dys]):
@@ -88,7 +95,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         return (None,) * len(ctx.needs_input_grad)
     op, store = bound.op, delayed._current
     if slotted:
-        bound.fill(residuals, ctx.saved_tensors)
+        bound.fill(residuals, ctx.saved_tensors if again is None else _with_again(again, ctx.saved_tensors))
     else:
         residuals = refill(residuals, ctx.saved_tensors)
     try:
@@ -101,6 +108,37 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         if slotted:
             bound.empty(residuals)
     return bound.write(dparams, dx)
+
+
+class Again(NamedTuple):
+    """How the output of a cheap op is computed again; it is a mark on that output, for the node that would keep it."""
+
+    op: Op
+    cfg: Any
+    shape: Any  # of (params, x)
+    leaves: list[Tensor]
+    version: int  # of the output
+
+
+def _left_out(x: Tensor, found: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
+    """What a node keeps without x, the output of a cheap op, and with what that op read, which is kept anyway."""
+    again: Again = x._again  # type: ignore[attr-defined]
+    places = [i for i, t in enumerate(found) if t is x]
+    if not places or again.version != x._version:
+        return found, None
+    kept = [None if t is x else t for t in found]
+    return (*kept, *again.leaves), (again._replace(leaves=[]), places, len(kept))
+
+
+def _with_again(left_out: Any, saved: tuple[Any, ...]) -> list[Any]:
+    """What a node kept, with x computed again."""
+    again, places, count = left_out
+    params, x = refill(again.shape, saved[count:])
+    value = again.op.fwd(params, x, again.cfg, needs=Needs.NONE)[0]
+    filled = list(saved[:count])
+    for i in places:
+        filled[i] = value
+    return filled
 
 
 _calls = 0
@@ -175,7 +213,12 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     if bound is None:
         bound = _bound[op.fwd, cfg, asked] = _bind(op, params, x, cfg)
     found = _apply(bound, (params, x), *leaves)
-    return found if bound.y_shape is None else refill(bound.y_shape, found)
+    if bound.y_shape is not None:
+        return refill(bound.y_shape, found)
+    if op.cheap and found.numel() >= FEW:
+        given: list[Tensor] = []
+        found._again = Again(op, cfg, hollow((params, x), given), given, found._version)
+    return found
 
 
 def _bind(op: Op, params: Any, x: Any, cfg: Any) -> Bound:

@@ -98,6 +98,33 @@ class WgradStore:
         self.done.clear()
 
 
+    def reduce_sharded(self, model: Any) -> None:
+        """The same for a model under `fully_shard`, whose parameters must still be whole (`set_reshard_after_backward(False)`): each
+        process gets its shard of the mean gradient, and the parameters are sharded again."""
+        from torch.distributed.fsdp import FSDPModule
+        from torch.distributed.tensor import DTensor, Partial
+
+        if self.waiting:
+            raise RuntimeError(f"delayed_wgrad: reduce_sharded() must follow run(), got {len(self.waiting)} weight gradients that wait")
+        whole = []
+        for module in model.modules():
+            for name, p in module._parameters.items():
+                if id(p) in self.done and p.grad is not None:
+                    whole.append((module, name, p.grad))
+                    p.grad = None
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # type: ignore[operator]
+        for module, name, gradient in whole:
+            sharded = module._parameters[name]
+            if not isinstance(sharded, DTensor):
+                fail("delayed_wgrad", "model", "under fully_shard", f"a plain parameter {name}", TypeError)
+            mesh = sharded.device_mesh
+            found = DTensor.from_local(gradient, mesh, [Partial("avg")] * mesh.ndim).redistribute(mesh, sharded.placements)
+            sharded.grad = found if sharded.grad is None else sharded.grad + found
+        self.done.clear()
+
+
 def mean_over(grads: Iterable[Tensor], dist: Any, group: Any) -> None:
     """In place, one message a dtype."""
     by_dtype: dict[torch.dtype, list[Tensor]] = {}

@@ -73,6 +73,11 @@ def _slot(at: str, value: Any, lines: _Lines) -> bool:
         lines.writes.append(f"{at} = t[{len(lines.reads)}]")
         lines.reads.append(at)
         return True
+    if type(value) is tuple and all(isinstance(part, Tensor) for part in value):
+        first = len(lines.reads)
+        lines.writes.append(f"{at} = ({''.join(f't[{first + i}], ' for i in range(len(value)))})")
+        lines.reads += [f"{at}[{i}]" for i in range(len(value))]
+        return True
     shape = hollow(value, [])
     if type(shape) is not Shape or shape.hidden or not all(part is None or type(part) is Hole for part in shape.leaves.values()):
         return False

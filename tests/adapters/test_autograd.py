@@ -32,6 +32,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
+from funcops.adapters import autograd
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
@@ -330,3 +331,42 @@ def test_a_policy_that_packs_large_inputs_alone():
         x = torch.randn(rows, 64, requires_grad=True)
         differentiable(op)(params, x, cfg).square().sum().backward()
         assert x.grad is not None
+
+
+def norm_then_linears(monkeypatch, touch=None):
+    """The bytes kept, and the gradients, of three linears of one norm; without and with its output computed again."""
+    found = []
+    for few in (10**9, 0):
+        monkeypatch.setattr(autograd, "FEW", few)
+        norm, one = RMSNormConfig(4), ChainConfig(steps=(Step("a", linear, LINEAR),))
+        params = leaves_of(norm, rms_norm), leaves_of(LINEAR, linear), leaves_of(one, chain)
+        x = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+        def run(params=params, x=x, norm=norm, one=one):
+            h = differentiable(rms_norm)(params[0], x, norm)
+            h = h if touch is None else touch(h)
+            y = differentiable(linear)(params[1], h, LINEAR), differentiable(chain)(params[2], h, one)
+            return h, y
+
+        (h, y), seen = kept_bytes(run)
+        (y[0].square().sum() + y[1].sum()).backward(retain_graph=True)
+        (y[0].square().sum() + y[1].sum()).backward()
+        found.append((h.untyped_storage()._cdata in seen, [t.grad for t in (x, *tensors(params))]))
+    return found
+
+
+def test_a_norm_is_computed_again_across_nodes(monkeypatch):
+    (kept, want), (kept_again, got) = norm_then_linears(monkeypatch)
+    assert kept and not kept_again
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_what_is_not_the_norm_output_any_more_is_kept(monkeypatch):
+    def written(h):
+        with torch.no_grad():
+            return h.mul_(2)
+
+    for touch in (written, lambda h: h * 2, lambda h: h[:]):
+        (kept, want), (kept_again, got) = norm_then_linears(monkeypatch, touch)
+        assert kept and kept_again
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))

@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).with_name("two_processes.py")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["ddp", "ddp-delayed", "fsdp"])
+@pytest.mark.parametrize("mode", ["ddp", "ddp-delayed", "fsdp", "fsdp-delayed"])
 def test_two_processes_match_one(mode, tmp_path):
     results, running = [], []
     for rank in range(2):

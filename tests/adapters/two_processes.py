@@ -1,6 +1,6 @@
 """Ten steps of the example's decoder on two processes: `python two_processes.py MODE RANK FILE`. Prints the distance from one process.
 
-Modes: ddp, ddp-delayed, fsdp.
+Modes: ddp, ddp-delayed, fsdp, fsdp-delayed.
 """
 
 import copy
@@ -52,11 +52,20 @@ def main(mode, rank, path):
     whole = train(single)
     model = made()
     part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
-    if mode == "fsdp":
+    if mode.startswith("fsdp"):
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
-        losses = train(model, part)
+
+        def late(loss):
+            model.set_reshard_after_backward(False)
+            with delayed_wgrad() as store:
+                loss.backward()
+            assert len(store)
+            store.run()
+            store.reduce_sharded(model)
+
+        losses = train(model, part, late if mode == "fsdp-delayed" else None)
         final = {name: p.full_tensor() for name, p in model.named_parameters()}
     else:
         wrapped = DistributedDataParallel(model)
