@@ -13,6 +13,7 @@ def test_peak_memory_is_no_higher_than_autograds():
     net = {row.case: row.value for row in rows if row.metric == "ratio to autograd, net"}
     assert len(ratios) == 3 and all(0.2 < ratio <= 0.75 for ratio in ratios.values())
     assert 0.2 < net["4 llama blocks, 8192 tokens, bfloat16"] <= 0.6
+    assert 0.2 < net["4 llama blocks, 8192 tokens, float32"] <= 0.6
 
 
 def test_a_block_keeps_less_than_autograd():
@@ -27,8 +28,9 @@ def test_the_providers_of_a_step_do_the_same_work(dtype, rel):
     sizes = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
     steps = step.steps(sizes, dtype)
     del steps["torch.compile"]
-    ours, saving, plain = ([float(one()) for _ in range(5)] for one in steps.values())
-    assert ours == saving
+    losses = {name: [float(one()) for _ in range(5)] for name, one in steps.items()}
+    ours, plain = losses["funcops"], losses["torch eager"]
+    assert ours == losses["funcops, save_all"] == losses["funcops, unfused"], "at this size the CPU fuses nothing"
     assert ours[-1] < ours[0] and ours == pytest.approx(plain, rel=rel)
 
 

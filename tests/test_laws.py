@@ -45,6 +45,13 @@ def test_compiles(case):
     LAWS["compiles"](case, torch.float32)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("backend", "dynamic"), [("eager", True), ("aot_eager", True), ("inductor", True), ("inductor", False)])
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_compiles_by_every_backend(case, backend, dynamic):
+    LAWS["compiles"](case, torch.float32, backend, dynamic)
+
+
 @pytest.mark.parametrize("name", [name for name, m in MODULES.items() if hasattr(m, "drawn")])
 @given(data=st.data())
 def test_drawn_shapes(name, data):

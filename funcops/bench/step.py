@@ -4,12 +4,13 @@ Every provider does the same work in the same precision. With bfloat16 the maste
 and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
 `_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
 `clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
-"save_all" keeps what PyTorch keeps, and computes nothing twice.
+"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import random as python_random
 import statistics
@@ -37,11 +38,12 @@ def plain_name(path: str) -> str:
 
 
 def funcops_step(
-    sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise"
-) -> Step:
+    sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise",
+    fuse: bool = True,
+) -> Step:  # fmt: skip
     """A step of ours on the plain module's weights; each call trains on and returns the loss."""
     op = with_policy(chain, policy)
-    cfg, adamw = decoder_config(sizes), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
+    cfg, adamw = decoder_config(sizes) if fuse else unfused(decoder_config(sizes)), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
     weights = {name: t.detach().clone() for name, t in plain.named_parameters()}
     params = tree_map_with_path(
         lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta")
@@ -60,6 +62,14 @@ def funcops_step(
         return loss
 
     return step
+
+
+def unfused(cfg: Any) -> Any:
+    """The config with every chain and parallel in it running step by step."""
+    if not hasattr(cfg, "with_parts"):
+        return cfg
+    parts = cfg.with_parts(lambda name, op, inner: (op, unfused(inner)))
+    return dataclasses.replace(parts, fuse=False) if hasattr(parts, "fuse") else parts
 
 
 def torch_step(module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
@@ -105,6 +115,7 @@ def steps(sizes: Sizes, dtype: torch.dtype) -> dict[str, Step]:
     return {
         "funcops": funcops_step(sizes, module, x, labels, dtype),
         "funcops, save_all": funcops_step(sizes, module, x, labels, dtype, "save_all"),
+        "funcops, unfused": funcops_step(sizes, module, x, labels, dtype, fuse=False),
         "torch eager": torch_step(module, x, labels, dtype),
         "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
     }
@@ -125,7 +136,8 @@ def measure(dtype: torch.dtype, sizes: Sizes, rounds: int) -> list[Row]:
         low, middle, high = statistics.quantiles(values, n=4)
         rows.append(Row("step", case, name, "median", middle / 1e3, "ms"))
         rows.append(Row("step", case, name, "quartile spread", (high - low) / 1e3, "ms"))
-    for ours, rival in itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")):
+    pairs = [("funcops", "funcops, unfused"), *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile"))]
+    for ours, rival in pairs:
         ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
         for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):
             rows.append(Row("step", case, ours, f"ratio to {rival}, {label}", value, ""))

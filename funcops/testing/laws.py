@@ -218,7 +218,7 @@ def law_traceable(case: Case, dtype: torch.dtype) -> None:
             assert_close(value, real, dtype=dtype, what="traced value")
 
 
-def law_compiles(case: Case, dtype: torch.dtype) -> None:
+def law_compiles(case: Case, dtype: torch.dtype, backend: str = "aot_eager", dynamic: bool = False) -> None:
     """Forward and backward are one graph for torch.compile(fullgraph=True)."""
     params, x, y, _, dy, gradients = run(case, dtype)
 
@@ -227,7 +227,7 @@ def law_compiles(case: Case, dtype: torch.dtype) -> None:
         return y, case.op.bwd(residuals, dy, case.cfg)
 
     torch._dynamo.reset()
-    got = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=False)(params, x, dy)
+    got = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)(params, x, dy)
     assert_close(got, (y, gradients), dtype=dtype, what="compiled")
 
 
