@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters import delayed
 from funcops.adapters.hollow import Hole, Shape, gradients, hollow, refill
@@ -57,7 +58,7 @@ class _Node(Function):
         again = None
         if slots:
             found = slots.take(residuals)
-            if type(trees[1]) is Tensor and hasattr(trees[1], "_again"):
+            if type(trees[1]) is Tensor and trees[1].numel() >= FEW and trees[1] in _again:
                 found, again = _left_out(trees[1], found)
             try:
                 ctx.save_for_backward(*found)
@@ -111,7 +112,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
 
 
 class Again(NamedTuple):
-    """How the output of a cheap op is computed again; it is a mark on that output, for the node that would keep it."""
+    """How the output of a cheap op is computed again, for the node that would keep it."""
 
     op: Op
     cfg: Any
@@ -120,9 +121,12 @@ class Again(NamedTuple):
     version: int  # of the output
 
 
+_again: Any = WeakTensorKeyDictionary()  # by that output, while it lives
+
+
 def _left_out(x: Tensor, found: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
     """What a node keeps without x, the output of a cheap op, and with what that op read, which is kept anyway."""
-    again: Again = x._again  # type: ignore[attr-defined]
+    again: Again = _again[x]
     places = [i for i, t in enumerate(found) if t is x]
     if not places or again.version != x._version:
         return found, None
@@ -217,7 +221,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
         return refill(bound.y_shape, found)
     if op.cheap and found.numel() >= FEW:
         given: list[Tensor] = []
-        found._again = Again(op, cfg, hollow((params, x), given), given, found._version)
+        _again[found] = Again(op, cfg, hollow((params, x), given), given, found._version)
     return found
 
 

@@ -1,5 +1,7 @@
 """`differentiable`: what autograd expects of a node, and what a node must not do."""
 
+import gc
+import pickle
 import threading
 
 import pytest
@@ -370,3 +372,14 @@ def test_what_is_not_the_norm_output_any_more_is_kept(monkeypatch):
         (kept, want), (kept_again, got) = norm_then_linears(monkeypatch, touch)
         assert kept and kept_again
         assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+def test_marks_leave_with_the_output(monkeypatch):
+    monkeypatch.setattr(autograd, "FEW", 0)
+    before = len(autograd._again)
+    h = differentiable(rms_norm)(leaves_of(RMSNormConfig(4), rms_norm), torch.randn(5, 4, dtype=torch.float64), RMSNormConfig(4))
+    assert len(autograd._again) == before + 1
+    assert torch.equal(pickle.loads(pickle.dumps(h.detach())), h)
+    del h
+    gc.collect()
+    assert len(autograd._again) == before
