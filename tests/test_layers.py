@@ -20,6 +20,7 @@ LAYERS = (
     "optim",
     "precision",
     "checkpoint",
+    "schedule",
     "adapters",
     "testing",
     "bench",

@@ -261,20 +261,19 @@ def test_export_for_inference():
 
 
 def test_a_module_that_is_there_twice_and_weights_that_are_shared():
-    for lib in (nn, fnn):
-        torch.manual_seed(0)
+    def made(lib):
         layer, head = lib.Linear(D, D), lib.Linear(D, D)
         head.weight = layer.weight
-        model = lib.Sequential(layer, lib.Tanh(), layer, head).double()
-        found = gradients(model, torch.linspace(-1, 1, 2 * D, dtype=torch.float64).view(2, D))
-        want = found if lib is nn else want
-    assert_close(found, want, dtype=torch.float64, length=256)
+        return lib.Sequential(layer, lib.Tanh(), layer, head)
+
+    compare_on_a_line(made)
 
 
 def test_parametrized_weights():
-    for lib in (nn, fnn):
-        torch.manual_seed(0)
-        layer = nn.utils.parametrizations.weight_norm(lib.Linear(D, D)).double()
-        found = gradients(lib.Sequential(layer, lib.Tanh()), torch.linspace(-1, 1, 2 * D, dtype=torch.float64).view(2, D))
-        want = found if lib is nn else want
-    assert_close(found, want, dtype=torch.float64, length=256)
+    compare_on_a_line(lambda lib: lib.Sequential(nn.utils.parametrizations.weight_norm(lib.Linear(D, D)), lib.Tanh()))
+
+
+def compare_on_a_line(make):
+    x = torch.linspace(-1, 1, 2 * D, dtype=torch.float64).view(2, D)
+    want, got = both(make)
+    assert_close(gradients(got, x), gradients(want, x), dtype=torch.float64, length=256)
