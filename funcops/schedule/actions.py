@@ -8,7 +8,9 @@ F: forward; I: input gradient (dgrad); W: weight gradient (wgrad); B: both, I th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -54,11 +56,11 @@ class Schedule:
         for _ in self.order():
             pass
 
-    @property
+    @functools.cached_property
     def stages(self) -> int:
         return 1 + max(action.stage for actions in self.ranks for action in actions)
 
-    @property
+    @functools.cached_property
     def microbatches(self) -> int:
         return 1 + max(action.microbatch for actions in self.ranks for action in actions)
 
@@ -67,23 +69,45 @@ class Schedule:
         return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
 
     def order(self) -> Iterator[tuple[int, Action]]:
-        """All actions with their ranks, in an order in which each finds what it needs."""
-        done: set[Action] = set()
-        at, last, left = [0] * len(self.ranks), self.stages - 1, sum(map(len, self.ranks))
-        while left:
-            before = left
-            for rank, actions in enumerate(self.ranks):
-                while at[rank] < len(actions) and all(_ready(need, done) for need in needs(actions[at[rank]], last)):
-                    action = actions[at[rank]]
-                    done.add(action)
-                    at[rank] += 1
-                    left -= 1
-                    yield rank, action
-            if left == before:
-                rank = next(r for r, actions in enumerate(self.ranks) if at[r] < len(actions))
-                action = self.ranks[rank][at[rank]]
-                missing = next(need for need in needs(action, last) if not _ready(need, done))
-                fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {action}", f"a wait for {missing} without end")
+        """All actions with their ranks, in an order in which each finds what it needs. A rank is looked at again when something
+        that it may wait for is done, so the time is that of the actions."""
+        count, last, owner = self.microbatches, self.stages - 1, self.rank_of()
+        forward, dgrad = bytearray((last + 1) * count), bytearray((last + 1) * count)
+        at, ready = [0] * len(self.ranks), deque(range(len(self.ranks)))
+        while ready:
+            rank = ready.popleft()
+            actions, i = self.ranks[rank], at[rank]
+            while i < len(actions):
+                action = actions[i]
+                stage, kind, m = action
+                place = stage * count + m
+                if kind == "F":
+                    if stage and not forward[place - count]:
+                        break
+                    forward[place] = 1
+                    reader = owner[stage + 1] if stage < last else rank
+                elif kind == "W":
+                    if not dgrad[place]:
+                        break
+                    reader = rank
+                else:
+                    if not forward[place] or (stage < last and not dgrad[place + count]):
+                        break
+                    dgrad[place] = 1
+                    reader = owner[stage - 1] if stage else rank
+                yield rank, action
+                i += 1
+                if reader != rank:
+                    ready.append(reader)
+            at[rank] = i
+        for rank, actions in enumerate(self.ranks):
+            if at[rank] < len(actions):
+                self._stuck(rank, actions[at[rank]], forward, dgrad)
+
+    def _stuck(self, rank: int, action: Action, forward: bytearray, dgrad: bytearray) -> None:
+        done = {"F": forward, "I": dgrad}
+        missing = next(n for n in needs(action, self.stages - 1) if not done[n.kind][n.stage * self.microbatches + n.microbatch])
+        fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {action}", f"a wait for {missing} without end")
 
     def to_csv(self) -> str:
         """A line a rank, as torch.distributed.pipelining reads it with format "compute_only"."""
@@ -110,10 +134,6 @@ def needs(action: Action, last: int) -> list[Action]:
     return [Action(stage, "F", m), *([Action(stage + 1, "I", m)] if stage < last else [])]
 
 
-def _ready(need: Action, done: set[Action]) -> bool:
-    return need in done or (need.kind == "I" and need._replace(kind="B") in done)
-
-
 def _check_once(schedule: Schedule) -> None:
     where = f"Schedule {schedule.name!r}"
     owner: dict[int, int] = {}
@@ -125,8 +145,14 @@ def _check_once(schedule: Schedule) -> None:
             seen.add(action)
             held = owner.setdefault(action.stage, rank)
             require(held == rank, where, f"rank {rank}", f"without stage {action.stage}, which is on rank {held}", str(action))
+    absent = next((stage for stage in range(schedule.stages) if stage not in owner), None)
+    require(absent is None, where, "ranks", f"actions of stage {absent}", "none")
+    whole = schedule.stages * schedule.microbatches
+    counts = {kind: sum(action.kind == kind for action in seen) for kind in KINDS}
+    if counts["F"] == whole and counts["I"] == counts["W"] == whole - counts["B"] and not counts["B"]:
+        return  # each once, and as many as there are
     for stage in range(schedule.stages):
-        require(stage in owner, where, "ranks", f"actions of stage {stage}", "none")
         for m in range(schedule.microbatches):
             kinds = "".join(k for k in KINDS if Action(stage, k, m) in seen)
-            require(kinds in ("FB", "FIW"), where, f"rank {owner[stage]}", f"F and B, or F, I and W, of stage {stage}, microbatch {m}", kinds or "none")
+            wanted = f"F and B, or F, I and W, of stage {stage}, microbatch {m}"
+            require(kinds in ("FB", "FIW"), where, f"rank {owner[stage]}", wanted, kinds or "none")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from typing import NamedTuple
 
 from funcops.errors import require
-from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.actions import KINDS, Action, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,22 +66,29 @@ class Simulated(NamedTuple):
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulated:
     """Every action as early as its rank is free and what it needs has come."""
     costs = costs or Costs()
-    owner, last = schedule.rank_of(), schedule.stages - 1
-    end: dict[Action, float] = {}
+    owner, last, count = schedule.rank_of(), schedule.stages - 1, schedule.microbatches
+    forward, dgrad = (array("d", bytes(8 * (last + 1) * count)) for _ in range(2))
+    times = {kind: costs.time(kind) for kind in KINDS}
+    kept = {"F": costs.residual_bytes, "I": costs.pending_bytes - costs.residual_bytes, "W": 0.0, "B": 0.0}
+    freed = {"F": 0.0, "I": 0.0, "W": costs.pending_bytes, "B": costs.residual_bytes}
     free, held, peak = ([0.0] * len(schedule.ranks) for _ in range(3))
     slots: list[list[Slot]] = [[] for _ in schedule.ranks]
     for rank, action in schedule.order():
         stage, kind, m = action
-        came = free[rank]
-        if kind == "F" and stage:
-            came = max(came, end[Action(stage - 1, "F", m)] + (costs.send if owner[stage - 1] != rank else 0.0))
-        elif kind in "IB" and stage < last:
-            came = max(came, end[Action(stage + 1, "I", m)] + (costs.send if owner[stage + 1] != rank else 0.0))
-        finish = came + costs.time(kind)
-        end[Action(stage, "I", m) if kind == "B" else action] = finish
-        slots[rank].append(Slot(action, came, finish))
-        free[rank] = finish
-        held[rank] += {"F": costs.residual_bytes, "I": costs.pending_bytes - costs.residual_bytes}.get(kind, 0.0)
+        start, place = free[rank], stage * count + m
+        if kind == "F":
+            if stage:
+                start = max(start, forward[place - count] + (costs.send if owner[stage - 1] != rank else 0.0))
+        elif kind != "W" and stage < last:
+            start = max(start, dgrad[place + count] + (costs.send if owner[stage + 1] != rank else 0.0))
+        end = start + times[kind]
+        if kind == "F":
+            forward[place] = end
+        elif kind != "W":
+            dgrad[place] = end
+        slots[rank].append(Slot(action, start, end))
+        free[rank] = end
+        held[rank] += kept[kind]
         peak[rank] = max(peak[rank], held[rank])
-        held[rank] -= {"W": costs.pending_bytes, "B": costs.residual_bytes}.get(kind, 0.0)
+        held[rank] -= freed[kind]
     return Simulated(tuple(map(tuple, slots)), max(free), tuple(peak))
