@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters import delayed
+from funcops.adapters.autocast import without_autocast
 from funcops.adapters.hollow import Hole, Shape, gradients, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
 from funcops.compose.plan import FEW
@@ -28,6 +29,8 @@ from funcops.errors import require_type
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.trees import tensors
+
+_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class Bound:
@@ -81,7 +84,11 @@ class _Node(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        return _once(ctx, *dys) if torch.is_grad_enabled() else _backward(ctx, *dys)
+        backward_of = _once if torch.is_grad_enabled() else _backward
+        if not _autocast_enabled():
+            return backward_of(ctx, *dys)
+        with without_autocast(dys):  # the forward had none
+            return backward_of(ctx, *dys)
 
 
 def _backward(ctx: Any, *dys: Any) -> Any:
@@ -192,7 +199,7 @@ class _TracedNode(Function):
         return None, None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
 
 
-_autocast_enabled, _transforms = torch._C._is_any_autocast_enabled, torch._C._functorch.maybe_current_level
+_transforms = torch._C._functorch.maybe_current_level
 _compiling, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _bound: dict[Any, Bound] = {}
 

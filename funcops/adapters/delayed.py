@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.adapters.autocast import without_autocast
 from funcops.errors import StaleResidualError, fail
 from funcops.op import Op
 from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
@@ -79,7 +80,8 @@ class WgradStore:
             op, cfg, pending, params, versions = self.waiting.pop(0)
             if versions != _versions(params):
                 raise StaleResidualError(f"delayed_wgrad: params of {op.name} must be as the backward left them: run() before the optimiser")
-            dparams = op.wgrad(pending, cfg)
+            with without_autocast(pending):
+                dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
                 if gradient is not None and parameter.requires_grad:
                     _accumulate(parameter, gradient)
@@ -146,10 +148,6 @@ def delayed_wgrad() -> WgradStore:
     left with work, or blocks are nested. Gradients of one process belong to one store at a time, whatever thread runs them.
     """
     return WgradStore()
-
-
-def current() -> WgradStore | None:
-    return _current
 
 
 def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any) -> Any:

@@ -52,8 +52,9 @@ class Rule:
         siblings forward:   run(steps, params, main, needs) -> (y, residuals) of each
         siblings backward:  run(steps, residuals, dys) -> (dmain, pending of each step)
 
-    or returns NotImplemented for inputs that the steps one by one must take, or refuse. `everywhere`: on the CPU too, for a dy of at least FEW elements.
-    `whole`: for a backward that goes on with the weight gradients at once; its pendings hold what the chain left out.
+    or returns NotImplemented for inputs that the steps one by one must take, or refuse. `everywhere`: on the CPU too, for a dy of
+    at least FEW elements. `whole`: for a backward that goes on with the weight gradients at once; its pendings hold what the chain left
+    out.
     """
 
     name: str

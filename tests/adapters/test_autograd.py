@@ -248,6 +248,18 @@ def test_autocast_is_refused():
         differentiable(linear)(params, x, LINEAR)
 
 
+def test_a_backward_inside_autocast_is_as_outside():
+    found = []
+    for enabled in (False, True):
+        params = leaves_of(LINEAR, linear, dtype=torch.float32)
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        y = differentiable(linear)(params, x, LINEAR)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y.square().sum().backward()
+        found.append((x.grad, params.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_twice_differentiated_raises():
     params, x = made()
     (dx,) = torch.autograd.grad(differentiable(linear)(params, x, LINEAR).square().sum(), x, create_graph=True)

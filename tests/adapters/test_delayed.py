@@ -41,6 +41,17 @@ def test_grads_are_accumulated_over_microbatches():
         assert torch.equal(a, b)
 
 
+def test_autocast_does_not_reach_the_weight_gradients():
+    plain, delayed, store = model().float(), model().float(), delayed_wgrad()
+    x = batches(1)[0].float()
+    plain(x).square().sum().backward()
+    with store:
+        delayed(x).square().sum().backward()
+    with torch.autocast("cpu", torch.bfloat16):
+        store.run()
+    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(delayed), strict=True))
+
+
 def test_tied_weights_main_grad_and_hooks():
     a, b = fnn.Linear(D, D).double(), fnn.Linear(D, D, bias=False).double()
     b.weight = a.weight

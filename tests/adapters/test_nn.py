@@ -31,7 +31,7 @@ PAIRS = {
     "Sequential": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 8), lib.GELU(), lib.Linear(8, D)),
     "Sequential with others": lambda lib: lib.Sequential(lib.Linear(D, 8), nn.Softplus(), lib.GELU(), lib.Linear(8, D), nn.Identity()),
     "Sequential with names": lambda lib: lib.Sequential(
-        OrderedDict(z=lib.Linear(D, 8), norm=lib.RMSNorm(8), act=lib.SiLU(), bias=lib.Linear(8, D, bias=False), a=lib.Linear(D, 2))
+        OrderedDict({"z-1": lib.Linear(D, 8), "norm": lib.RMSNorm(8), "act": lib.SiLU(), "b": lib.Linear(8, D, bias=False), "a": lib.Linear(D, 2)})
     ),
     "Sequential of many": lambda lib: lib.Sequential(*(lib.Linear(D, D) for _ in range(12))),
     "Sequential in Sequential": lambda lib: lib.Sequential(lib.Linear(D, 8), lib.Sequential(lib.ReLU(), lib.Linear(8, 2))),

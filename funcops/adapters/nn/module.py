@@ -11,30 +11,34 @@ from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
 
-class OpModule(nn.Module):
-    """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. `values`: the attributes that
-    the config is made of; `fields`: the parameters, in the order of `params_class`."""
-
-    op: Op
-    config_class: type
-    params_class: Any = None
-    values: tuple[str, ...] = ()
-    fields: tuple[str, ...] = ()
+class Prepared(nn.Module):
+    """A module whose config is made when it is, and made anew when its mode or dtype changes: torch.compile cannot make it, but finds
+    it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         prepare(self)
 
-    def train(self, mode: bool = True) -> OpModule:
+    def train(self, mode: bool = True) -> Any:
         super().train(mode)
         prepare(self)
         return self
 
-    def _apply(self, fn: Any, recurse: bool = True) -> OpModule:
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
         self.__dict__.pop("_cfg", None)  # the dtype may be another
         prepare(self)
         return self
+
+
+class OpModule(Prepared):
+    """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. `values`: the attributes that
+    the config is made of; `fields`: the parameters, in the order of `params_class`."""
+
+    op: Op
+    params_class: Any = None
+    values: tuple[str, ...] = ()
+    fields: tuple[str, ...] = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -56,6 +60,7 @@ class OpModule(nn.Module):
         return made
 
     def make_cfg(self) -> Any:
+        """The config, made of `values` and `fields`. Raises `ValueError` for what the op does not have."""
         raise NotImplementedError
 
     def op_params(self) -> Any:
@@ -79,7 +84,7 @@ class OpModule(nn.Module):
 
 
 def prepare(module: Any) -> None:
-    """Make the config now, where it can be made: torch.compile cannot make it, but finds it."""
+    """Make the config now, where it can be made."""
     try:
         module.cfg  # noqa: B018
     except (AttributeError, KeyError, TypeError, ValueError):
@@ -87,6 +92,6 @@ def prepare(module: Any) -> None:
 
 
 def functional(module: Any) -> tuple[Op, Any, Any]:
-    """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the module's own, so that an
-    update in place is seen by both."""
+    """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the
+    module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain."""
     return module.op, module.cfg, tree_map_tensors(lambda t: t.detach(), module.op_params())

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from funcops.adapters.autograd import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, prepare
+from funcops.adapters.nn.module import OpModule, Prepared
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plan import FEW
 from funcops.compose.step import Step, WithExtras
@@ -42,25 +42,11 @@ class Group:
         return run(chain, self.params, x, cfg, [*[t for t in own if t is not None], x])
 
 
-class Sequential(nn.Sequential):
+class Sequential(Prepared, nn.Sequential):
     """`torch.nn.Sequential` whose runs of funcops modules are each one `chain`: what a step reads of a cheap one before it is
     computed again, and fused kernels run where there are some. An ordinary module, or one with hooks, splits a run."""
 
     op = chain
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        prepare(self)
-
-    def train(self, mode: bool = True) -> Sequential:
-        super().train(mode)
-        prepare(self)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Sequential:
-        super()._apply(fn, recurse)
-        prepare(self)
-        return self
 
     def forward(self, input: Any) -> Any:
         x = input
@@ -114,9 +100,9 @@ def _grouped(modules: dict[str, Any]) -> list[Group]:
             groups.append(Group(list(joined), ChainConfig(steps=steps, extras=extras)))
             joined.clear()
 
-    for name, module in modules.items():
+    for i, (name, module) in enumerate(modules.items()):
         if _joins(module):
-            joined.append((f"m{name}", module))
+            joined.append((f"m{i}", module))  # a module's name need not be an identifier
         else:
             close()
             groups.append(Group([(name, module)], None))

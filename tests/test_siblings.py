@@ -1,0 +1,139 @@
+"""Siblings: the first steps of a parallel's branches in one kernel, where they should be, and with the same numbers."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_fusion import MAKERS, D, made
+
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    LinearConfig,
+    Needs,
+    ParallelConfig,
+    ReshapeConfig,
+    Step,
+    WithExtras,
+    activation,
+    chain,
+    donate,
+    explain,
+    linear,
+    parallel,
+    random,
+    reshape,
+)
+from funcops.backend import backend
+from funcops.compose import plan as planning
+from funcops.testing import LAWS, Case
+from funcops.testing.laws import float_like
+from funcops.testing.tolerances import assert_close
+from funcops.trees import leaves, paths, tree_map
+
+BRANCHES = {
+    "linear": ("linear", linear, LinearConfig(D, 4, bias=False)),
+    "linear_b": ("linear", linear, LinearConfig(D, 5)),
+    "heads": ("chain", chain, ChainConfig(steps=(MAKERS["linear_b"]("proj"), Step("heads", reshape, ReshapeConfig((D,), (2, 3)))))),
+    "mlp": ("chain", chain, made("linear_b gelu linear")),
+    "glu": ("chain", chain, made("wide glu linear_b")),
+    "rms": ("chain", chain, made("linear rms linear")),
+    "one": ("chain", chain, made("linear_b")),
+    "drop": ("chain", chain, made("linear drop add")),
+    "frozen": ("chain", chain, made("linear gelu", fuse=False)),
+    "gelu": ("activation", activation, ActivationConfig("silu")),
+    "given": ("chain", chain, made("add linear")),
+}
+
+
+def side_by_side(words, **options):
+    steps = [Step(f"b{i}", *BRANCHES[word][1:]) for i, word in enumerate(words.split())]
+    return ParallelConfig(branches=tuple(steps), **options)
+
+
+SIBLINGS = [
+    ("linear linear", True),
+    ("linear linear_b heads", True),
+    ("one mlp", True),
+    ("mlp drop glu", True),
+    ("rms heads", True),
+    ("linear", False),
+    ("linear gelu", False),
+    ("linear frozen", False),
+    ("linear given", False),
+    ("linear linear linear linear", False),
+]
+
+
+@pytest.mark.parametrize(("words", "joined"), SIBLINGS, ids=[row[0] for row in SIBLINGS])
+def test_siblings_are_as_written_down(words, joined):
+    line = "+".join(f"b{i}" for i in range(len(words.split())))
+    text = str(explain(side_by_side(words), dtype=torch.float32))
+    assert (f"forward   {line.replace('+', ' + ')}: sibling linears" in text) == joined
+    assert (f"backward  {line.replace('+', ' + ')}: sibling linears" in text) == joined
+    on_cpu = str(explain(side_by_side(words), device_type="cpu", dtype=torch.float32))
+    assert "forward   b0 + " not in on_cpu and (f"backward  {line.replace('+', ' + ')}: sibling linears" in on_cpu) == joined
+    assert "sibling" not in str(explain(side_by_side(words, fuse=False)))
+    frozen_x = Needs(x=["extras.key", "extras.given"]) if "drop" in words else Needs(x=False)
+    assert "backward  b0 + " not in str(explain(side_by_side(words), frozen_x))
+
+
+def test_too_many_siblings_say_so():
+    text = str(explain(side_by_side("linear linear linear linear")))
+    assert "not sibling linears at b0 (siblings forward): more than 3 branches" in text
+
+
+def beside(cfg, dtype, needs, donated=False, split=False, into=False):
+    params = parallel.init(cfg, key=random.key(0), dtype=dtype)
+    x, dy = float_like(torch.empty(5, D, dtype=dtype), 1), None
+    extras = {"given": float_like(x, 2), "key": random.key(7)}
+    whole = WithExtras(x, {n: extras[n] for n in cfg.extras}) if cfg.extras else x
+    y, kept = parallel.fwd(params, whole, cfg, needs=needs)
+    if kept is None:
+        return y, None, None, None
+    names, dy = sorted(paths(kept)), tuple(float_like(part, 3 + i) for i, part in enumerate(y))
+    if split:
+        dx, pending = parallel.dgrad(donate(kept) if donated else kept, dy, cfg)
+        return y, parallel.wgrad(pending, cfg), dx, names
+    sums = tree_map(lambda p: None if p is None else torch.ones_like(p), params) if into else None
+    dparams, dx = parallel.bwd(donate(kept) if donated else kept, dy, cfg, into=sums)
+    return y, dparams, dx, names
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(st.lists(st.sampled_from(list(BRANCHES)), min_size=2, max_size=4).map(" ".join), st.data())
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_drawn_siblings_under_drawn_masks(monkeypatch, name, words, data):
+    monkeypatch.setattr(planning, "FEW", 0)
+    cfg = side_by_side(words)
+    every = [path for path, t in paths(parallel.init(cfg, device="meta")).items() if t is not None]
+    params = data.draw(st.one_of(st.booleans(), st.lists(st.sampled_from(every), unique=True) if every else st.just(False)))
+    mains = [["main"], ["main", *(f"extras.{n}" for n in cfg.extras if n != "key")], False] if cfg.extras else [True, False]
+    needs = Needs(x=data.draw(st.sampled_from(mains)), params=params)
+    try:
+        want = beside(side_by_side(words, fuse=False), torch.float32, needs)
+    except ValueError:  # drawn branches that do not take the same x
+        return
+    with backend(name):
+        got = beside(cfg, torch.float32, needs)
+        others = [beside(cfg, torch.float32, needs, *flags) for flags in ((True,), (False, True), (True, True))]
+        total = beside(cfg, torch.float32, needs, into=True)
+    assert got[3] == want[3], "a fusion keeps what the steps keep"
+    assert_close(got[:3], want[:3], dtype=torch.float32, length=1024)
+    for other in others:
+        assert all((s is None and t is None) or torch.equal(s, t) for s, t in zip(leaves(other[:3]), leaves(got[:3]), strict=True))
+    if got[1] is not None:
+        one_more = tree_map(lambda s, g: s - 1 if g is not None else None, total[1], got[1])
+        assert_close(one_more, got[1], dtype=torch.float32, length=4096)
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_siblings_refuse_is_as_without_them(monkeypatch, name):
+    monkeypatch.setattr(planning, "FEW", 0)
+    cfg = side_by_side("linear_b heads linear")
+
+    def x(d):
+        return d.randn(5, D)
+
+    with backend(name):
+        LAWS["loud"](Case(op=parallel, cfg=cfg, x=x, reference=None, name="siblings"), torch.float32)
