@@ -127,6 +127,20 @@ def test_drawn_siblings_under_drawn_masks(monkeypatch, name, words, data):
         assert_close(one_more, got[1], dtype=torch.float32, length=4096)
 
 
+@pytest.mark.parametrize("frozen", ["linear_b_0", "linear_2"])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_what_is_frozen_in_a_branch_gets_no_gradient_and_keeps_nothing(monkeypatch, name, frozen):
+    monkeypatch.setattr(planning, "FEW", 0)
+    names = ["linear_b_0.weight", "linear_b_0.bias", "linear_2.weight"]
+    asked = [f"{branch}.{n}" for branch in ("b0", "b1") for n in names if not n.startswith(frozen)]
+    with backend(name):
+        _, dparams, dx, kept = beside(side_by_side("mlp mlp"), torch.float32, Needs(params=asked))
+        _, want, _, want_kept = beside(side_by_side("mlp mlp", fuse=False), torch.float32, Needs(params=asked))
+    assert [t is None for t in leaves(dparams)] == [t is None for t in leaves(want)] and dx is not None
+    assert {path for path, t in paths(dparams).items() if t is not None} == set(asked)
+    assert kept == want_kept
+
+
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_what_siblings_refuse_is_as_without_them(monkeypatch, name):
     monkeypatch.setattr(planning, "FEW", 0)

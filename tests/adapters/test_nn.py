@@ -164,10 +164,11 @@ def test_a_sequential_is_one_node_and_ordinary_modules_split_it():
     assert nodes(one(x)) == ["_NodeBackward"]
     _, split = both(PAIRS["Sequential with others"], torch.float32)
     assert nodes(split(x)) == ["_NodeBackward", "SoftplusBackward0", "_NodeBackward"]
-    handle = one[2].register_forward_hook(lambda module, args, y: None)
-    assert len(nodes(one(x))) == 3, "a hook wants to see its module called"
-    handle.remove()
-    assert nodes(one(x)) == ["_NodeBackward"]
+    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"):
+        handle = getattr(one[2], register)(lambda *_: None)
+        assert nodes(one(x)).count("_NodeBackward") == 3, f"{register}: a hook wants to see its module called"
+        handle.remove()
+        assert nodes(one(x)) == ["_NodeBackward"]
 
 
 def test_large_inputs_compute_again_what_small_ones_keep():
