@@ -3,12 +3,15 @@
 F: forward; I: input gradient (dgrad); W: weight gradient (wgrad); B: both, I then W. On stage s and microbatch m:
 
     F(s, m) follows F(s - 1, m)        I(s, m) or B(s, m) follows F(s, m) and I or B(s + 1, m)        W(s, m) follows I(s, m)
+
+Stages may be placed on ranks in any way, several to a rank.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from collections import deque
 from collections.abc import Iterator
@@ -43,16 +46,20 @@ class Schedule:
     """`ranks`: the actions of each, in order. Making one checks it: every stage is on one rank, sees each microbatch once forward
     and once backward (B, or I and W), and the ranks, each waiting for what it needs, come to an end.
 
+    `together`: backwards that run side by side with the forward right before them: the two begin when both can.
+
     Raises `ValueError`, which names the rank and the action.
     """
 
     name: str
     ranks: tuple[tuple[Action, ...], ...]
+    together: frozenset[Action] = frozenset()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
         require(any(self.ranks), "Schedule", "ranks", "at least one action", "none")
         _check_once(self)
+        _check_together(self)
         for _ in self.order():
             pass
 
@@ -64,14 +71,15 @@ class Schedule:
     def microbatches(self) -> int:
         return 1 + max(action.microbatch for actions in self.ranks for action in actions)
 
+    @functools.cached_property
     def rank_of(self) -> dict[int, int]:
         """The rank of each stage."""
-        return {action.stage: rank for rank, actions in enumerate(self.ranks) for action in actions}
+        return {stage: rank for rank, actions in enumerate(self.ranks) for stage in {action.stage for action in actions}}
 
     def order(self) -> Iterator[tuple[int, Action]]:
         """All actions with their ranks, in an order in which each finds what it needs. A rank is looked at again when something
         that it may wait for is done, so the time is that of the actions."""
-        count, last, owner = self.microbatches, self.stages - 1, self.rank_of()
+        count, last, owner, together = self.microbatches, self.stages - 1, self.rank_of, self.together
         forward, dgrad = bytearray((last + 1) * count), bytearray((last + 1) * count)
         at, ready = [0] * len(self.ranks), deque(range(len(self.ranks)))
         while ready:
@@ -83,6 +91,8 @@ class Schedule:
                 place = stage * count + m
                 if kind == "F":
                     if stage and not forward[place - count]:
+                        break
+                    if together and i + 1 < len(actions) and actions[i + 1] in together and not _can_begin(actions[i + 1], last, count, forward, dgrad):
                         break
                     forward[place] = 1
                     reader = owner[stage + 1] if stage < last else rank
@@ -102,22 +112,38 @@ class Schedule:
             at[rank] = i
         for rank, actions in enumerate(self.ranks):
             if at[rank] < len(actions):
-                self._stuck(rank, actions[at[rank]], forward, dgrad)
+                self._stuck(rank, actions[at[rank] :][:2], forward, dgrad)
 
-    def _stuck(self, rank: int, action: Action, forward: bytearray, dgrad: bytearray) -> None:
+    def _stuck(self, rank: int, following: tuple[Action, ...], forward: bytearray, dgrad: bytearray) -> None:
         done = {"F": forward, "I": dgrad}
-        missing = next(n for n in needs(action, self.stages - 1) if not done[n.kind][n.stage * self.microbatches + n.microbatch])
-        fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {action}", f"a wait for {missing} without end")
+        wanted = [need for action in following for need in needs(action, self.stages - 1)]
+        missing = next(n for n in wanted if not done[n.kind][n.stage * self.microbatches + n.microbatch])
+        fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {following[0]}", f"a wait for {missing} without end")
 
     def to_csv(self) -> str:
         """A line a rank, as torch.distributed.pipelining reads it with format "compute_only"."""
-        return "".join(",".join(map(str, actions)) + "\n" for actions in self.ranks)
+        return "".join(",".join(self._cells(actions)) + "\n" for actions in self.ranks)
+
+    def _cells(self, actions: tuple[Action, ...]) -> list[str]:
+        cells: list[str] = []
+        for action in actions:
+            cells.append(f"({cells.pop()};{action})OVERLAP_F_B" if action in self.together else str(action))
+        return cells
 
     @staticmethod
     def from_csv(text: str, name: str = "csv") -> Schedule:
         """The schedule of such a text; empty cells are pauses, which mean nothing here."""
-        lines = [line for line in text.splitlines() if line.strip()]
-        return Schedule(name, tuple(tuple(Action.parse(c) for c in line.split(",") if c.strip()) for line in lines))
+        ranks, together = [], set()
+        for line in text.splitlines():
+            actions: list[Action] = []
+            for cell in filter(None, map(str.strip, line.split(","))):
+                pair = re.fullmatch(r"\((.+);(.+)\)OVERLAP_F_B", cell)
+                actions += [Action.parse(one) for one in (pair.groups() if pair else (cell,))]
+                if pair:
+                    together.add(actions[-1])
+            if actions:
+                ranks.append(tuple(actions))
+        return Schedule(name, tuple(ranks), frozenset(together))
 
     def __str__(self) -> str:
         width = max(len(str(a)) for actions in self.ranks for a in actions)
@@ -134,25 +160,47 @@ def needs(action: Action, last: int) -> list[Action]:
     return [Action(stage, "F", m), *([Action(stage + 1, "I", m)] if stage < last else [])]
 
 
+def _can_begin(backward: Action, last: int, count: int, forward: bytearray, dgrad: bytearray) -> bool:
+    place = backward.stage * count + backward.microbatch
+    return bool(forward[place]) and (backward.stage == last or bool(dgrad[place + count]))
+
+
+def _check_together(schedule: Schedule) -> None:
+    if not schedule.together:
+        return
+    found = set()
+    for actions in schedule.ranks:
+        for before, action in itertools.pairwise(actions):
+            if action in schedule.together and before.kind == "F" and action.kind in "IB":
+                found.add(action)
+    wrong = sorted(map(str, schedule.together - found))
+    require(not wrong, f"Schedule {schedule.name!r}", "together", "backwards right after a forward", ", ".join(wrong))
+
+
+_BITS = {kind: 1 << i for i, kind in enumerate(KINDS)}
+_WHOLE = (_BITS["F"] | _BITS["B"], _BITS["F"] | _BITS["I"] | _BITS["W"])
+
+
 def _check_once(schedule: Schedule) -> None:
-    where = f"Schedule {schedule.name!r}"
-    owner: dict[int, int] = {}
-    seen: set[Action] = set()
+    where, count, owner = f"Schedule {schedule.name!r}", schedule.microbatches, dict[int, int]()
+    seen = bytearray(schedule.stages * count)
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
-            require(action.kind in KINDS, where, f"rank {rank}", f"of the kinds {', '.join(KINDS)}", str(action))
-            require(action not in seen, where, f"rank {rank}", "every action once", f"{action} again")
-            seen.add(action)
-            held = owner.setdefault(action.stage, rank)
-            require(held == rank, where, f"rank {rank}", f"without stage {action.stage}, which is on rank {held}", str(action))
+            stage, kind, m = action
+            bit, place = _BITS.get(kind), stage * count + m
+            if bit is None:
+                fail(where, f"rank {rank}", f"of the kinds {', '.join(KINDS)}", str(action))
+            if seen[place] & bit:
+                fail(where, f"rank {rank}", "every action once", f"{action} again")
+            seen[place] |= bit
+        for stage in {action[0] for action in actions}:
+            if owner.setdefault(stage, rank) != rank:
+                first = next(action for action in actions if action.stage == stage)
+                fail(where, f"rank {rank}", f"without stage {stage}, which is on rank {owner[stage]}", str(first))
     absent = next((stage for stage in range(schedule.stages) if stage not in owner), None)
     require(absent is None, where, "ranks", f"actions of stage {absent}", "none")
-    whole = schedule.stages * schedule.microbatches
-    counts = {kind: sum(action.kind == kind for action in seen) for kind in KINDS}
-    if counts["F"] == whole and counts["I"] == counts["W"] == whole - counts["B"] and not counts["B"]:
-        return  # each once, and as many as there are
-    for stage in range(schedule.stages):
-        for m in range(schedule.microbatches):
-            kinds = "".join(k for k in KINDS if Action(stage, k, m) in seen)
-            wanted = f"F and B, or F, I and W, of stage {stage}, microbatch {m}"
-            require(kinds in ("FB", "FIW"), where, f"rank {owner[stage]}", wanted, kinds or "none")
+    place = next((place for place, bits in enumerate(seen) if bits not in _WHOLE), None)
+    if place is not None:
+        stage, m = divmod(place, count)
+        kinds = "".join(kind for kind in KINDS if seen[place] & _BITS[kind])
+        fail(where, f"rank {owner[stage]}", f"F and B, or F, I and W, of stage {stage}, microbatch {m}", kinds or "none")

@@ -3,31 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from array import array
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from funcops.errors import require
+from funcops.errors import require, require_type
 from funcops.schedule.actions import KINDS, Action, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """Times of one microbatch on one stage, in any unit; `send`: of passing it to another rank; bytes that a forward keeps, and that
-    a dgrad leaves of them for its wgrad."""
+    """Of one microbatch on one stage: times, in any unit; `together`: of a forward and a backward side by side, None for their sum;
+    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y, which goes to the next stage (its gradient comes
+    back)."""
 
     forward: float = 1.0
     dgrad: float = 1.0
     wgrad: float = 1.0
-    send: float = 0.0
+    together: float | None = None
     residual_bytes: float = 1.0
     pending_bytes: float = 1.0
+    output_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            require(value >= 0, "Costs", name, "at least 0", value)
+            require(value is None or value >= 0, "Costs", name, "at least 0", value)
 
     def time(self, kind: str) -> float:
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}[kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """Time from rank to rank: `latency` + bytes / `bandwidth`; between ranks of one node of `ranks_per_node`, the `near_` ones."""
+
+    latency: float = 0.0
+    bandwidth: float = math.inf
+    ranks_per_node: int = 1
+    near_latency: float = 0.0
+    near_bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name in ("latency", "near_latency"):
+            require(getattr(self, name) >= 0, "Network", name, "at least 0", getattr(self, name))
+        for name in ("bandwidth", "near_bandwidth", "ranks_per_node"):
+            require(getattr(self, name) > 0, "Network", name, "above 0", getattr(self, name))
+
+    def time(self, sender: int, receiver: int, nbytes: float) -> float:
+        if sender == receiver:
+            return 0.0
+        if sender // self.ranks_per_node == receiver // self.ranks_per_node:
+            return self.near_latency + nbytes / self.near_bandwidth
+        return self.latency + nbytes / self.bandwidth
+
+
+class Model(NamedTuple):
+    """Costs by stage, and the time to the stage after, by stage."""
+
+    costs: tuple[Costs, ...]
+    send: tuple[float, ...]
+
+    @staticmethod
+    def of(schedule: Schedule, costs: Costs | Sequence[Costs] | None, network: Network | None, where: str) -> Model:
+        """Raises for costs of another number of stages."""
+        given = [costs or Costs()] * schedule.stages if costs is None or isinstance(costs, Costs) else list(costs)
+        for one in given:
+            require_type(where, "costs", one, Costs)
+        require(len(given) == schedule.stages, where, "costs", f"one Costs, or {schedule.stages}, one a stage", len(given))
+        owner, net = schedule.rank_of, network or Network()
+        send = [net.time(owner[s], owner[s + 1], given[s].output_bytes) for s in range(schedule.stages - 1)]
+        return Model(tuple(given), (*send, 0.0))
 
 
 class Slot(NamedTuple):
@@ -36,59 +83,111 @@ class Slot(NamedTuple):
     end: float
 
 
-class Simulated(NamedTuple):
-    """`slots`: what each rank does when. `peak_bytes`, by rank."""
+@dataclasses.dataclass(frozen=True)
+class Simulated:
+    """When each action of each rank starts and ends, in the order of the schedule; the time of the step; the most bytes of residuals
+    and pendings that each rank holds."""
 
-    slots: tuple[tuple[Slot, ...], ...]
+    schedule: Schedule
+    starts: tuple[array[float], ...]
+    ends: tuple[array[float], ...]
     time: float
     peak_bytes: tuple[float, ...]
+
+    @functools.cached_property
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """What each rank does when."""
+        rows = zip(self.schedule.ranks, self.starts, self.ends, strict=True)
+        return tuple(tuple(map(Slot, actions, starts, ends)) for actions, starts, ends in rows)
+
+    @functools.cached_property
+    def busy(self) -> tuple[float, ...]:
+        """By rank, the time in which it works; a pair side by side counts once."""
+        return tuple(map(self._busy, range(len(self.starts))))
+
+    def _busy(self, rank: int) -> float:
+        starts, ends, actions, pairs = self.starts[rank], self.ends[rank], self.schedule.ranks[rank], self.schedule.together
+        if not pairs:
+            return sum(ends) - sum(starts)
+        return sum(end - start for action, start, end in zip(actions, starts, ends, strict=True) if action not in pairs)
 
     @property
     def idle(self) -> tuple[float, ...]:
         """By rank, the time of the step in which it does nothing."""
-        return tuple(self.time - sum(slot.end - slot.start for slot in slots) for slots in self.slots)
+        return tuple(self.time - busy for busy in self.busy)
 
     @property
     def waiting(self) -> tuple[float, ...]:
         """By rank, the time between its first and its last action in which it waits. Where a rank may go on with the next step
         before others end this one, this is all that is lost."""
-        return tuple(s[-1].end - s[0].start - sum(slot.end - slot.start for slot in s) if s else 0.0 for s in self.slots)
+        rows = zip(self.starts, self.ends, self.busy, strict=True)
+        return tuple(ends[-1] - starts[0] - busy if starts else 0.0 for starts, ends, busy in rows)
 
     @property
     def bubble(self) -> float:
         """The part of all ranks' time that is idle."""
-        return sum(self.idle) / (self.time * len(self.slots))
+        return sum(self.idle) / (self.time * len(self.starts)) if self.time else 0.0
 
     def __str__(self) -> str:
-        return f"{self.time:g} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: " + ", ".join(f"{b:g}" for b in self.peak_bytes)
+        peaks = [f"{b:g}" for b in self.peak_bytes]
+        shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
+        return f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: {shown}"
 
 
-def simulate(schedule: Schedule, costs: Costs | None = None) -> Simulated:
-    """Every action as early as its rank is free and what it needs has come."""
-    costs = costs or Costs()
-    owner, last, count = schedule.rank_of(), schedule.stages - 1, schedule.microbatches
-    forward, dgrad = (array("d", bytes(8 * (last + 1) * count)) for _ in range(2))
-    times = {kind: costs.time(kind) for kind in KINDS}
-    kept = {"F": costs.residual_bytes, "I": costs.pending_bytes - costs.residual_bytes, "W": 0.0, "B": 0.0}
-    freed = {"F": 0.0, "I": 0.0, "W": costs.pending_bytes, "B": costs.residual_bytes}
-    free, held, peak = ([0.0] * len(schedule.ranks) for _ in range(3))
-    slots: list[list[Slot]] = [[] for _ in schedule.ranks]
+def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Simulated:
+    """Every action as early as its rank is free and what it needs has come. `costs`: of every stage, or one each.
+
+    Raises `ValueError` for costs of another number of stages.
+    """
+    require_type("simulate", "schedule", schedule, Schedule)
+    model = Model.of(schedule, costs, network, "simulate")
+    count, ranks, together = schedule.microbatches, range(len(schedule.ranks)), schedule.together
+    forward, dgrad = (array("d", bytes(8 * schedule.stages * count)) for _ in range(2))  # when each is there for the next stage
+    times = {kind: [c.time(kind) for c in model.costs] for kind in KINDS}
+    kept = {"F": [c.residual_bytes for c in model.costs], "I": [c.pending_bytes - c.residual_bytes for c in model.costs]}
+    freed = {"W": [c.pending_bytes for c in model.costs], "B": [c.residual_bytes for c in model.costs]}
+    free, held, peak = ([0.0] * len(ranks) for _ in range(3))
+    starts, ends = ([array("d") for _ in ranks] for _ in range(2))
+    send, last = model.send, schedule.stages - 1
     for rank, action in schedule.order():
         stage, kind, m = action
         start, place = free[rank], stage * count + m
         if kind == "F":
-            if stage:
-                start = max(start, forward[place - count] + (costs.send if owner[stage - 1] != rank else 0.0))
-        elif kind != "W" and stage < last:
-            start = max(start, dgrad[place + count] + (costs.send if owner[stage + 1] != rank else 0.0))
-        end = start + times[kind]
-        if kind == "F":
-            forward[place] = end
-        elif kind != "W":
-            dgrad[place] = end
-        slots[rank].append(Slot(action, start, end))
+            if stage and forward[place - count] > start:
+                start = forward[place - count]
+            end = start + times[kind][stage]
+            forward[place] = end + send[stage]
+        elif kind == "W":
+            end = start + times[kind][stage]
+        else:
+            arrival = dgrad[place + count] if stage < last else 0.0
+            if together and action in together:
+                start, end = _side_by_side(schedule, model, rank, action, arrival, starts, ends, forward)
+            else:
+                start = max(start, arrival)
+                end = start + times[kind][stage]
+            dgrad[place] = end + (send[stage - 1] if stage else 0.0)
+        starts[rank].append(start)
+        ends[rank].append(end)
         free[rank] = end
-        held[rank] += kept[kind]
-        peak[rank] = max(peak[rank], held[rank])
-        held[rank] -= freed[kind]
-    return Simulated(tuple(map(tuple, slots)), max(free), tuple(peak))
+        if kind in kept:
+            held[rank] += kept[kind][stage]
+            if held[rank] > peak[rank]:
+                peak[rank] = held[rank]
+        else:
+            held[rank] -= freed[kind][stage]
+    return Simulated(schedule, tuple(starts), tuple(ends), max(free), tuple(peak))
+
+
+def _side_by_side(
+    schedule: Schedule, model: Model, rank: int, action: Action, arrival: float, starts: list[array[float]], ends: list[array[float]], forward: array[float]
+) -> tuple[float, float]:
+    """Times of a backward whose gradient comes at `arrival`, and of the forward right before it, which is moved: both begin when both
+    can, and end together."""
+    before = schedule.ranks[rank][len(starts[rank]) - 1]
+    own = model.costs[action.stage]
+    time = own.together if own.together is not None else model.costs[before.stage].forward + own.time(action.kind)
+    start = max(starts[rank][-1], arrival)
+    starts[rank][-1], ends[rank][-1] = start, start + time
+    forward[before.stage * schedule.microbatches + before.microbatch] = start + time + model.send[before.stage]
+    return start, start + time

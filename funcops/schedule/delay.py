@@ -1,0 +1,107 @@
+"""`delay_w`: weight gradients where nothing else could run, within a budget of bytes."""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+from funcops.errors import fail, require, require_type
+from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.simulate import Costs, Model, Network, simulate
+
+
+def delay_w(
+    schedule: Schedule, budget_bytes: float, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None
+) -> Schedule:
+    """The schedule with its weight gradients put elsewhere: forwards and dgrads keep their order; whole backwards are split; a weight
+    gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of residuals and pendings, on each
+    rank). Of several placements, and the schedule itself where it is within the budget, the fastest by `simulate` is returned.
+
+    Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
+    """
+    require_type("delay_w", "schedule", schedule, Schedule)
+    require(budget_bytes > 0, "delay_w", "budget_bytes", "above 0", budget_bytes)
+    model = Model.of(schedule, costs, network, "delay_w")
+    tried = [_Placing(schedule, model, budget_bytes, patient).run() for patient in (False, True)]
+    timed = [(simulate(one, costs, network), one) for one in (*tried, schedule)]
+    within = [(found.time, max(found.peak_bytes), i) for i, (found, _) in enumerate(timed) if max(found.peak_bytes) <= budget_bytes * (1 + 1e-9)]
+    return timed[min(within)[2]][1]
+
+
+class _Placing:
+    """All ranks in the order of time: each, when it is free, takes its next forward or dgrad, or a weight gradient that waits.
+    `patient`: it rather waits for what is known to come before a weight gradient would end."""
+
+    def __init__(self, schedule: Schedule, model: Model, budget: float, patient: bool) -> None:
+        self.schedule, self.model, self.budget, self.patient = schedule, model, budget, patient
+        self.todo = [[a._replace(kind="I") if a.kind == "B" else a for a in actions if a.kind != "W"] for actions in schedule.ranks]
+        self.at = [0] * len(self.todo)
+        self.waiting: list[deque[Action]] = [deque() for _ in self.todo]
+        self.placed: list[list[Action]] = [[] for _ in self.todo]
+        self.held = [0.0] * len(self.todo)
+        self.arrival: dict[tuple[int, str, int], float] = {}  # of what a stage is sent: its x for F, its dy for I
+        self.blocked: dict[tuple[int, str, int], tuple[int, float]] = {}  # by what it waits for: the rank, and since when it is free
+        self.events = [(0.0, rank) for rank in range(len(self.todo))]
+
+    def run(self) -> Schedule:
+        while self.events:
+            now, rank = heapq.heappop(self.events)
+            self._act(now, rank)
+        for rank, actions in enumerate(self.todo):
+            if self.at[rank] < len(actions):  # together with forwards of others it could go on, alone it cannot
+                fail("delay_w", f"rank {rank}", f"able to go on at {actions[self.at[rank]]}", "a wait without end")
+        return Schedule(f"{self.schedule.name}, delayed", tuple(map(tuple, self.placed)))
+
+    def _act(self, now: float, rank: int) -> None:
+        waiting = self.waiting[rank]
+        if self.at[rank] == len(self.todo[rank]):
+            if waiting:
+                self._weight(now, rank)
+            return
+        action = self.todo[rank][self.at[rank]]
+        if waiting and self.held[rank] + self._kept(action) > self.budget:
+            return self._weight(now, rank)
+        comes = self._comes(action)
+        if comes is not None and comes <= now:
+            self._take(now, rank, action)
+        elif waiting and (comes is None or not self.patient or comes >= now + self.model.costs[waiting[0].stage].wgrad):
+            self._weight(now, rank)
+        elif comes is not None:
+            heapq.heappush(self.events, (comes, rank))
+        else:
+            self.blocked[action] = rank, now
+
+    def _comes(self, action: Action) -> float | None:
+        """When what it needs from another stage is there; None where that is not known yet."""
+        first = action.stage == (0 if action.kind == "F" else self.schedule.stages - 1)
+        return 0.0 if first else self.arrival.get(action)
+
+    def _kept(self, action: Action) -> float:
+        own = self.model.costs[action.stage]
+        return own.residual_bytes if action.kind == "F" else own.pending_bytes - own.residual_bytes
+
+    def _take(self, now: float, rank: int, action: Action) -> None:
+        stage, kind, m = action
+        need = self.held[rank] + self._kept(action)
+        if need > self.budget:
+            fail("delay_w", "budget_bytes", f"at least {need:g} for rank {rank} at {action}", f"{self.budget:g}")
+        self.held[rank], self.at[rank] = need, self.at[rank] + 1
+        self.placed[rank].append(action)
+        end = now + self.model.costs[stage].time(kind)
+        if kind == "I":
+            self.waiting[rank].append(Action(stage, "W", m))
+        after = stage + 1 if kind == "F" else stage - 1
+        if 0 <= after < self.schedule.stages:
+            told = Action(after, kind, m)
+            self.arrival[told] = end + self.model.send[min(stage, after)]
+            if told in self.blocked:
+                reader, since = self.blocked.pop(told)
+                heapq.heappush(self.events, (max(since, self.arrival[told]), reader))
+        heapq.heappush(self.events, (end, rank))
+
+    def _weight(self, now: float, rank: int) -> None:
+        action = self.waiting[rank].popleft()
+        self.placed[rank].append(action)
+        self.held[rank] -= self.model.costs[action.stage].pending_bytes
+        heapq.heappush(self.events, (now + self.model.costs[action.stage].wgrad, rank))

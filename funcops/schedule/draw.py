@@ -1,0 +1,57 @@
+"""A simulated step as the usual picture: a row a rank, a box an action. Needs matplotlib."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcops.errors import require, require_type
+from funcops.schedule.simulate import Simulated
+
+COLOURS = {"F": "#8fb8de", "I": "#f2b880", "W": "#9fd8a4", "B": "#e8998d"}
+NAMES = {"F": "forward", "I": "dgrad", "W": "wgrad", "B": "dgrad and wgrad"}
+LABELLED = 2_000  # actions, above which boxes bear no text
+MOST = 100_000
+
+
+def draw(simulated: Simulated, path: str | None = None) -> Any:
+    """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch, and
+    darker for the later stages of its rank. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
+    100,000 actions, which no picture shows."""
+    require_type("draw", "simulated", simulated, Simulated)
+    count = sum(map(len, simulated.starts))
+    require(count <= MOST, "draw", "simulated", f"of at most {MOST:,} actions", f"{count:,}")
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ImportError as error:
+        raise ImportError("draw needs matplotlib: pip install 'funcops[docs]'") from error
+    ranks = len(simulated.slots)
+    figure = Figure(figsize=(12, 1.2 + 0.35 * ranks))
+    axes = figure.add_subplot()
+    axes.set_xlim(0, simulated.time)
+    for rank in range(ranks):
+        _row(axes, simulated, rank, count <= LABELLED)
+    axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
+    axes.invert_yaxis()
+    axes.set_xlabel("time")
+    axes.set_title(str(simulated), fontsize=8)
+    kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
+    patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
+    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.35 / (1 + 0.15 * ranks)), ncols=len(kinds), fontsize=8, frameon=False)
+    figure.tight_layout()
+    if path is not None:
+        figure.savefig(path, dpi=120)
+    return figure
+
+
+def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
+    slots, pairs = simulated.slots[rank], simulated.schedule.together
+    stages = sorted({slot.action.stage for slot in slots})
+    for i, (action, start, end) in enumerate(slots):
+        upper, lower = action in pairs, i + 1 < len(slots) and slots[i + 1].action in pairs  # a pair shares the row's height
+        height = 0.45 if upper or lower else 0.9
+        bottom = rank if upper else rank - 0.45
+        shade = 1.0 - 0.45 * stages.index(action.stage) / max(1, len(stages) - 1) if len(stages) > 1 else 1.0
+        axes.broken_barh([(start, end - start)], (bottom, height), facecolor=COLOURS[action.kind], alpha=shade, edgecolor="black", linewidth=0.4)
+        if labelled:
+            axes.text((start + end) / 2, bottom + height / 2, action.microbatch, ha="center", va="center", fontsize=6)
