@@ -199,8 +199,8 @@ def _check_once(schedule: Schedule) -> None:
                 fail(where, f"rank {rank}", f"without stage {stage}, which is on rank {owner[stage]}", str(first))
     absent = next((stage for stage in range(schedule.stages) if stage not in owner), None)
     require(absent is None, where, "ranks", f"actions of stage {absent}", "none")
-    place = next((place for place, bits in enumerate(seen) if bits not in _WHOLE), None)
-    if place is not None:
-        stage, m = divmod(place, count)
-        kinds = "".join(kind for kind in KINDS if seen[place] & _BITS[kind])
+    broken = next((place for place, bits in enumerate(seen) if bits not in _WHOLE), None)
+    if broken is not None:
+        stage, m = divmod(broken, count)
+        kinds = "".join(kind for kind in KINDS if seen[broken] & _BITS[kind])
         fail(where, f"rank {owner[stage]}", f"F and B, or F, I and W, of stage {stage}, microbatch {m}", kinds or "none")

@@ -26,7 +26,7 @@ def draw(simulated: Simulated, path: str | None = None) -> Any:
     except ImportError as error:
         raise ImportError("draw needs matplotlib: pip install 'funcops[docs]'") from error
     ranks = len(simulated.slots)
-    figure = Figure(figsize=(12, 1.2 + 0.35 * ranks))
+    figure = Figure(figsize=(12, 1.4 + 0.35 * ranks), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(0, simulated.time)
     for rank in range(ranks):
@@ -37,8 +37,7 @@ def draw(simulated: Simulated, path: str | None = None) -> Any:
     axes.set_title(str(simulated), fontsize=8)
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
-    axes.legend(handles=patches, loc="upper center", bbox_to_anchor=(0.5, -0.35 / (1 + 0.15 * ranks)), ncols=len(kinds), fontsize=8, frameon=False)
-    figure.tight_layout()
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure

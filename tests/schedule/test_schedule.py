@@ -1,55 +1,10 @@
-"""Schedules against the formulas that were published for them."""
+"""Schedules as data: what is whole, what is refused, and their texts."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from funcops.schedule import Action, Costs, Schedule, gpipe, one_f_one_b, simulate, zb_h1, zb_h2
-
-GENERATORS = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
-GRID = [(p, m) for p in range(2, 9) for m in range(2, 33)]
-COSTS = [Costs(), Costs(forward=1.0, dgrad=1.0, wgrad=0.5), Costs(forward=1.0, dgrad=1.25, wgrad=0.75), Costs(forward=1.0, dgrad=1.5, wgrad=1.0)]
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_every_schedule_of_a_grid_is_whole(name):
-    for p, m in GRID:
-        made = GENERATORS[name](p, m)
-        assert made.stages == p and made.microbatches == m
-        assert len(list(made.order())) == sum(map(len, made.ranks))
-        assert Schedule.from_csv(made.to_csv(), made.name) == made
-
-
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubbles_of_gpipe_and_1f1b(costs):
-    for p, m in GRID:
-        for generator in (gpipe, one_f_one_b):
-            assert simulate(generator(p, m), costs).bubble == pytest.approx((p - 1) / (m + p - 1))
-
-
-@pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubbles_of_zero_bubble_schedules(costs):
-    f, i, w = costs.forward, costs.dgrad, costs.wgrad
-    for p, m in GRID:
-        if m >= p:
-            assert simulate(zb_h1(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
-        if m >= 2 * p - 1:
-            assert max(simulate(zb_h2(p, m), costs).waiting) == pytest.approx((p - 1) * max(0.0, f + i - 2 * w))
-
-
-def test_activations_in_flight():
-    for p, m in GRID:
-        assert simulate(gpipe(p, m)).peak_bytes == (m,) * p
-        assert simulate(one_f_one_b(p, m)).peak_bytes == tuple(min(p - r, m) for r in range(p))
-        assert max(simulate(zb_h1(p, m)).peak_bytes) == min(p, m)
-        assert max(simulate(zb_h2(p, m)).peak_bytes) == min(2 * p - 1, m)
-    small = Costs(residual_bytes=10, pending_bytes=4)
-    assert simulate(zb_h1(4, 8), small).peak_bytes == (40, 34, 28, 22), "a pending is less than residuals"
-
-
-def test_sending_takes_time():
-    assert simulate(one_f_one_b(2, 1), Costs(send=0.5)).time == 2 * 3 + 2 * 0.5
-    assert "% idle" in str(simulate(gpipe(2, 2)))
+from funcops.schedule import Action, Schedule, dualpipe_v, gpipe, one_f_one_b, simulate, zb_h1, zb_v
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.randoms())
@@ -75,7 +30,7 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
     [
         ("0F0,0B0\n1F0\n", "Schedule 'csv': rank 1 must be F and B, or F, I and W, of stage 1, microbatch 0, got F"),
         ("0F0,0B0,0F0\n", "rank 0 must be every action once, got 0F0 again"),
-        ("0F0,1F0\n1B0,0B0\n", "rank 1 must be without stage 1, which is on rank 0, got 1B0"),
+        ("0F0,1F0,0B0\n1B0\n", "rank 1 must be without stage 1, which is on rank 0, got 1B0"),
         ("0B0,0F0\n", "rank 0 must be able to go on at 0B0, got a wait for 0F0 without end"),
         ("0F0,0B0\n1B0,1F0\n", "must be able to go on at"),
         ("0F0,0W0,0I0\n", "must be able to go on at 0W0, got a wait for 0I0 without end"),
@@ -91,22 +46,34 @@ def test_what_is_wrong_is_named(csv, text):
     assert text in str(error.value)
 
 
-def test_bad_numbers():
-    with pytest.raises(ValueError, match="zb_h1: ranks must be at least 1, got 0"):
-        zb_h1(0, 4)
-    with pytest.raises(ValueError, match="Costs: dgrad must be at least 0, got -1"):
-        Costs(dgrad=-1)
-
-
 def test_text():
     assert str(one_f_one_b(2, 2)) == "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1"
     assert str(Action.parse(" 12W3 ")) == "12W3"
 
 
-def test_torch_reads_the_csv(tmp_path):
+@pytest.mark.parametrize("made", [zb_h1(2, 4), dualpipe_v(2, 4), zb_v(2, 3)], ids=lambda made: made.name)
+def test_torch_reads_the_csv(made):
     """The compute-only form of torch's runtime, if this torch has it."""
     module = pytest.importorskip("torch.distributed.pipelining.schedules")
-    path = tmp_path / "schedule.csv"
-    path.write_text(zb_h1(2, 4).to_csv())
-    read = [[module._Action.from_str(cell) for cell in line.split(",")] for line in path.read_text().splitlines()]
-    assert [[str(action) for action in row] for row in read] == [[str(a) for a in row] for row in zb_h1(2, 4).ranks]
+    for line in made.to_csv().splitlines():
+        assert [str(module._Action.from_str(cell)) for cell in line.split(",")] == line.split(",")
+
+
+def test_stages_placed_as_one_likes():
+    made = Schedule.from_csv("0F0,2F0,2B0,0B0\n\n1F0, ,1I0,1W0\n", "mine")
+    assert made.rank_of == {0: 0, 2: 0, 1: 1} and made.stages == 3 and made.microbatches == 1
+
+
+def test_pairs_begin_together():
+    pair = Schedule.from_csv("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,(1F1;1B0)OVERLAP_F_B,1F2,1B1,1B2")
+    assert pair.together == {Action(1, "B", 0)} and "(1F1;1B0)OVERLAP_F_B" in pair.to_csv()
+    assert Schedule.from_csv(pair.to_csv(), pair.name) == pair
+    forward, backward = simulate(pair).slots[1][1:3]
+    assert forward.start == backward.start == 2 and forward.end == backward.end == 5
+    with pytest.raises(ValueError, match="'x': together must be backwards right after a forward, got 0B1"):
+        Schedule("x", gpipe(1, 2).ranks, frozenset({Action(0, "B", 1)}))
+
+
+def test_a_pair_that_would_wait_for_itself_is_refused():
+    with pytest.raises(ValueError, match="rank 0 must be able to go on at 0F0, got a wait for 0F0 without end"):
+        Schedule.from_csv("(0F0;0B0)OVERLAP_F_B")

@@ -1,0 +1,150 @@
+"""The generators against the formulas that were published for them."""
+
+import pytest
+
+from funcops.schedule import (
+    Costs,
+    Schedule,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+
+ONE_STAGE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
+CHUNKED = {
+    "interleaved_1f1b": interleaved_1f1b,
+    "interleaved_zb": interleaved_zb,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+}
+GENERATORS = ONE_STAGE | CHUNKED
+GRID = [(p, m) for p in range(2, 9) for m in range(2, 33)]
+FULL = [(p, m) for p, m in GRID if m >= 2 * p and m % p == 0]
+COSTS = [
+    Costs(),
+    Costs(forward=1.0, dgrad=1.0, wgrad=0.5),
+    Costs(forward=1.0, dgrad=1.25, wgrad=0.75),
+    Costs(forward=1.0, dgrad=1.5, wgrad=1.0),
+]
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_every_schedule_of_a_grid_is_whole(name):
+    for p, m in GRID:
+        made = GENERATORS[name](p, m)
+        assert made.stages == p * (1 + (name in CHUNKED)) and made.microbatches == m and len(made.ranks) == p
+        assert len(list(made.order())) == sum(map(len, made.ranks))
+        assert Schedule.from_csv(made.to_csv(), made.name) == made
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_bubbles_of_gpipe_and_1f1b(costs):
+    for p, m in GRID:
+        for generator in (gpipe, one_f_one_b):
+            assert simulate(generator(p, m), costs).bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_bubbles_of_zero_bubble_schedules(costs):
+    f, i, w = costs.forward, costs.dgrad, costs.wgrad
+    for p, m in GRID:
+        if m >= p:
+            assert simulate(zb_h1(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
+        if m >= 2 * p - 1:
+            assert max(simulate(zb_h2(p, m), costs).waiting) == pytest.approx((p - 1) * max(0.0, f + i - 2 * w))
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_bubbles_of_interleaved_schedules(costs):
+    """Megatron's table: the bubble is that of 1F1B over the number of chunks."""
+    f, i, w = costs.forward, costs.dgrad, costs.wgrad
+    for p, m in FULL:
+        found = simulate(interleaved_1f1b(p, m), costs)
+        assert found.idle == pytest.approx([(p - 1) * (f + i + w)] * p)
+        assert found.bubble == pytest.approx((p - 1) / (2 * m + p - 1))
+        assert simulate(interleaved_1f1b(p, m, 4), costs).bubble == pytest.approx((p - 1) / (4 * m + p - 1))
+        assert simulate(interleaved_zb(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
+
+
+def test_bubble_of_zb_v():
+    for p, m in GRID:
+        if m >= 2 * p:
+            assert simulate(zb_v(p, m)).waiting == pytest.approx([0.0] * p)
+            assert max(simulate(zb_v(p, m)).idle) == pytest.approx(p - 1)
+
+
+@pytest.mark.parametrize("together", [None, 1.5, 2.25])
+@pytest.mark.parametrize("costs", COSTS, ids=str)
+def test_bubble_of_dualpipe(costs, together):
+    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards; a longer dgrad hides more."""
+    f, i, w = costs.forward, costs.dgrad, costs.wgrad
+    side_by_side = f + i + w if together is None else together
+    for p, m in GRID:
+        if m >= 2 * p:
+            idle = simulate(dualpipe_v(p, m), Costs(f, i, w, together)).idle
+            formula = (p - 1) * (side_by_side + (i + w) - 3 * w)
+            if i == f and together is None:
+                assert idle == pytest.approx([formula] * p)
+            elif together is None:
+                assert max(idle) <= formula + 1e-9
+
+
+def test_activations_in_flight():
+    """A chunk is one unit; the papers' tables."""
+    for p, m in GRID:
+        assert simulate(gpipe(p, m)).peak_bytes == (m,) * p
+        assert simulate(one_f_one_b(p, m)).peak_bytes == tuple(min(p - r, m) for r in range(p))
+        assert max(simulate(zb_h1(p, m)).peak_bytes) == min(p, m)
+        assert max(simulate(zb_h2(p, m)).peak_bytes) == min(2 * p - 1, m)
+        if m >= 2 * p:
+            assert simulate(zb_v(p, m)).peak_bytes == (2 * p,) * p
+            assert simulate(dualpipe_v(p, m)).peak_bytes == (2 * p + 1,) * p
+    for p, m in FULL:
+        assert simulate(interleaved_1f1b(p, m)).peak_bytes == tuple(p + 2 * (p - 1 - r) + 1 for r in range(p))
+        assert max(simulate(interleaved_zb(p, m)).peak_bytes) == 2 * p
+    small = Costs(residual_bytes=10, pending_bytes=4)
+    assert simulate(zb_h1(4, 8), small).peak_bytes == (40, 34, 28, 22), "a pending is less than residuals"
+
+
+TORCHS = {
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "interleaved_zb": "ScheduleInterleavedZeroBubble",
+    "zb_v": "ScheduleZBVZeroBubble",
+    "dualpipe_v": "ScheduleDualPipeV",
+}
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_schedules_are_torchs(name):
+    """Action for action what torch.distributed.pipelining's class of that schedule would do."""
+    module = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for p, m in FULL:
+        torchs = object.__new__(getattr(module, TORCHS[name]))  # to make one takes a process group
+        torchs.pp_group_size = torchs.microbatches_per_round = p
+        torchs.n_local_stages, torchs.num_stages, torchs._n_microbatches = 2, 2 * p, m
+        for rank, line in enumerate(GENERATORS[name](p, m).to_csv().splitlines()):
+            torchs.rank = rank
+            assert [str(a) for a in torchs._calculate_single_rank_operations(rank) if a is not None] == line.split(",")
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("sizes", [(0, 4), (2, 0), (-1, 1), (1.5, 2), (True, 0)])
+def test_bad_sizes(name, sizes):
+    with pytest.raises(ValueError, match=f"{name}: (ranks|microbatches) must be at least 1"):
+        GENERATORS[name](*sizes)
+
+
+def test_bad_chunks():
+    with pytest.raises(ValueError, match="interleaved_zb: chunks must be at least 1, got 0"):
+        interleaved_zb(2, 2, 0)
+
+
+def test_one_rank():
+    for name, generator in GENERATORS.items():
+        assert simulate(generator(1, 3)).bubble == 0.0, name

@@ -1,0 +1,151 @@
+"""Times and bytes of schedules, their pictures, and the placer of weight gradients."""
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from funcops.schedule import (
+    Costs,
+    Network,
+    Schedule,
+    delay_w,
+    draw,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+)
+
+GENERATORS = (gpipe, one_f_one_b, zb_h1, zb_v, interleaved_1f1b, dualpipe_v)
+
+
+def test_sending_takes_time():
+    assert simulate(one_f_one_b(2, 1), network=Network(latency=0.5)).time == 2 * 3 + 2 * 0.5
+    assert simulate(one_f_one_b(2, 1), Costs(output_bytes=8), Network(bandwidth=16)).time == 2 * 3 + 2 * 0.5
+    assert "% idle" in str(simulate(gpipe(2, 2)))
+
+
+def test_ranks_of_one_node_are_near():
+    far = Network(latency=1.0)
+    near = Network(latency=1.0, ranks_per_node=2, near_latency=0.25)
+    costs = Costs(0.0, 0.0, 0.0)
+    assert simulate(gpipe(4, 1), costs, far).time == 6
+    assert simulate(gpipe(4, 1), costs, near).time == 2 * (0.25 + 1 + 0.25)
+    assert simulate(zb_v(2, 1), costs, far).time == 4, "the two middle stages are on one rank"
+
+
+def test_stages_cost_what_they_cost():
+    unequal = [Costs(1, 1, 1, residual_bytes=5), Costs(2, 2, 2, residual_bytes=7)]
+    found = simulate(gpipe(2, 2), unequal)
+    assert found.busy == (6, 12) and found.peak_bytes == (10, 14)
+    assert found.time == 1 + 4 + 8 + 2
+    with pytest.raises(ValueError, match="simulate: costs must be one Costs, or 2, one a stage, got 1"):
+        simulate(gpipe(2, 2), [Costs()])
+    with pytest.raises(TypeError, match="simulate: costs must be"):
+        simulate(gpipe(2, 2), [1.0, 2.0])
+
+
+@pytest.mark.parametrize("bad", [{"latency": -1}, {"bandwidth": 0}, {"ranks_per_node": 0}, {"near_bandwidth": -2}])
+def test_bad_networks(bad):
+    with pytest.raises(ValueError, match=f"Network: {next(iter(bad))} must be"):
+        Network(**bad)
+
+
+def test_bad_costs():
+    with pytest.raises(ValueError, match="Costs: dgrad must be at least 0, got -1"):
+        Costs(dgrad=-1)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_draw(tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"dualpipe.{suffix}"
+    figure = draw(simulate(dualpipe_v(2, 4)), str(path))
+    assert path.stat().st_size > 1_000
+    assert len(figure.axes[0].collections) == sum(map(len, dualpipe_v(2, 4).ranks))
+    with pytest.raises(TypeError, match="draw: simulated must be"):
+        draw(gpipe(2, 2))
+    with pytest.raises(ValueError, match="of at most 100,000 actions"):
+        draw(simulate(gpipe(250, 201)))
+
+
+BIG = """
+import resource, time
+from funcops.schedule import Costs, Network, simulate, zb_h1
+start = time.perf_counter()
+found = simulate(zb_h1(1_000, 1_000), Costs(1.0, 1.1, 0.9), Network(latency=0.01, ranks_per_node=8))
+print(time.perf_counter() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, found.time)
+"""
+
+
+@pytest.mark.slow
+def test_a_thousand_ranks():
+    """Planning for machines that one does not have: the limit, in seconds and GiB, is the library's promise."""
+    seconds, gib, total = map(
+        float, subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True).stdout.split()
+    )
+    assert seconds < 15 and gib < 2 and total > 3_000
+
+
+def test_delay_reaches_zb_h1_at_its_memory():
+    for p in range(2, 9):
+        for m in range(p, 25, 3):
+            made = delay_w(one_f_one_b(p, m), p)
+            found = simulate(made)
+            assert found.time <= simulate(zb_h1(p, m)).time + 1e-9
+            assert max(found.peak_bytes) <= p
+
+
+def test_more_bytes_never_cost_time():
+    times = [simulate(delay_w(one_f_one_b(4, 12), budget)).time for budget in (4, 5, 6, 8, 12)]
+    assert times == sorted(times, reverse=True) and times[-1] < simulate(one_f_one_b(4, 12)).time
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(GENERATORS),
+    st.integers(1, 4),
+    st.integers(1, 9),
+    st.floats(1, 40),
+    st.lists(st.floats(0.25, 2), min_size=5, max_size=5),
+)
+def test_delayed_schedules_keep_their_budget(generator, p, m, budget, drawn):
+    """Whole (a Schedule checks itself), within the budget, not slower than before if that was; or refused by name."""
+    forward, dgrad, wgrad, residual, latency = drawn
+    costs, network = (
+        Costs(forward, dgrad, wgrad, residual_bytes=residual, pending_bytes=residual / 2),
+        Network(latency=latency),
+    )
+    before = generator(p, m)
+    try:
+        made = delay_w(before, budget, costs, network)
+    except ValueError as error:
+        assert "delay_w: budget_bytes must be at least" in str(error)
+        return
+    found, was = simulate(made, costs, network), simulate(before, costs, network)
+    assert max(found.peak_bytes) <= budget * (1 + 1e-6)
+    assert {(a.stage, a.microbatch) for row in made.ranks for a in row} == {
+        (a.stage, a.microbatch) for row in before.ranks for a in row
+    }
+    if max(was.peak_bytes) <= budget:
+        assert found.time <= was.time + 1e-9
+
+
+def test_too_small_a_budget_is_named():
+    with pytest.raises(ValueError, match=r"delay_w: budget_bytes must be at least 2 for rank 0 at 0F1, got 1"):
+        delay_w(gpipe(2, 2), 1)
+    with pytest.raises(ValueError, match="delay_w: budget_bytes must be above 0, got 0"):
+        delay_w(gpipe(2, 2), 0)
+    with pytest.raises(TypeError, match="delay_w: schedule must be"):
+        delay_w("gpipe", 3)
+
+
+def test_stages_that_wait_for_each_other_are_delayed_too():
+    made = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")
+    assert simulate(delay_w(made, 2)).time <= simulate(made).time
