@@ -20,6 +20,10 @@ class DonatedError(RuntimeError):
     """Residuals or pending were used after they had been given away with `donate`."""
 
 
+class LedgerError(RuntimeError):
+    """What waits in a ledger was used twice, or never."""
+
+
 class GradModeError(RuntimeError):
     """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time."""
 

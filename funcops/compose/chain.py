@@ -175,7 +175,7 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
     return params
 
 
-def _tied(where: str, tree: Any, cfg: ChainConfig) -> Any:
+def tied(where: str, tree: Any, cfg: ChainConfig) -> Any:
     """The tree with each tied path holding its source's leaf."""
     for path, source in cfg.ties:
         if at(tree, path) is not None:
@@ -200,7 +200,7 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     """
     check_names("chain_fwd", "params", params, cfg)
     if cfg.ties:
-        params = _tied("chain_fwd", params, cfg)
+        params = tied("chain_fwd", params, cfg)
     main, extras = split_x("chain_fwd", x, cfg)
     if cfg.gives:
         extras = dict(extras)
@@ -331,7 +331,7 @@ def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig) -> dict[st
         return cfg.names
     check_names(where, "into", into, cfg)
     check_into_tree(where, into, chain, cfg, node)
-    return _tied(where, into, cfg)
+    return tied(where, into, cfg)
 
 
 def _collect(found: dict[str, Any], into: Any, cfg: ChainConfig) -> dict[str, Any]:

@@ -1,4 +1,5 @@
 from funcops.residuals.donate import donate as donate
+from funcops.residuals.ledger import Ledger as Ledger
 from funcops.residuals.policy import POLICIES as POLICIES
 from funcops.residuals.policy import Compress as Compress
 from funcops.residuals.policy import Drop as Drop

@@ -1,0 +1,134 @@
+"""`run`: a schedule on one process, all of its ranks in turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from funcops.compose.chain import ChainConfig
+from funcops.compose.step import WithExtras
+from funcops.errors import fail, require_type
+from funcops.needs import Needs
+from funcops.residuals.ledger import Ledger
+from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.stage import Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs
+from funcops.trees import put
+
+
+class Event(NamedTuple):
+    """An action of a rank, and the bytes of residuals and pendings, net of params and of x, that the rank holds after it."""
+
+    rank: int
+    action: Action
+    nbytes: int
+
+
+class Ran(NamedTuple):
+    """y and dx of every microbatch; the gradients of params, summed over the microbatches; what was done, in order."""
+
+    ys: list[Any]
+    dparams: dict[str, Any]
+    dxs: list[Any]
+    events: list[Event]
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """By rank, the most bytes after any of its actions."""
+        ranks = 1 + max(event.rank for event in self.events)
+        return tuple(max(event.nbytes for event in self.events if event.rank == rank) for rank in range(ranks))
+
+
+Done = Callable[[int, Any], None]
+
+
+def run(
+    schedule: Schedule,
+    params: dict[str, Any],
+    xs: Sequence[Any],
+    cfg: ChainConfig,
+    dys: Sequence[Any] | None = None,
+    *,
+    needs: Needs = Needs.ALL,
+    into: dict[str, Any] | None = None,
+    done: Done | None = None,
+) -> Ran:
+    """Every action of the schedule, each stage a step of the chain `cfg`: what `chain.fwd` and `chain.bwd` give for one microbatch
+    after another, in the schedule's order.
+
+    xs: x of each microbatch. dys: the gradient of each y; where y is a scalar loss, None is that of the mean over the microbatches.
+    `into`: accumulators like params (fp32 for bf16 params, say), by default zeros like them. `done(stage, dparams)` is called after
+    the last weight gradient of each stage: there a reduction over data-parallel ranks may begin.
+
+    Raises `ValueError` or `TypeError` for a chain that does not fit, before anything runs; `LedgerError` where something was used
+    twice or never.
+    """
+    require_type("run", "schedule", schedule, Schedule)
+    check_staged("run", cfg, schedule.stages)
+    check_stage_trees("run", "params", params, cfg)
+    check_stage_trees("run", "into", into, cfg)
+    mains, extras = split_inputs("run", xs, schedule.microbatches, cfg)
+    if dys is not None and len(dys) != schedule.microbatches:
+        fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
+    params, into = share_ties("run", params, into, cfg, dict.fromkeys(range(schedule.stages), 0))
+    at = _Pass(schedule, params, mains, extras, cfg, dys, needs, into)
+    try:
+        for rank, action in schedule.order():
+            at.act(action)
+            at.events.append(Event(rank, action, at.ledgers[rank].nbytes))
+            if action.kind in "WB":
+                at.left[action.stage] -= 1
+                if done is not None and not at.left[action.stage]:
+                    done(action.stage, at.stages[action.stage].dparams)
+    except BaseException:
+        for ledger in at.ledgers:
+            ledger.discard()
+        raise
+    for ledger in at.ledgers:
+        ledger.close()
+    dparams: Any = {stage.step.name: stage.dparams for stage in at.stages}
+    for path, _ in cfg.ties:
+        dparams = put(dparams, path, None)
+    return Ran(at.ys, dparams, at.dxs(cfg), at.events)
+
+
+class _Pass:
+    """All stages, and what lies between them: main values on their way forward, gradients on their way back."""
+
+    def __init__(
+        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, dys: Any, needs: Needs, into: Any
+    ) -> None:
+        self.last, self.count = schedule.stages - 1, schedule.microbatches
+        self.ledgers = [Ledger(params, mains, extras) for _ in schedule.ranks]
+        self.stages = [
+            Stage(cfg, i, params[step.name], self.ledgers[schedule.rank_of[i]], needs, None if into is None else into[step.name])
+            for i, step in enumerate(cfg.steps)
+        ]
+        self.extras, self.dys = extras, dys
+        self.forward: dict[tuple[int, int], Any] = {(0, m): main for m, main in enumerate(mains)}
+        self.gradients: dict[tuple[int, int], Any] = {}
+        self.sums: list[dict[str, Any]] = [{} for _ in mains]
+        self.ys: list[Any] = [None] * self.count
+        self.events: list[Event] = []
+        self.left = [self.count] * schedule.stages
+
+    def act(self, action: Action) -> None:
+        index, kind, m = action
+        stage = self.stages[index]
+        if kind == "W":
+            stage.wgrad(m)
+        elif kind == "F":
+            y = stage.forward(m, self.forward.pop((index, m)), self.extras[m])
+            if index == self.last:
+                self.ys[m] = y
+                self.gradients[index, m] = loss_gradient("run", y, self.count) if self.dys is None else self.dys[m]
+            else:
+                self.forward[index + 1, m] = y
+        else:
+            half = stage.dgrad if kind == "I" else stage.backward
+            self.gradients[index - 1, m] = half(m, self.gradients.pop((index, m)), self.sums[m])
+
+    def dxs(self, cfg: ChainConfig) -> list[Any]:
+        mains = [self.gradients.get((-1, m)) for m in range(self.count)]
+        if not cfg.extras:
+            return mains
+        return [WithExtras(dx, {name: sums.get(name) for name in cfg.extras}) for dx, sums in zip(mains, self.sums, strict=True)]

@@ -1,0 +1,133 @@
+"""A stage at work: one step of a staged chain, what it keeps for each microbatch in flight, and its gradient so far.
+
+A staged op is a chain whose steps are the stages. What goes from stage to stage is the chain's main value; extras come from the
+caller alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.compose.chain import ChainConfig, check_names, needs_of_steps, tied
+from funcops.compose.step import check_into_tree, split_x
+from funcops.errors import fail, require_type
+from funcops.needs import Needs
+from funcops.residuals.donate import donate
+from funcops.residuals.ledger import Ledger
+from funcops.trees import tree_map_tensors, tree_map_with_path
+
+
+class Stage:
+    """Stage `index` of `cfg`. What waits is in `ledger`; the gradients of all microbatches are summed in `dparams`: the given
+    accumulators, or else zeros like params, made when the first comes."""
+
+    def __init__(self, cfg: ChainConfig, index: int, params: Any, ledger: Ledger, needs: Needs = Needs.ALL, into: Any = None) -> None:
+        self.step, self.index, self.params, self.ledger = cfg.steps[index], index, params, ledger
+        self.needs = needs_of_steps(cfg, needs)[index]
+        self.dparams = into
+        if into is not None:
+            check_into_tree(f"stage {index}", into, self.step.op, self.step.cfg, None)
+
+    def forward(self, m: int, main: Any, extras: dict[str, Any]) -> Any:
+        """y of microbatch m. Its residuals wait."""
+        with self._named("forward", m):
+            y, residuals = self.step.op.fwd(self.params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
+            self.ledger.keep(self._path("residuals", m), residuals)
+        return y
+
+    def dgrad(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
+        """dx of microbatch m; the gradients of extras are added to `sums`. Its pending waits in the place of its residuals."""
+        with self._named("dgrad", m):
+            residuals = donate(self.ledger.take(self._path("residuals", m)))
+            dx, pending = (None, None) if residuals is None else self.step.op.dgrad(residuals, dy, self.step.cfg)
+            self.ledger.keep(self._path("pending", m), pending)
+            return self.step.split(dx, sums)
+
+    def wgrad(self, m: int) -> None:
+        """The weight gradient of microbatch m, added to `dparams`."""
+        with self._named("wgrad", m):
+            pending = donate(self.ledger.take(self._path("pending", m)))
+            self.step.op.wgrad(pending, self.step.cfg, into=self._sums())
+
+    def backward(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
+        """Both halves at once, as the op's `bwd` does them."""
+        with self._named("backward", m):
+            residuals = donate(self.ledger.take(self._path("residuals", m)))
+            if residuals is None:
+                return None
+            _, dx = self.step.op.bwd(residuals, dy, self.step.cfg, into=self._sums())
+            return self.step.split(dx, sums)
+
+    def _sums(self) -> Any:
+        if self.dparams is None:
+            self.dparams = tree_map_with_path(self._zeros, self.params)
+        return self.dparams
+
+    def _zeros(self, path: str, parameter: Any) -> Any:
+        wanted = isinstance(parameter, Tensor) and parameter.is_floating_point() and self.needs.param(path)
+        return torch.zeros_like(parameter, memory_format=torch.contiguous_format) if wanted else None
+
+    def _path(self, kind: str, m: int) -> str:
+        return f"{kind} of stage {self.index} ({self.step.name}), microbatch {m}"
+
+    @contextlib.contextmanager
+    def _named(self, what: str, m: int) -> Iterator[None]:
+        """Says in an exception's notes where it came from."""
+        try:
+            yield
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(f"in the {what} of stage {self.index} ({self.step.name}), microbatch {m}")
+            raise
+
+
+def check_staged(where: str, cfg: Any, stages: int) -> None:
+    """Raises unless `cfg` is a chain of that many stages, between which nothing goes but the main value."""
+    require_type(where, "cfg", cfg, ChainConfig)
+    if len(cfg.steps) != stages:
+        fail(where, "cfg", f"a chain of {stages} steps, one a stage of the schedule", f"{len(cfg.steps)} steps")
+    for step in cfg.steps:
+        if step.gives:
+            fail(where, f"stage {step.name!r}", "without gives: extras come from the caller alone", step.gives)
+
+
+def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, rank_of: Mapping[int, int]) -> tuple[Any, Any]:
+    """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs; the
+    accumulators are made where there are none. Raises for a tie between stages of two ranks: there each would need the other's."""
+    if not cfg.ties:
+        return params, into
+    index = {step.name: i for i, step in enumerate(cfg.steps)}
+    for tie in cfg.ties:
+        path, source = (index[one.partition(".")[0]] for one in tie)
+        if rank_of[path] != rank_of[source]:
+            ranks = f"{tie[0]} on rank {rank_of[path]} and {tie[1]} on rank {rank_of[source]}"
+            fail(where, "cfg.ties", "between stages of one rank (as the first and the last of zb_v and dualpipe_v are)", ranks)
+    sums = into if into is not None else tree_map_tensors(lambda t: torch.zeros_like(t) if t.is_floating_point() else None, params)
+    return tied(where, params, cfg), tied(where, sums, cfg)
+
+
+def split_inputs(where: str, xs: Any, microbatches: int, cfg: ChainConfig) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The main values and the extras of all microbatches."""
+    require_type(where, "xs", xs, list, tuple)
+    if len(xs) != microbatches:
+        fail(where, "xs", f"a list of {microbatches}, one a microbatch of the schedule", f"{len(xs)}")
+    mains, extras = zip(*[split_x(where, x, cfg) for x in xs], strict=True)
+    return list(mains), list(extras)
+
+
+def check_stage_trees(where: str, what: str, trees: Any, cfg: ChainConfig) -> None:
+    if trees is not None:
+        check_names(where, what, trees, cfg)
+
+
+def loss_gradient(where: str, y: Any, microbatches: int) -> Tensor:
+    """The gradient of the mean over the microbatches of a scalar loss."""
+    if not isinstance(y, Tensor) or y.dim() or not y.is_floating_point():
+        got = f"{list(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        fail(where, "dys", "given where y is no scalar loss", f"None for a y of {got}")
+    return torch.full_like(y, 1.0 / microbatches)

@@ -1,0 +1,77 @@
+"""A small decoder as a staged op, its microbatches, and what a single chain gives for them."""
+
+import torch
+
+from funcops import (
+    ChainConfig,
+    CrossEntropyConfig,
+    DropoutConfig,
+    EmbeddingConfig,
+    GLUConfig,
+    LinearConfig,
+    RMSNormConfig,
+    SkipConfig,
+    Step,
+    WithExtras,
+    chain,
+    cross_entropy,
+    dropout,
+    embedding,
+    glu,
+    linear,
+    random,
+    rms_norm,
+    skip,
+)
+from funcops.trees import tree_map
+
+VOCAB, DIM = 11, 8
+
+
+def block(keyed=False):
+    inner = ChainConfig(
+        steps=(
+            Step("norm", rms_norm, RMSNormConfig(DIM)),
+            Step("up", linear, LinearConfig(DIM, 2 * DIM)),
+            Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
+            *((Step("drop", dropout, DropoutConfig(0.2), takes=("key",)),) if keyed else ()),
+            Step("down", linear, LinearConfig(DIM, DIM, bias=False)),
+        ),
+        extras=("key",) if keyed else (),
+    )
+    return Step("mlp", skip, SkipConfig(chain, inner))
+
+
+def decoder(stages=4, keyed=False, ties=()):
+    """Tokens to the mean loss, in any number of stages from 2."""
+    extras = ("key",) if keyed else ()
+    first = ChainConfig(steps=(Step("embed", embedding, EmbeddingConfig(VOCAB, DIM)), block(keyed)), extras=extras)
+    middle = ChainConfig(steps=(block(keyed),), extras=extras)
+    last = ChainConfig(
+        steps=(
+            block(keyed),
+            Step("head", linear, LinearConfig(DIM, VOCAB, bias=False)),
+            Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)),
+        ),
+        extras=(*extras, "labels"),
+    )
+    every = [first, *[middle] * (stages - 2), last]
+    return ChainConfig(steps=tuple(Step(f"s{i}", chain, cfg) for i, cfg in enumerate(every)), extras=(*extras, "labels"), ties=ties)
+
+
+def microbatches(count, cfg, rows=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB, (count, 2, rows, 5), generator=generator)
+    keys = {"key": random.key(3)} if "key" in cfg.extras else {}
+    return [WithExtras(x, {**{n: random.fold_in(k, i) for n, k in keys.items()}, "labels": y}) for i, (x, y) in enumerate(ids)]
+
+
+def reference(params, xs, cfg):
+    """Losses and the gradients of their mean, one microbatch after another."""
+    total, losses = None, []
+    for x in xs:
+        loss, residuals = chain.fwd(params, x, cfg)
+        dparams, _ = chain.bwd(residuals, torch.full_like(loss, 1 / len(xs)), cfg)
+        total = dparams if total is None else tree_map(lambda a, b: None if a is None else a + b, total, dparams)
+        losses.append(loss)
+    return losses, total

@@ -1,0 +1,171 @@
+"""Schedules run by one process give what one chain gives."""
+
+import pytest
+import torch
+from staged import DIM, decoder, microbatches, reference
+
+from funcops import ChainConfig, ForkConfig, LinearConfig, Needs, Step, chain, fork, linear, random
+from funcops.errors import LedgerError
+from funcops.residuals import Ledger
+from funcops.schedule import (
+    Schedule,
+    delay_w,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    one_f_one_b,
+    run,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
+from funcops.testing.tolerances import assert_close
+from funcops.trees import nbytes, paths, tree_map_tensors
+
+M = 8
+USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0,1I0,1W0,3W0,1W1\n"
+SCHEDULES = {
+    "gpipe": gpipe(4, M),
+    "one_f_one_b": one_f_one_b(4, M),
+    "zb_h1": zb_h1(4, M),
+    "zb_h2": zb_h2(4, M),
+    "interleaved_1f1b": interleaved_1f1b(2, M),
+    "interleaved_zb": interleaved_zb(2, M),
+    "zb_v": zb_v(2, M),
+    "dualpipe_v": dualpipe_v(2, M),
+    "delayed": delay_w(one_f_one_b(4, M), 6),
+    "user": Schedule.from_csv(USER),
+}
+
+
+def setup(cfg, count=M, dtype=torch.float64):
+    return chain.init(cfg, key=random.key(1), dtype=dtype), microbatches(count, cfg)
+
+
+@pytest.mark.parametrize("keyed", [False, True])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_gradients_are_those_of_the_chain(name, keyed):
+    cfg, schedule = decoder(4, keyed), SCHEDULES[name]
+    params, xs = setup(cfg, schedule.microbatches)
+    losses, want = reference(params, xs, cfg)
+    ran = run(schedule, params, xs, cfg)
+    assert ran.ys == losses, "a forward is a forward, bit for bit"
+    assert_close(ran.dparams, want, dtype=torch.float64)
+    assert [event.action for event in ran.events] == [action for _, action in schedule.order()]
+    assert all(event.nbytes > 0 for event in ran.events[:4]) and ran.events[-1].nbytes == 0
+
+
+def test_inputs_get_gradients_and_dys_are_taken():
+    cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(3, 5)), Step("b", linear, LinearConfig(5, 2))))
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    xs, dys = torch.randn(4, 6, 3, dtype=torch.float64), torch.randn(4, 6, 2, dtype=torch.float64)
+    ran = run(zb_h1(2, 4), params, list(xs), cfg, list(dys))
+    y, residuals = chain.fwd(params, xs, cfg)
+    dparams, dx = chain.bwd(residuals, dys, cfg)
+    assert_close((torch.stack(ran.ys), ran.dparams, torch.stack(ran.dxs)), (y, dparams, dx), dtype=torch.float64)
+
+
+def test_accumulators_and_frozen_stages():
+    cfg = decoder(4)
+    params, xs = setup(cfg, dtype=torch.float32)
+    params = tree_map_tensors(lambda t: t.bfloat16(), params)
+    into = tree_map_tensors(lambda t: torch.ones_like(t, dtype=torch.float32), params)
+    ran = run(zb_v(2, M), params, xs, cfg, into=into)
+    assert ran.dparams["s1"]["mlp"]["up"].weight is into["s1"]["mlp"]["up"].weight
+    again = run(zb_v(2, M), params, xs, cfg, into=tree_map_tensors(torch.zeros_like, into))
+    assert_close(tree_map_tensors(lambda t: t - 1, ran.dparams), again.dparams, dtype=torch.bfloat16)
+    frozen = run(zb_v(2, M), params, xs, cfg, needs=Needs(x=False, params=("s2", "s3.head")))
+    got = {path for path, t in paths(frozen.dparams).items() if t is not None}
+    assert got == {path for path, t in paths(params).items() if t is not None and path.startswith(("s2", "s3.head"))}
+    assert max(frozen.peak_bytes) < max(ran.peak_bytes), "a frozen first stage keeps nothing"
+
+
+def test_ties_between_stages():
+    cfg = decoder(4, ties={"s3.head.weight": "s0.embed.weight"})
+    params, xs = setup(cfg)
+    losses, want = reference(params, xs, cfg)
+    ran = run(zb_v(2, M), params, xs, cfg)
+    assert ran.ys == losses
+    assert_close(ran.dparams, want, dtype=torch.float64)
+
+
+def test_done_is_told_once_a_stage_and_when_it_is():
+    cfg = decoder(4)
+    params, xs = setup(cfg)
+    seen = {}
+    ran = run(zb_v(2, M), params, xs, cfg, done=lambda stage, dparams: seen.setdefault(stage, tree_map_tensors(torch.clone, dparams)))
+    assert sorted(seen) == [0, 1, 2, 3]
+    for stage, dparams in seen.items():
+        assert_close(dparams, ran.dparams[f"s{stage}"], dtype=torch.float64)
+
+
+def test_bytes_fall_when_a_stage_is_done():
+    cfg = decoder(2)
+    params, xs = setup(cfg, 1)
+    f0, f1, i1, w1, i0, w0 = [e.nbytes for e in run(Schedule.from_csv("0F0,1F0,1I0,1W0,0I0,0W0"), params, xs, cfg).events]
+    assert f0 < f1 and i1 > w1 == f0 and i0 > w0 == 0
+
+
+def test_what_does_not_fit_is_refused_before_anything_runs():
+    cfg = decoder(4)
+    params, xs = setup(cfg)
+    with pytest.raises(ValueError, match="run: cfg must be a chain of 2 steps, one a stage of the schedule, got 4 steps"):
+        run(gpipe(2, M), params, xs, cfg)
+    with pytest.raises(ValueError, match="run: xs must be a list of 8, one a microbatch of the schedule, got 2"):
+        run(gpipe(4, M), params, xs[:2], cfg)
+    with pytest.raises(ValueError, match="run: dys must be a list of 8, one a microbatch, got 1"):
+        run(gpipe(4, M), params, xs, cfg, [None])
+    with pytest.raises(ValueError, match=r"run: params must be a dict with the steps s0, s1, s2, s3, got missing \['s0'\]"):
+        run(gpipe(4, M), {k: v for k, v in params.items() if k != "s0"}, xs, cfg)
+    with pytest.raises(TypeError, match="run: schedule must be Schedule, got 'gpipe'"):
+        run("gpipe", params, xs, cfg)
+    with pytest.raises(ValueError, match="run: stage 'f' must be without gives"):
+        forked = ChainConfig(steps=(Step("f", fork, ForkConfig(), gives=("b",)), Step("g", chain, _adds(), takes=("b",))))
+        run(gpipe(2, 1), chain.init(forked), [torch.ones(2)], forked)
+    with pytest.raises(ValueError, match="run: dys must be given where y is no scalar loss"):
+        plain = ChainConfig(steps=(Step("a", linear, LinearConfig(DIM, DIM)),))
+        run(gpipe(1, 1), chain.init(plain, key=random.key(0)), [torch.ones(2, DIM)], plain)
+
+
+def _adds():
+    from funcops import AddConfig, add
+
+    return ChainConfig(steps=(Step("sum", add, AddConfig(), takes=("b",)),), extras=("b",))
+
+
+def test_an_error_says_where():
+    cfg = decoder(4)
+    params, xs = setup(cfg)
+    params["s2"]["mlp"]["up"] = None
+    with pytest.raises(TypeError) as error:
+        run(one_f_one_b(4, M), params, xs, cfg)
+    if hasattr(error.value, "__notes__"):
+        assert error.value.__notes__ == ["in the forward of stage 2 (s2), microbatch 0"]
+
+
+def test_a_ledger_uses_everything_once():
+    t = torch.zeros(100)
+    with Ledger() as ledger:
+        ledger.keep("a", {"x": t})
+        ledger.keep("b", t.view(10, 10))
+        assert ledger.nbytes == ledger.peak_bytes == 400 == nbytes(t) and ledger.waiting == ("a", "b")
+        with pytest.raises(LedgerError, match="Ledger: a must be kept once, got it again"):
+            ledger.keep("a", t)
+        ledger.take("a")
+        assert ledger.nbytes == 400 and "a" not in ledger and "b" in ledger
+        with pytest.raises(LedgerError, match="Ledger: a must be waiting, got one taken already"):
+            ledger.take("a")
+        with pytest.raises(LedgerError, match="Ledger: c must be waiting, got one never kept"):
+            ledger.take("c")
+        with pytest.raises(LedgerError, match="Ledger: a must be kept once"):
+            ledger.keep("a", t)
+        ledger.take("b")
+        assert ledger.nbytes == 0 and len(ledger) == 0
+    with pytest.raises(LedgerError, match="everything must be taken by the end, got 1 left: stage 3"), Ledger(t) as ledger:
+        ledger.keep("stage 3", t)
+        assert ledger.nbytes == 0, "it belongs to what is not counted"
+    with pytest.raises(KeyError), Ledger() as ledger:
+        ledger.keep("x", t)
+        raise KeyError
+    assert len(ledger) == 0
