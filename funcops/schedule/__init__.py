@@ -12,6 +12,8 @@ from funcops.schedule.generators import gpipe as gpipe
 from funcops.schedule.generators import one_f_one_b as one_f_one_b
 from funcops.schedule.generators import zb_h1 as zb_h1
 from funcops.schedule.generators import zb_h2 as zb_h2
+from funcops.schedule.measure import measure as measure
+from funcops.schedule.measure import measure_stages as measure_stages
 from funcops.schedule.run import Ran as Ran
 from funcops.schedule.run import run as run
 from funcops.schedule.simulate import Costs as Costs

@@ -6,7 +6,9 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from staged import DIM, decoder, microbatches
 
+from funcops import Needs, chain, random
 from funcops.schedule import (
     Costs,
     Network,
@@ -16,7 +18,10 @@ from funcops.schedule import (
     dualpipe_v,
     gpipe,
     interleaved_1f1b,
+    measure,
+    measure_stages,
     one_f_one_b,
+    run,
     simulate,
     zb_h1,
     zb_v,
@@ -149,3 +154,20 @@ def test_too_small_a_budget_is_named():
 def test_stages_that_wait_for_each_other_are_delayed_too():
     made = Schedule.from_csv("0F0,2F0,2B0,0B0\n1F0,1B0\n")
     assert simulate(delay_w(made, 2)).time <= simulate(made).time
+
+
+def test_costs_are_measured():
+    cfg = decoder(4)
+    params, x = chain.init(cfg, key=random.key(0)), microbatches(1, cfg, rows=64)[0]
+    costs = measure_stages(params, x, cfg, repeats=2)
+    assert len(costs) == 4 and all(c.forward > 0 and c.dgrad > 0 and c.wgrad > 0 for c in costs)
+    ran = run(gpipe(4, 1), params, [x], cfg)
+    held = [event.nbytes for event in ran.events[:3]]  # a rank each; h, the first's y, is kept by the second alone
+    assert [c.residual_bytes for c in costs[1:3]] == held[1:]
+    assert costs[1].output_bytes == x.main.numel() * DIM * 4 and costs[3].output_bytes == 4
+    assert simulate(gpipe(4, 2), costs).time > sum(c.forward for c in costs)
+    whole = measure(chain, params, x, cfg, needs=Needs(x=False), repeats=1)
+    assert whole.forward > 0 and whole.pending_bytes > 0
+    assert measure(chain, params, x, cfg, needs=Needs.NONE, repeats=1).dgrad == 0
+    with pytest.raises(ValueError, match="measure: repeats must be at least 1, got 0"):
+        measure(chain, params, x, cfg, repeats=0)

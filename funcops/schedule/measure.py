@@ -1,0 +1,72 @@
+"""`measure`: what the actions of an op, or of every stage, take on this machine."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.compose.chain import ChainConfig, check_names, needs_of_steps
+from funcops.compose.step import split_x
+from funcops.errors import require
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.residuals.ledger import Ledger
+from funcops.schedule.simulate import Costs
+from funcops.schedule.stage import check_staged
+from funcops.trees import nbytes, tensors, tree_map_tensors
+
+
+def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:
+    """The costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (one run before them is not
+    counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`."""
+    require(isinstance(repeats, int) and repeats >= 1, "measure", "repeats", "at least 1", repeats)
+    synchronize = _synchronizer(x)
+    timed: dict[str, list[float]] = {"fwd": [], "dgrad": [], "wgrad": []}
+
+    def clocked(what: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        synchronize()
+        start = time.perf_counter()
+        result = fn(*args, **kwargs)
+        synchronize()
+        timed[what].append(time.perf_counter() - start)
+        return result
+
+    for _ in range(repeats + 1):
+        y, residuals = clocked("fwd", op.fwd, params, x, cfg, needs=needs)
+        dy = tree_map_tensors(lambda t: torch.ones_like(t) if t.is_floating_point() else None, y)
+        pending = None
+        if residuals is not None:
+            _, pending = clocked("dgrad", op.dgrad, residuals, dy, cfg)
+            clocked("wgrad", op.wgrad, pending, cfg)
+    forward, dgrad, wgrad = (statistics.median(times[1:]) if times else 0.0 for times in timed.values())
+    kept, left = _net(params, residuals), _net(params, pending)
+    return Costs(forward, dgrad, wgrad, residual_bytes=kept, pending_bytes=left, output_bytes=nbytes(y))
+
+
+def measure_stages(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5) -> tuple[Costs, ...]:
+    """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`."""
+    check_staged("measure_stages", cfg, len(cfg.steps))
+    check_names("measure_stages", "params", params, cfg)
+    main, extras = split_x("measure_stages", x, cfg)
+    found = []
+    for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
+        given = step.x(main, extras)
+        found.append(measure(step.op, params[step.name], given, step.cfg, needs=wanted, repeats=repeats))
+        main, _ = step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)
+    return tuple(found)
+
+
+def _net(params: Any, kept: Any) -> int:
+    ledger = Ledger(params)
+    ledger.keep("measured", kept)
+    return ledger.nbytes
+
+
+def _synchronizer(x: Any) -> Callable[[], None]:
+    device = next((t.device for t in tensors(x) if isinstance(t, Tensor)), torch.device("cpu"))
+    return (lambda: None) if device.type == "cpu" else lambda: torch.accelerator.synchronize(device)
