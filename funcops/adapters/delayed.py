@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.autocast import without_autocast
+from funcops.adapters.reduce import BucketedMean
 from funcops.errors import StaleResidualError, fail
 from funcops.op import Op
 from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
@@ -90,13 +91,13 @@ class WgradStore:
     def reduce(self, group: Any = None, *, also: Iterable[Tensor] = ()) -> None:
         """All-reduce the gradients that `run` gave, as means over the processes of `group`: for data parallelism, where
         DistributedDataParallel (under `no_sync()`) does not see them. `also`: parameters whose gradients came without the store."""
-        import torch.distributed as dist
-
         if self.waiting:
             raise RuntimeError(f"delayed_wgrad: reduce() must follow run(), got {len(self.waiting)} weight gradients that wait")
         every = {**self.done, **{id(p): p for p in also}}
         found = [p.main_grad if getattr(p, "main_grad", None) is not None else p.grad for p in every.values()]  # type: ignore[attr-defined]
-        mean_over([g for g in found if g is not None], dist, group)
+        mean = BucketedMean(group)
+        mean.start([g for g in found if g is not None])
+        mean.wait()
         self.done.clear()
 
 
@@ -125,19 +126,6 @@ class WgradStore:
             found = DTensor.from_local(gradient, mesh, [Partial("avg")] * mesh.ndim).redistribute(mesh, sharded.placements)
             sharded.grad = found if sharded.grad is None else sharded.grad + found
         self.done.clear()
-
-
-def mean_over(grads: Iterable[Tensor], dist: Any, group: Any) -> None:
-    """In place, one message a dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for g in grads:
-        by_dtype.setdefault(g.dtype, []).append(g)
-    for same in by_dtype.values():
-        flat = torch.cat([g.reshape(-1) for g in same])
-        dist.all_reduce(flat, group=group)
-        flat.div_(dist.get_world_size(group))
-        for g, part in zip(same, flat.split([g.numel() for g in same]), strict=True):
-            g.copy_(part.view_as(g))
 
 
 def delayed_wgrad() -> WgradStore:

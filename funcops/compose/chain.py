@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -175,9 +175,9 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
     return params
 
 
-def tied(where: str, tree: Any, cfg: ChainConfig) -> Any:
+def tied(where: str, tree: Any, ties: Iterable[tuple[str, str]]) -> Any:
     """The tree with each tied path holding its source's leaf."""
-    for path, source in cfg.ties:
+    for path, source in ties:
         if at(tree, path) is not None:
             fail(where, f"params.{path}", f"None (it is tied to {source})", describe(at(tree, path)))
         tree = put(tree, path, at(tree, source))
@@ -200,7 +200,7 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
     """
     check_names("chain_fwd", "params", params, cfg)
     if cfg.ties:
-        params = tied("chain_fwd", params, cfg)
+        params = tied("chain_fwd", params, cfg.ties)
     main, extras = split_x("chain_fwd", x, cfg)
     if cfg.gives:
         extras = dict(extras)
@@ -331,7 +331,7 @@ def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig) -> dict[st
         return cfg.names
     check_names(where, "into", into, cfg)
     check_into_tree(where, into, chain, cfg, node)
-    return tied(where, into, cfg)
+    return tied(where, into, cfg.ties)
 
 
 def _collect(found: dict[str, Any], into: Any, cfg: ChainConfig) -> dict[str, Any]:

@@ -97,8 +97,8 @@ def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy]]:
 def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
     """Bytes kept, and the floating-point operations of matrix products in forward and backward."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        given = tree_map_tensors(_fake, x)
-        params = tree_map_tensors(lambda t: _fake(t, dtype), abstract_params(op, cfg))
+        given = tree_map_tensors(fake, x)
+        params = tree_map_tensors(lambda t: fake(t, dtype), abstract_params(op, cfg))
         with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
             y, residuals = op.fwd(params, given, cfg)
             kept = report(residuals, params).kept_bytes
@@ -106,7 +106,7 @@ def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, 
     return kept, counter.get_total_flops()
 
 
-def _fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Of the same shape, on the CPU where it is on no device."""
     device = "cpu" if t.is_meta else t.device
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=device)

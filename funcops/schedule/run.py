@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from funcops.compose.chain import ChainConfig
@@ -11,7 +11,7 @@ from funcops.errors import fail, require_type
 from funcops.needs import Needs
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.stage import Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs
+from funcops.schedule.stage import Done, Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs
 from funcops.trees import put
 
 
@@ -36,9 +36,6 @@ class Ran(NamedTuple):
         """By rank, the most bytes after any of its actions."""
         ranks = 1 + max(event.rank for event in self.events)
         return tuple(max(event.nbytes for event in self.events if event.rank == rank) for rank in range(ranks))
-
-
-Done = Callable[[int, Any], None]
 
 
 def run(
@@ -69,16 +66,12 @@ def run(
     mains, extras = split_inputs("run", xs, schedule.microbatches, cfg)
     if dys is not None and len(dys) != schedule.microbatches:
         fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
-    params, into = share_ties("run", params, into, cfg, dict.fromkeys(range(schedule.stages), 0))
-    at = _Pass(schedule, params, mains, extras, cfg, dys, needs, into)
+    params, into = share_ties("run", params, into, cfg)
+    at = _Pass(schedule, params, mains, extras, cfg, dys, needs, into, done)
     try:
         for rank, action in schedule.order():
             at.act(action)
             at.events.append(Event(rank, action, at.ledgers[rank].nbytes))
-            if action.kind in "WB":
-                at.left[action.stage] -= 1
-                if done is not None and not at.left[action.stage]:
-                    done(action.stage, at.stages[action.stage].dparams)
     except BaseException:
         for ledger in at.ledgers:
             ledger.discard()
@@ -95,21 +88,21 @@ class _Pass:
     """All stages, and what lies between them: main values on their way forward, gradients on their way back."""
 
     def __init__(
-        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, dys: Any, needs: Needs, into: Any
-    ) -> None:
+        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, dys: Any, needs: Needs, into: Any,
+        done: Done | None,
+    ) -> None:  # fmt: skip
         self.last, self.count = schedule.stages - 1, schedule.microbatches
         self.ledgers = [Ledger(params, mains, extras) for _ in schedule.ranks]
-        self.stages = [
-            Stage(cfg, i, params[step.name], self.ledgers[schedule.rank_of[i]], needs, None if into is None else into[step.name])
-            for i, step in enumerate(cfg.steps)
-        ]
+        self.stages = []
+        for i, step in enumerate(cfg.steps):
+            ledger, sums = self.ledgers[schedule.rank_of[i]], None if into is None else into[step.name]
+            self.stages.append(Stage(cfg, i, params[step.name], ledger, needs, sums, count=self.count, done=done))
         self.extras, self.dys = extras, dys
         self.forward: dict[tuple[int, int], Any] = {(0, m): main for m, main in enumerate(mains)}
         self.gradients: dict[tuple[int, int], Any] = {}
         self.sums: list[dict[str, Any]] = [{} for _ in mains]
         self.ys: list[Any] = [None] * self.count
         self.events: list[Event] = []
-        self.left = [self.count] * schedule.stages
 
     def act(self, action: Action) -> None:
         index, kind, m = action

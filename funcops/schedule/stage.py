@@ -7,7 +7,7 @@ caller alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -21,15 +21,19 @@ from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
 from funcops.trees import tree_map_tensors, tree_map_with_path
 
+Done = Callable[[int, Any], None]
+
 
 class Stage:
     """Stage `index` of `cfg`. What waits is in `ledger`; the gradients of all microbatches are summed in `dparams`: the given
-    accumulators, or else zeros like params, made when the first comes."""
+    accumulators, or else zeros like params, made when the first comes. `done(index, dparams)` is called after the last of `count`."""
 
-    def __init__(self, cfg: ChainConfig, index: int, params: Any, ledger: Ledger, needs: Needs = Needs.ALL, into: Any = None) -> None:
+    def __init__(
+        self, cfg: ChainConfig, index: int, params: Any, ledger: Ledger, needs: Needs, into: Any = None, *, count: int, done: Done | None = None
+    ) -> None:
         self.step, self.index, self.params, self.ledger = cfg.steps[index], index, params, ledger
         self.needs = needs_of_steps(cfg, needs)[index]
-        self.dparams = into
+        self.dparams, self.left, self.done = into, count, done
         if into is not None:
             check_into_tree(f"stage {index}", into, self.step.op, self.step.cfg, None)
 
@@ -53,15 +57,21 @@ class Stage:
         with self._named("wgrad", m):
             pending = donate(self.ledger.take(self._path("pending", m)))
             self.step.op.wgrad(pending, self.step.cfg, into=self._sums())
+        self._count()
 
     def backward(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
         """Both halves at once, as the op's `bwd` does them."""
         with self._named("backward", m):
             residuals = donate(self.ledger.take(self._path("residuals", m)))
-            if residuals is None:
-                return None
-            _, dx = self.step.op.bwd(residuals, dy, self.step.cfg, into=self._sums())
-            return self.step.split(dx, sums)
+            _, dx = (None, None) if residuals is None else self.step.op.bwd(residuals, dy, self.step.cfg, into=self._sums())
+            dx = self.step.split(dx, sums)
+        self._count()
+        return dx
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.done is not None and not self.left:
+            self.done(self.index, self._sums())
 
     def _sums(self) -> Any:
         if self.dparams is None:
@@ -96,19 +106,24 @@ def check_staged(where: str, cfg: Any, stages: int) -> None:
             fail(where, f"stage {step.name!r}", "without gives: extras come from the caller alone", step.gives)
 
 
-def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, rank_of: Mapping[int, int]) -> tuple[Any, Any]:
-    """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs; the
-    accumulators are made where there are none. Raises for a tie between stages of two ranks: there each would need the other's."""
-    if not cfg.ties:
-        return params, into
+def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None:
+    """Raises for a tie between stages of two ranks: each would need the other's gradient."""
     index = {step.name: i for i, step in enumerate(cfg.steps)}
     for tie in cfg.ties:
-        path, source = (index[one.partition(".")[0]] for one in tie)
-        if rank_of[path] != rank_of[source]:
-            ranks = f"{tie[0]} on rank {rank_of[path]} and {tie[1]} on rank {rank_of[source]}"
-            fail(where, "cfg.ties", "between stages of one rank (as the first and the last of zb_v and dualpipe_v are)", ranks)
+        path, source = (rank_of[index[one.partition(".")[0]]] for one in tie)
+        if path != source:
+            expected = "between stages of one rank (as the first and the last of zb_v and dualpipe_v are)"
+            fail(where, "cfg.ties", expected, f"{tie[0]} on rank {path} and {tie[1]} on rank {source}")
+
+
+def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig) -> tuple[Any, Any]:
+    """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs; the
+    accumulators are made where there are none."""
+    here = [tie for tie in cfg.ties if tie[0].partition(".")[0] in params]
+    if not here:
+        return params, into
     sums = into if into is not None else tree_map_tensors(lambda t: torch.zeros_like(t) if t.is_floating_point() else None, params)
-    return tied(where, params, cfg), tied(where, sums, cfg)
+    return tied(where, params, here), tied(where, sums, here)
 
 
 def split_inputs(where: str, xs: Any, microbatches: int, cfg: ChainConfig) -> tuple[list[Any], list[dict[str, Any]]]:

@@ -1,0 +1,3 @@
+from funcops.adapters.pipelining.pipeline import Pipeline as Pipeline
+from funcops.adapters.pipelining.pipeline import Stepped as Stepped
+from funcops.adapters.reduce import BucketedMean as BucketedMean

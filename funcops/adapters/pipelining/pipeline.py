@@ -1,0 +1,188 @@
+"""`Pipeline`: a schedule over a staged chain, on the ranks of a process group. No autograd takes part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from funcops.adapters.pipelining.runtime import Runtime, Values
+from funcops.compose.chain import ChainConfig, chain, tied
+from funcops.compose.fit import fake
+from funcops.compose.step import WithExtras, abstract_params, split_x
+from funcops.errors import describe, fail, require_type
+from funcops.needs import Needs
+from funcops.precision import nonfinite
+from funcops.residuals.ledger import Ledger
+from funcops.schedule import Schedule
+from funcops.schedule.stage import Done, Stage, check_staged, check_ties, loss_gradient, share_ties, split_inputs
+from funcops.trees import leaves, put, tree_map_tensors, with_leaves
+
+
+class Stepped(NamedTuple):
+    """Of a step on this rank: y of each microbatch, where it has the last stage, else None; the gradients of its stages' params, by
+    stage; dx of each microbatch (its main value where it has the first stage; of extras, this rank's part); the most bytes of
+    residuals and pendings, net of params and of x, that it held."""
+
+    ys: list[Any] | None
+    dparams: dict[str, Any]
+    dxs: list[Any]
+    peak_bytes: int
+
+
+class Pipeline:
+    """A schedule over the chain `cfg`, whose steps are the stages, on torch.distributed.pipelining's runtime.
+
+        pipeline = Pipeline(zb_v(2, 8), cfg, x)            # on every rank
+        ys, dparams, dxs, _ = pipeline.step(params, xs)    # params of this rank's stages
+
+    x: an example of one microbatch, of which the shapes are read. dtype: of params (by default torch's). `group`: as many processes
+    as the schedule has ranks. Ties between stages of one rank hold; others are refused. Raises `ValueError` or `TypeError` where
+    these do not fit, `RuntimeError` for a version of torch whose runtime was not checked.
+    """
+
+    def __init__(
+        self, schedule: Schedule, cfg: ChainConfig, x: Any, *, dtype: torch.dtype | None = None, device: Any = "cpu", group: Any = None,
+        needs: Needs = Needs.ALL,
+    ) -> None:  # fmt: skip
+        import torch.distributed as dist
+
+        require_type("Pipeline", "schedule", schedule, Schedule)
+        check_staged("Pipeline", cfg, schedule.stages)
+        check_ties("Pipeline", cfg, schedule.rank_of)
+        if dist.get_world_size(group) != len(schedule.ranks):
+            fail("Pipeline", "group", f"of {len(schedule.ranks)} processes, one a rank of {schedule.name}", dist.get_world_size(group))
+        self.schedule, self.cfg, self.needs, self.group, self.device = schedule, cfg, needs, group, torch.device(device)
+        self.boundaries = _boundaries(cfg, x, dtype or torch.get_default_dtype())
+        self.runtime = Runtime(schedule, [tuple(leaves(b)) for b in self.boundaries], self.device, group)
+        self.names = tuple(cfg.steps[index].name for index in self.runtime.stages)
+        self._failed = False
+
+    def step(
+        self, params: dict[str, Any], xs: Sequence[Any], dys: Sequence[Any] | None = None, *, into: dict[str, Any] | None = None,
+        done: Done | None = None, check_finite: bool = True,
+    ) -> Stepped:  # fmt: skip
+        """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs, dys,
+        `into` and `done` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage, extras on all.
+
+        Raises what a stage raises, on its rank; the others then wait for the process group's timeout. `check_finite`: where a loss
+        or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a wait for the device.
+        """
+        if self._failed:
+            raise RuntimeError("Pipeline: must not be used after a step that failed: its messages may still be on their way. Make a new one")
+        for name in self.names:
+            for what, tree in (("params", params), ("into", into)):
+                if tree is not None and name not in tree:
+                    fail("Pipeline.step", what, f"a dict with the stages {', '.join(self.names)}", f"one without {name}")
+        mains, extras = split_inputs("Pipeline.step", xs, self.schedule.microbatches, self.cfg)
+        if dys is not None and len(dys) != len(mains):
+            fail("Pipeline.step", "dys", f"a list of {len(mains)}, one a microbatch", len(dys))
+        work = _Work(self, params, mains, extras, dys, into, done)
+        self._failed = True
+        with torch.no_grad():
+            self.runtime.step(work)
+        work.ledger.close()
+        self._failed = False
+        dparams = work.dparams()
+        if check_finite:
+            self._check_finite(work.ys, dparams)
+        return Stepped(list(work.ys.values()) or None, dparams, work.dxs(), work.ledger.peak_bytes)
+
+    def _check_finite(self, ys: dict[int, Any], dparams: Any) -> None:
+        import torch.distributed as dist
+
+        where = nonfinite({"ys": tuple(ys.values()), "dparams": dparams})
+        rank = dist.get_rank(self.group)
+        flags = torch.zeros(len(self.schedule.ranks), device=self.device)
+        flags[rank] = float(where is not None)
+        dist.all_reduce(flags, group=self.group)
+        ranks = [r for r, flag in enumerate(flags.tolist()) if flag]
+        if ranks:
+            shown = f"{where} on this rank, {rank}" if where is not None else f"others on rank {', '.join(map(str, ranks))}"
+            raise FloatingPointError(f"Pipeline.step: ys and gradients must be finite, got {shown}")
+
+
+class _Work:
+    """A step on this rank: its stages, and the runtime's values as trees."""
+
+    def __init__(self, of: Pipeline, params: Any, mains: list[Any], extras: list[dict[str, Any]], dys: Any, into: Any, done: Done | None) -> None:
+        self.of, self.mains, self.extras, self.dys = of, mains, extras, dys
+        self.last, self.count = of.schedule.stages - 1, len(mains)
+        own = {name: params[name] for name in of.names}
+        self.ledger = Ledger(own, mains, extras)
+        own, into = share_ties("Pipeline.step", own, into, of.cfg)
+        self.stages = {}
+        for index in of.runtime.stages:
+            name = of.cfg.steps[index].name
+            sums = None if into is None else into[name]
+            self.stages[index] = Stage(of.cfg, index, own[name], self.ledger, of.needs, sums, count=self.count, done=done)
+        self.ys: dict[int, Any] = {}
+        self.gradients: dict[int, Any] = {}
+        self.sums: list[dict[str, Any]] = [{} for _ in mains]
+
+    def forward(self, index: int, m: int, values: Values | None) -> Values:
+        main = self.mains[m] if values is None else with_leaves(self.of.boundaries[index], values)
+        y = self.stages[index].forward(m, main, self.extras[m])
+        if index == self.last:
+            self.ys[m] = y
+            self.gradients[m] = loss_gradient("Pipeline.step", y, self.count) if self.dys is None else self.dys[m]
+            return ()
+        return self._sent(f"y of stage {index}", y, self.of.boundaries[index + 1])
+
+    def wgrad(self, index: int, m: int) -> None:
+        self.stages[index].wgrad(m)
+
+    def dgrad(self, index: int, m: int, gradients: Values | None) -> Values:
+        return self._backward(self.stages[index].dgrad, index, m, gradients)
+
+    def backward(self, index: int, m: int, gradients: Values | None) -> Values:
+        return self._backward(self.stages[index].backward, index, m, gradients)
+
+    def _backward(self, half: Any, index: int, m: int, gradients: Values | None) -> Values:
+        dy = self.gradients.pop(m) if gradients is None else with_leaves(self.of.boundaries[index + 1], gradients)
+        dx = half(m, dy, self.sums[m])
+        if index == 0:
+            self.gradients[m] = dx
+            return ()
+        if dx is None:
+            return (None,) * len(leaves(self.of.boundaries[index]))
+        return self._sent(f"dx of stage {index}", dx, self.of.boundaries[index])
+
+    def _sent(self, what: str, tree: Any, example: Any) -> Values:
+        """The leaves as they are sent, after a check that the other side expects them so."""
+        found = leaves(tree)
+        for t, want in zip(found, leaves(example), strict=True):
+            if t is not None and (t.shape != want.shape or t.dtype != want.dtype):
+                fail("Pipeline.step", what, f"{describe(want)}, as for the example x", describe(t))
+        return tuple(None if t is None else t.contiguous() for t in found)
+
+    def dparams(self) -> dict[str, Any]:
+        found: Any = {stage.step.name: stage.dparams for stage in self.stages.values()}
+        for path, _ in self.of.cfg.ties:
+            if path.partition(".")[0] in found:
+                found = put(found, path, None)
+        return found
+
+    def dxs(self) -> list[Any]:
+        mains = [self.gradients.get(m) if 0 in self.stages else None for m in range(self.count)]
+        names = self.of.cfg.extras
+        return [WithExtras(dx, {n: sums.get(n) for n in names}) if names else dx for dx, sums in zip(mains, self.sums, strict=True)]
+
+
+def _boundaries(cfg: ChainConfig, x: Any, dtype: torch.dtype) -> list[Any]:
+    """What every stage is given and the last gives: fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        main, extras = split_x("Pipeline", tree_map_tensors(fake, x), cfg)
+        found = [main]
+        params = tied("Pipeline", tree_map_tensors(lambda t: fake(t, dtype), abstract_params(chain, cfg)), cfg.ties)
+        for step in cfg.steps:
+            main, _ = step.op.fwd(params[step.name], step.x(main, extras), step.cfg, needs=Needs.NONE)
+            found.append(main)
+    for i, tree in enumerate(found[1:-1], 1):
+        for t in leaves(tree):
+            if not isinstance(t, Tensor):
+                fail("Pipeline", f"y of stage {i - 1}", "tensors, to be sent", describe(t), TypeError)
+    return found

@@ -1,0 +1,120 @@
+"""Schedules on torch's pipelining runtime: two Gloo processes give what one chain gives, and none hangs when one goes wrong."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from staged import decoder, microbatches, reference
+
+from funcops import chain, random
+from funcops.adapters.pipelining import BucketedMean, Pipeline, runtime
+from funcops.schedule import Schedule, gpipe, zb_v
+from funcops.testing.tolerances import assert_close
+from funcops.trees import cast
+
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+SCHEDULES = 8
+
+
+def two_ranks(mode, tmp_path, codes=(0, 0)):
+    """What both ranks print, by rank; each line's last word is a number."""
+    running = []
+    for rank in range(2):
+        with open(tmp_path / f"out{rank}", "w") as out:
+            command = [sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank), str(tmp_path / "store")]
+            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL if mode == "raise" else subprocess.STDOUT))
+    try:
+        found = tuple(process.wait(timeout=120) for process in running)
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    texts = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
+    assert found == codes, texts
+    return [[line for line in text.splitlines() if not line.startswith("[")] for text in texts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["gradients", "curve", "tied", "frozen", "reduce"])
+def test_two_ranks_are_one_process(mode, tmp_path):
+    """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches: gradients
+    within 1e-12, and 20 steps of AdamW on the same curve."""
+    for lines in two_ranks(mode, tmp_path):
+        assert len(lines) == {"gradients": 2 * SCHEDULES, "curve": SCHEDULES, "tied": 2, "frozen": 1, "reduce": 3}[mode]
+        for line in lines:
+            assert float(line.split()[-1]) < 1e-12, line
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(tmp_path):
+    lines = two_ranks("kill", tmp_path, codes=(0, 9))
+    assert lines[0][0].startswith(("RuntimeError", "DistBackendError")) and float(lines[0][0].split()[-1]) < 12
+
+
+@pytest.mark.slow
+def test_a_nan_ends_all_ranks(tmp_path):
+    for lines in two_ranks("nan", tmp_path):
+        assert lines[0].startswith("FloatingPointError Pipeline.step: ys and gradients must be finite, got")
+
+
+@pytest.mark.slow
+def test_an_exception_ends_the_others_by_their_timeout(tmp_path):
+    """The rank that raised stays alive: the other ends by itself. The error says where it was raised."""
+    waiting, raised = two_ranks("raise", tmp_path)
+    assert "rms_norm_fwd: params.weight must be [8], got [1]" in raised[0]
+    if sys.version_info >= (3, 11):
+        assert "in the forward of stage 1 (s1), microbatch 0" in raised[0]
+    assert waiting[0].startswith(("RuntimeError", "DistBackendError")) and 1 < float(waiting[0].split()[-1]) < 12
+    assert all("again Pipeline: must not be used after a step that failed" in lines[1] for lines in (waiting, raised))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_one_rank_alone(alone):
+    cfg = decoder(2, keyed=True)
+    params, xs = chain.init(cfg, key=random.key(0), dtype=torch.float64), microbatches(3, cfg)
+    losses, want = reference(params, xs, cfg)
+    pipeline = Pipeline(zb_v(1, 3), cfg, xs[0], dtype=torch.float64)
+    assert pipeline.names == ("s0", "s1")
+    ys, dparams, _, peak = pipeline.step(params, xs, check_finite=False)
+    assert ys == losses and peak > 0
+    assert_close(dparams, want, dtype=torch.float64)
+    mean = BucketedMean()
+    mean.start(dparams)
+    mean.wait()
+    assert_close(dparams, want, dtype=torch.float64)
+
+
+def test_what_does_not_fit_is_named(alone, monkeypatch):
+    cfg = decoder(2)
+    params, xs = chain.init(cfg, key=random.key(0)), microbatches(3, cfg)
+    with pytest.raises(ValueError, match="Pipeline: group must be of 2 processes, one a rank of gpipe, got 1"):
+        Pipeline(gpipe(2, 3), cfg, xs[0])
+    with pytest.raises(ValueError, match="Pipeline: cfg must be a chain of 4 steps, one a stage of the schedule, got 2 steps"):
+        Pipeline(Schedule.from_csv("0F0,1F0,2F0,3F0,3B0,2B0,1B0,0B0"), cfg, xs[0])
+    pipeline = Pipeline(zb_v(1, 3), cfg, xs[0])
+    with pytest.raises(ValueError, match="Pipeline.step: params must be a dict with the stages s0, s1, got one without s1"):
+        pipeline.step({"s0": params["s0"]}, xs)
+    with pytest.raises(ValueError, match="Pipeline.step: xs must be a list of 3"):
+        pipeline.step(params, xs[:1])
+    with pytest.raises(ValueError, match="Pipeline.step: dys must be a list of 3, one a microbatch, got 1"):
+        pipeline.step(params, xs, [None])
+    assert math.isfinite(float(pipeline.step(params, xs).ys[0])), "what is refused before it begins leaves the pipeline whole"
+    with pytest.raises(ValueError, match=r"Pipeline.step: y of stage 0 must be float32\[3, 5, 8\], as for the example x, got float64\[3, 5, 8\]"):
+        pipeline.step(cast(params, torch.float64), xs)
+    with pytest.raises(RuntimeError, match="must not be used after a step that failed"):
+        pipeline.step(params, xs)
+    monkeypatch.setattr(runtime, "CHECKED", ("1.0",))
+    with pytest.raises(RuntimeError, match="funcops.adapters.pipelining: torch must be one of 1.0, got"):
+        Pipeline(zb_v(1, 3), cfg, xs[0])
+    with pytest.raises(ValueError, match="BucketedMean: bucket_bytes must be above 0, got 0"):
+        BucketedMean(bucket_bytes=0)

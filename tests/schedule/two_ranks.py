@@ -1,0 +1,192 @@
+"""A rank of two that run a pipeline: `python two_ranks.py MODE RANK FILE`. Prints a line of numbers a case, or fails.
+
+Modes: gradients, curve (both for every schedule); tied; frozen; kill, nan, raise (rank 1 goes wrong in its second step); reduce.
+"""
+
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from staged import decoder, microbatches, reference
+from test_run import USER
+
+from funcops import Needs, chain, random
+from funcops.adapters.pipelining import BucketedMean, Pipeline
+from funcops.optim import AdamWConfig, adamw_init, adamw_update
+from funcops.schedule import (
+    Schedule,
+    delay_w,
+    dualpipe_v,
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zb,
+    one_f_one_b,
+    run,
+    zb_v,
+)
+from funcops.trees import paths, tree_map, tree_map_tensors
+
+M, TIMEOUT = 8, 4
+
+
+def placed(made):
+    """A schedule of four ranks on two: each takes two neighbours' stages, first one's actions as far as they come, then the other's."""
+    order = [(rank // 2, action) for rank, action in made.order()]
+    return Schedule(made.name, [[a for r, a in order if r == rank] for rank in range(2)])
+
+
+SCHEDULES = {
+    "gpipe": placed(gpipe(4, M)),
+    "one_f_one_b": placed(one_f_one_b(4, M)),
+    "interleaved_1f1b": interleaved_1f1b(2, M),
+    "interleaved_zb": interleaved_zb(2, M),
+    "zb_v": zb_v(2, M),
+    "dualpipe_v": dualpipe_v(2, M),
+    "delayed": delay_w(interleaved_1f1b(2, M), 9),
+    "user": Schedule.from_csv(USER),
+}
+
+
+def distance(got, want):
+    """The largest relative error over the leaves that this rank has."""
+    want = paths(want)
+    found = [float((t - want[path]).norm() / want[path].norm()) for path, t in paths(got).items() if t is not None]
+    assert found
+    return max(found)
+
+
+def setup(count=M, cfg=None, seed=0):
+    cfg = cfg or decoder(4, keyed=True)
+    return cfg, chain.init(cfg, key=random.key(1), dtype=torch.float64), microbatches(count, cfg, seed=seed)
+
+
+def local(pipeline, params):
+    return {name: params[name] for name in pipeline.names}
+
+
+def gradients():
+    for name, schedule in SCHEDULES.items():
+        cfg, params, xs = setup(schedule.microbatches)
+        losses, want = reference(params, xs, cfg)
+        pipeline = Pipeline(schedule, cfg, xs[0], dtype=torch.float64)
+        for _ in range(2):
+            ys, dparams, *_ = pipeline.step(local(pipeline, params), xs)
+            assert ys is None or torch.equal(torch.stack(ys), torch.stack(losses))
+            assert sorted(dparams) == sorted(pipeline.names)
+            print(name, distance(dparams, want))
+
+
+def curve():
+    cfg = decoder(4)
+    for name, schedule in SCHEDULES.items():
+        _, whole, xs = setup(schedule.microbatches, cfg)
+        pipeline = Pipeline(schedule, cfg, xs[0], dtype=torch.float64)
+        own, adamw = local(pipeline, whole), AdamWConfig(lr=1e-2)
+        states = [adamw_init(whole, adamw), adamw_init(own, adamw)]
+        far, first, last = 0.0, None, None
+        for step in range(20):
+            xs = microbatches(schedule.microbatches, cfg, seed=step % 2)
+            losses, want = reference(whole, xs, cfg)
+            ys, dparams, *_ = pipeline.step(own, xs)
+            whole, states[0] = adamw_update(whole, want, states[0], adamw)
+            own, states[1] = adamw_update(own, dparams, states[1], adamw)
+            last = float(torch.stack(losses).mean())
+            first = last if first is None else first
+            if ys is not None:
+                far = max(far, abs(float(torch.stack(ys).mean()) - last))
+        assert last < first - 0.05, "the model learns"
+        print(name, max(far, distance(own, whole)))
+
+
+def tied():
+    cfg, params, xs = setup(cfg=decoder(4, ties={"s3.head.weight": "s0.embed.weight"}))
+    _, want = reference(params, xs, cfg)
+    pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64)
+    print("tied", distance(pipeline.step(local(pipeline, params), xs).dparams, want))
+    try:
+        Pipeline(interleaved_zb(2, M), cfg, xs[0], dtype=torch.float64)
+    except ValueError as error:
+        print("refused", 0.0 if "s3.head.weight on rank 1 and s0.embed.weight on rank 0" in str(error) else str(error))
+
+
+def frozen():
+    cfg, params, xs = setup(cfg=decoder(4))
+    _, want = reference(params, xs, cfg)
+    pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64, needs=Needs(x=False, params=("s2", "s3")))
+    into = tree_map_tensors(lambda t: torch.ones_like(t), local(pipeline, params))
+    _, dparams, dxs, peak = pipeline.step(local(pipeline, params), xs, into=into)
+    assert peak > 0 and len(dxs) == M
+    trained = {name: tree_map_tensors(lambda t: t - 1, tree) for name, tree in dparams.items() if name in ("s2", "s3")}
+    print("frozen", distance(trained, want))
+    still = [t for name, tree in dparams.items() if name in ("s0", "s1") for t in paths(tree).values() if t is not None]
+    assert all(bool((t == 1).all()) for t in still)
+
+
+def wrong(mode):
+    """Rank 1 goes wrong in its second step. Rank 0 must end with an error within the timeout; so must rank 1, but for a kill."""
+    rank = dist.get_rank()
+    cfg, params, xs = setup(cfg=decoder(4))
+    pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64)
+    own = local(pipeline, params)
+    pipeline.step(own, xs)
+    if rank == 1 and mode == "kill":
+        os._exit(9)
+    if rank == 1 and mode == "nan":
+        next(t for t in paths(own).values() if t is not None)[0] = float("nan")
+    if rank == 1 and mode == "raise":
+        own["s1"] = tree_map(lambda t: None if t is None else t[:1], own["s1"])
+    start = time.monotonic()
+    try:
+        pipeline.step(own, xs)
+    except Exception as error:
+        took = time.monotonic() - start
+        notes = "; ".join(getattr(error, "__notes__", []))
+        print(type(error).__name__, str(error).splitlines()[0], notes, took)
+        if mode == "raise":
+            try:
+                pipeline.step(own, xs)
+            except RuntimeError as again:
+                print("again", str(again), 0.0)
+        sys.stdout.flush()
+        if rank == 1 and mode == "raise":
+            time.sleep(1.5 * TIMEOUT)  # alive: rank 0 must end by itself
+        os._exit(0 if took < 3 * TIMEOUT else 1)
+    print("no error", 1.0)
+
+
+def reduce():
+    """Data parallelism: each process a schedule of its own over half of the microbatches."""
+    rank = dist.get_rank()
+    cfg, params, xs = setup(16, cfg=decoder(2))
+    _, want = reference(params, xs, cfg)
+    for bucket_bytes in (1, 600, 2**20):
+        mean = BucketedMean(bucket_bytes=bucket_bytes)
+        started = []
+
+        def start(stage, dparams, mean=mean, started=started):
+            started.append(stage)
+            mean.start(dparams)
+
+        ran = run(delay_w(one_f_one_b(2, 8), 4), params, xs[rank * 8 : rank * 8 + 8], cfg, done=start)
+        mean.wait()
+        assert sorted(started) == [0, 1]
+        print("reduce", distance(ran.dparams, want))
+
+
+def main(mode, rank, path):
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=TIMEOUT if mode in ("kill", "nan", "raise") else 60)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timeout)
+    if mode in ("kill", "nan", "raise"):
+        wrong(mode)
+    else:
+        globals()[mode]()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
