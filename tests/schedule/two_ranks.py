@@ -1,6 +1,6 @@
 """A rank of two that run a pipeline: `python two_ranks.py MODE RANK FILE`. Prints a line of numbers a case, or fails.
 
-Modes: gradients, curve (both for every schedule); tied; frozen; kill, nan, raise (rank 1 goes wrong in its second step); reduce.
+Modes: gradients, curve (both for every schedule); tied; frozen; modules; kill, nan, raise (rank 1 goes wrong in its second step); reduce.
 """
 
 import os
@@ -10,11 +10,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from staged import decoder, microbatches, reference
+from staged import DIM, decoder, microbatches, reference
 from test_run import USER
+from test_split_stage import square_error, stages_of_modules
 
 from funcops import Needs, chain, random
-from funcops.adapters.pipelining import BucketedMean, Pipeline
+from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.schedule import (
     Schedule,
@@ -174,6 +175,31 @@ def reduce():
         mean.wait()
         assert sorted(started) == [0, 1]
         print("reduce", distance(ran.dparams, want))
+
+
+def modules():
+    """Torch's own schedules over `nn` stages, with and without examples of what lies between them."""
+    from torch.distributed.pipelining import schedules
+
+    torch.manual_seed(0)
+    x, target = torch.randn(2, 16, DIM, dtype=torch.float64)
+    whole = stages_of_modules()
+    square_error(whole(x), target).backward()
+    placements = {"ScheduleZBVZeroBubble": "v", "ScheduleDualPipeV": "v", "ScheduleInterleavedZeroBubble": "loop"}
+    for name, style in placements.items():
+        for static in (True, False):
+            every = stages_of_modules()
+            rank = dist.get_rank()
+            mine = (rank, 3 - rank) if style == "v" else (rank, 2 + rank)
+            example = [torch.empty(2, DIM, dtype=torch.float64).requires_grad_(i > 0) for i in range(5)]
+            given = {i: ((example[i],), (example[i + 1],)) if static else () for i in mine}
+            stages = [split_stage(every[i], i, 4, "cpu", *given[i]) for i in mine]
+            schedule = getattr(schedules, name)(stages, M, loss_fn=square_error)
+            for _ in range(2):
+                every.zero_grad()
+                schedule.step(*([x] if rank == 0 else []), target=target)
+                got, want = ({i: {n: p.grad for n, p in of[i].named_parameters()} for i in mine} for of in (every, whole))
+                print(name, static, distance(got, want))
 
 
 def main(mode, rank, path):
