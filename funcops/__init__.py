@@ -238,10 +238,14 @@ from funcops.ops.scale import scale_wgrad as scale_wgrad
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
 from funcops.residuals import Drop as Drop
+from funcops.residuals import Ledger as Ledger
 from funcops.residuals import Offload as Offload
 from funcops.residuals import Policy as Policy
 from funcops.residuals import Recompute as Recompute
 from funcops.residuals import Save as Save
+from funcops.residuals import batch_wgrads as batch_wgrads
 from funcops.residuals import diff as diff
 from funcops.residuals import donate as donate
+from funcops.residuals import fetch as fetch
 from funcops.residuals import report as report
+from funcops.residuals import stow as stow

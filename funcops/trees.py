@@ -123,10 +123,10 @@ def paths(tree: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): value for path, value in zip(found, values, strict=True)}
 
 
-def tree_map(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`."""
+def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
+    """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`, and nodes of which `is_leaf` says so."""
     given: Any = tree
-    return optree.tree_map(fn, given, *rest, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[return-value]
+    return optree.tree_map(fn, given, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[return-value]
 
 
 def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
@@ -149,6 +149,12 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
 def cast(tree: T, dtype: torch.dtype) -> T:
     """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object."""
     return tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+
+def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Of t's shape, strides and device (the CPU for one on the meta device), uninitialised: for shapes alone, under FakeTensorMode."""
+    device = "cpu" if t.is_meta else t.device
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=device)
 
 
 def nothing_like(tree: T) -> T:

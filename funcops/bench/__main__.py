@@ -16,7 +16,9 @@ BENCHES = {
     "memory": "peak live bytes of four blocks, forward and backward",
     "overhead": "host time of forward and backward on small tensors",
     "residuals": "bytes that a block keeps for its backward",
+    "schedule": "matrix products and live bytes of a split backward, against torch's own split",
     "step": "a training step of the example's model on the CPU",
+    "wgrads": "many weight gradients at once, against one after another",
 }
 
 

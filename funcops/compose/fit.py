@@ -17,7 +17,7 @@ from funcops.errors import require
 from funcops.op import Op
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
-from funcops.trees import tree_map, tree_map_tensors
+from funcops.trees import fake, tree_map, tree_map_tensors
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -104,12 +104,6 @@ def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, 
             kept = report(residuals, params).kept_bytes
             op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
     return kept, counter.get_total_flops()
-
-
-def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Of the same shape, on the CPU where it is on no device."""
-    device = "cpu" if t.is_meta else t.device
-    return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=device)
 
 
 def _float(t: Any) -> bool:

@@ -23,6 +23,8 @@ from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.ops.linear_wgrads import Product, linear_wgrads
+from funcops.residuals.batch import collect, collecting
 from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -105,6 +107,8 @@ def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None =
     needs = pending.needs
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     if into is not None:
+        if pending.x is not None and collecting():
+            return _collected(pending.dy, pending.x, bias, into)
         return _wgrad_into("linear_wgrad", pending.dy, pending.x, bias, into)
     return LinearParams(*kernels.linear_wgrad(pending.dy, pending.x, bias))
 
@@ -136,6 +140,14 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
         fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into.weight, db)
         return into
     return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, x, bias)), into)
+
+
+def _collected(dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> LinearParams:
+    """The product left to `batch_wgrads`, after the checks of a gradient that is added."""
+    shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
+    check_into("linear_wgrad", into, LinearParams(shape, shape[:, 0] if bias else None))
+    collect(linear_wgrads, Product.of(dy, x, into.weight, into.bias if bias else None))
+    return into
 
 
 linear = make_op(

@@ -1,3 +1,4 @@
+from funcops.residuals.batch import batch_wgrads as batch_wgrads
 from funcops.residuals.donate import donate as donate
 from funcops.residuals.ledger import Ledger as Ledger
 from funcops.residuals.policy import POLICIES as POLICIES
@@ -9,3 +10,5 @@ from funcops.residuals.policy import Recompute as Recompute
 from funcops.residuals.policy import Save as Save
 from funcops.residuals.report import diff as diff
 from funcops.residuals.report import report as report
+from funcops.residuals.stow import fetch as fetch
+from funcops.residuals.stow import stow as stow

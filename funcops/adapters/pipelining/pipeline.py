@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.adapters.pipelining.runtime import Runtime, Values
 from funcops.compose.chain import ChainConfig, chain, tied
-from funcops.compose.fit import fake
 from funcops.compose.step import WithExtras, abstract_params, split_x
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
@@ -19,7 +18,7 @@ from funcops.precision import nonfinite
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
 from funcops.schedule.stage import Done, Stage, check_staged, check_ties, loss_gradient, share_ties, split_inputs
-from funcops.trees import leaves, put, tree_map_tensors, with_leaves
+from funcops.trees import fake, leaves, put, tree_map_tensors, with_leaves
 
 
 class Stepped(NamedTuple):

@@ -1,0 +1,164 @@
+"""Weight gradients of several linear layers, or of several microbatches of one, in few products.
+
+    dw_k += sum over i of dy_i^T x_i, over the products i that add to dw_k
+
+concatenate: dy = [dy_1; dy_2; ...], x likewise, one product for one dw. batch: [n, O, R] @ [n, R, I], n weights of one shape.
+group: as batch, with R_i rows each (`torch.nn.functional.grouped_mm`, which takes rows of a multiple of 16 bytes, and no float64:
+other products run alone).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.backend import wide
+from funcops.kernels import fused_linear
+
+
+class Limits(NamedTuple):
+    """The most rows of a product for which joining it with others was measured to be faster than running it alone."""
+
+    concatenate: int = -1
+    batch: int = -1
+    group: int = -1
+
+
+# Measured by `python -m funcops.bench wgrads`; see docs/benchmarks/cpu-wgrads.csv. What is not here was not measured, and runs alone.
+MEASURED = {
+    ("cpu", torch.bfloat16): Limits(256, 256, 16),
+    ("cpu", torch.float16): Limits(256, 256, 16),
+    ("cpu", torch.float32): Limits(concatenate=16),
+}
+NEVER = Limits()
+JOINED_ROWS = 2048  # of a concatenation: longer ones were no faster, and their copies larger
+
+
+class Product(NamedTuple):
+    """dy [R, O] and x [R, I] of one weight gradient, and the accumulators dw [O, I] and db [O] or None; all checked."""
+
+    dy: Tensor
+    x: Tensor
+    dw: Tensor
+    db: Tensor | None
+    rows: int
+    limits: Limits
+
+    @staticmethod
+    def of(dy: Tensor, x: Tensor, dw: Tensor, db: Tensor | None) -> Product:
+        """dy [*, O] and x [*, I]."""
+        if dy.dim() != 2:
+            dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
+        return Product(dy, x, dw, db, dy.shape[0], MEASURED.get((dy.device.type, dy.dtype), NEVER))
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.dy.shape[1], self.x.shape[1]
+
+    @property
+    def groupable(self) -> bool:
+        size = self.dy.element_size()
+        return size < 8 and not any(width * size % 16 for width in self.sizes)
+
+
+def linear_wgrads(products: list[Product], how: str | None) -> None:
+    """Add every product to its accumulators, joined as `how` says, or as was measured to be fastest."""
+    left = products
+    for name, key, run in WAYS:
+        if how in (None, name) and len(left) > 1:
+            left = _join(left, [p for p in left if how == name or p.rows <= getattr(p.limits, name)], key, run)
+    for p in left:
+        _add(p)
+
+
+def _join(products: list[Product], candidates: list[Product], key: Any, run: Any) -> list[Product]:
+    """Run those candidates that belong together by `key` (None: with no other); returns the other products."""
+    sets: dict[Hashable, list[Product]] = {}
+    for p in candidates:
+        mark = key(p)
+        if mark is not None:
+            sets.setdefault(mark, []).append(p)
+    done: set[int] = set()
+    for found in sets.values():
+        if len(found) > 1:
+            run(found)
+            done.update(map(id, found))
+    return [p for p in products if id(p) not in done] if done else products
+
+
+def _concatenate(products: list[Product]) -> None:
+    part: list[Product] = []
+    for p in products:
+        if part and sum(one.rows for one in part) + p.rows > JOINED_ROWS:
+            _one_product(part)
+            part = []
+        part.append(p)
+    _one_product(part)
+
+
+def _one_product(products: list[Product]) -> None:
+    dy, x = _stacked(products)
+    first = products[0]
+    if first.dw.dtype is wide(dy.dtype) and first.dw.is_contiguous():
+        fused_linear.fused_linear_wgrad_into(dy, x, 1.0, first.dw, None)
+    else:
+        first.dw.add_(torch.mm(dy.mT, x))
+    _add_biases(products)
+
+
+def _batch(products: list[Product]) -> None:
+    n, rows, (out, inner) = len(products), products[0].rows, products[0].sizes
+    dy, x = _stacked(products)
+    found = torch.bmm(dy.view(n, rows, out).mT, x.view(n, rows, inner))
+    _add_all(products, found)
+
+
+def _group(products: list[Product]) -> None:
+    dy, x = _stacked(products)
+    ends = torch.tensor([p.rows for p in products]).cumsum(0).to(device=dy.device, dtype=torch.int32)
+    _add_all(products, torch.nn.functional.grouped_mm(dy.mT, x, offs=ends))
+
+
+def _stacked(products: list[Product]) -> tuple[Tensor, Tensor]:
+    """All rows of dy, and of x, in one buffer: one large allocation is given back and taken again without new pages."""
+    rows = sum(p.rows for p in products)
+    out, inner = products[0].sizes
+    buffer = products[0].dy.new_empty(rows * (out + inner))
+    dy, x = buffer[: rows * out].view(rows, out), buffer[rows * out :].view(rows, inner)
+    torch.cat([p.dy for p in products], out=dy)
+    torch.cat([p.x for p in products], out=x)
+    return dy, x
+
+
+def _add_all(products: list[Product], found: Tensor) -> None:
+    if len({id(p.dw) for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
+        torch._foreach_add_([p.dw for p in products], list(found.unbind()))
+    else:
+        for p, dw in zip(products, found.unbind(), strict=True):
+            p.dw.add_(dw)
+    _add_biases(products)
+
+
+def _add_biases(products: Iterable[Product]) -> None:
+    for p in products:
+        if p.db is not None:
+            p.db.add_(p.dy.sum(0, dtype=wide(p.dy.dtype)))
+
+
+def _add(p: Product) -> None:
+    """One alone: in the product itself where the accumulators are as wide as its sums."""
+    if all([t is None or (t.dtype is wide(p.dy.dtype) and t.is_contiguous()) for t in (p.dw, p.db)]):
+        fused_linear.fused_linear_wgrad_into(p.dy, p.x, 1.0, p.dw, p.db)
+    else:
+        p.dw.add_(torch.mm(p.dy.mT, p.x))
+        _add_biases([p])
+
+
+WAYS: tuple[tuple[str, Callable[[Product], Hashable], Callable[[list[Product]], None]], ...] = (
+    ("concatenate", lambda p: id(p.dw), _concatenate),
+    ("batch", lambda p: (p.rows, *p.sizes, p.dy.dtype, p.dy.device), _batch),
+    ("group", lambda p: (*p.sizes, p.dy.dtype, p.dy.device) if p.groupable else None, _group),
+)

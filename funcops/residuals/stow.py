@@ -1,0 +1,28 @@
+"""`stow` and `fetch`: residuals or pendings put away in fewer bytes, or in the host's memory, while they wait."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from funcops.errors import require_type
+from funcops.residuals.policy import Compress, Offload, Packed, pack, unpack
+from funcops.trees import tree_map, tree_map_tensors
+
+T = TypeVar("T")
+
+
+def stow(kept: T, action: Offload | Compress) -> T:
+    """The tree with every tensor that the action helps in its other form: `Offload()` or `Compress("bf16" | "fp8" | "int8")`.
+
+        waiting = stow(pending, Compress("fp8"))
+        dparams = linear_wgrad(fetch(waiting), cfg)
+
+    What a codec loses is stated in `funcops.residuals.codec`. A tree of any kind: residuals, pendings, lists of them.
+    """
+    require_type("stow", "action", action, Offload, Compress)
+    return tree_map_tensors(lambda t: pack(t, action), kept)
+
+
+def fetch(stowed: T) -> T:
+    """The tree as a backward reads it. What was never stowed is the same object."""
+    return tree_map(lambda value: unpack(value), stowed, is_leaf=lambda value: type(value) is Packed)
