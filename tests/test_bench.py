@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funcops.bench import memory, residuals, step
+from funcops.bench import memory, residuals, schedule, step
 from funcops.bench.models import Sizes
 
 
@@ -37,3 +37,16 @@ def test_the_providers_of_a_step_do_the_same_work(dtype, rel):
 def test_an_interval_holds_its_median():
     median, low, high = step.interval([0.9, 1.0, 1.1, 1.0, 0.95])
     assert median == 1.0 and 0.9 <= low <= median <= high <= 1.1
+
+
+def test_a_split_backward_does_no_work_twice_and_holds_less():
+    """torch's own split of custom functions runs each backward twice; its split of torch.nn keeps every saved tensor until W."""
+    pytest.importorskip("torch.distributed.pipelining")
+    rows = schedule.run()
+    products = {row.provider: row.value for row in rows if row.metric == "matrix products in the backward"}
+    ours, split = products["funcops, unsplit"], products["funcops, split"]
+    assert ours == split == products["torch.nn, unsplit"] == 2 * 6 * schedule.LAYERS
+    assert products["funcops.nn (custom functions), unsplit"] == ours
+    assert products["funcops.nn (custom functions), torch's split"] == 2 * ours
+    ratios = {row.metric: row.value for row in rows if "ratio" in row.metric}
+    assert 0.2 < ratios["live bytes between I and W, ratio to torch's split"] <= 0.6
