@@ -110,15 +110,20 @@ class Schedule:
                 if reader != rank:
                     ready.append(reader)
             at[rank] = i
-        for rank, actions in enumerate(self.ranks):
-            if at[rank] < len(actions):
-                self._stuck(rank, actions[at[rank] :][:2], forward, dgrad)
+        left = {rank: actions[at[rank] :][:2] for rank, actions in enumerate(self.ranks) if at[rank] < len(actions)}
+        if left:
+            self._stuck(left, forward, dgrad)
 
-    def _stuck(self, rank: int, following: tuple[Action, ...], forward: bytearray, dgrad: bytearray) -> None:
+    def _stuck(self, left: dict[int, tuple[Action, ...]], forward: bytearray, dgrad: bytearray) -> None:
+        """Raises for a rank that waits for itself, if there is one: the others may wait for it."""
         done = {"F": forward, "I": dgrad}
-        wanted = [need for action in following for need in needs(action, self.stages - 1)]
-        missing = next(n for n in wanted if not done[n.kind][n.stage * self.microbatches + n.microbatch])
-        fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {following[0]}", f"a wait for {missing} without end")
+        found = []
+        for rank, following in left.items():
+            wanted = [need for action in following for need in needs(action, self.stages - 1)]
+            missing = next(n for n in wanted if not done[n.kind][n.stage * self.microbatches + n.microbatch])
+            found.append((self.rank_of[missing.stage] != rank, rank, following[0], missing))
+        _, rank, action, missing = min(found)
+        fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {action}", f"a wait for {missing} without end")
 
     def to_csv(self) -> str:
         """A line a rank, as torch.distributed.pipelining reads it with format "compute_only"."""

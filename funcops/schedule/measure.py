@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig, check_names, needs_of_steps
+from funcops.compose.chain import ChainConfig, check_names, needs_of_steps, tied
 from funcops.compose.step import split_x
 from funcops.errors import require
 from funcops.needs import Needs
@@ -52,7 +52,7 @@ def measure_stages(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: N
     """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`."""
     check_staged("measure_stages", cfg, len(cfg.steps))
     check_names("measure_stages", "params", params, cfg)
-    main, extras = split_x("measure_stages", x, cfg)
+    params, (main, extras) = tied("measure_stages", params, cfg.ties), split_x("measure_stages", x, cfg)
     found = []
     for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
         given = step.x(main, extras)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,11 +17,13 @@ from funcops.trees import put
 
 
 class Event(NamedTuple):
-    """An action of a rank, and the bytes of residuals and pendings, net of params and of x, that the rank holds after it."""
+    """An action of a rank; the bytes of residuals and pendings, net of params and of x, that the rank holds after it; when it ended,
+    in seconds from the start of the run (on a GPU: when it had been launched)."""
 
     rank: int
     action: Action
     nbytes: int
+    seconds: float
 
 
 class Ran(NamedTuple):
@@ -68,10 +71,11 @@ def run(
         fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
     params, into = share_ties("run", params, into, cfg)
     at = _Pass(schedule, params, mains, extras, cfg, dys, needs, into, done)
+    start = time.perf_counter()
     try:
         for rank, action in schedule.order():
             at.act(action)
-            at.events.append(Event(rank, action, at.ledgers[rank].nbytes))
+            at.events.append(Event(rank, action, at.ledgers[rank].nbytes, time.perf_counter() - start))
     except BaseException:
         for ledger in at.ledgers:
             ledger.discard()

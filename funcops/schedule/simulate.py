@@ -129,7 +129,7 @@ class Simulated:
         return sum(self.idle) / (self.time * len(self.starts)) if self.time else 0.0
 
     def __str__(self) -> str:
-        peaks = [f"{b:g}" for b in self.peak_bytes]
+        peaks = [f"{b:,.0f}" if b >= 1000 else f"{b:g}" for b in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
         return f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: {shown}"
 

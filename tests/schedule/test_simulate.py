@@ -16,6 +16,7 @@ from funcops.schedule import (
     delay_w,
     draw,
     dualpipe_v,
+    fold,
     gpipe,
     interleaved_1f1b,
     measure,
@@ -171,3 +172,13 @@ def test_costs_are_measured():
     assert measure(chain, params, x, cfg, needs=Needs.NONE, repeats=1).dgrad == 0
     with pytest.raises(ValueError, match="measure: repeats must be at least 1, got 0"):
         measure(chain, params, x, cfg, repeats=0)
+
+
+def test_fold_keeps_order_and_dependencies():
+    for generator in (gpipe, one_f_one_b, zb_h1):
+        made = fold(generator(8, 6), 2)
+        assert len(made.ranks) == 2 and made.rank_of == {stage: stage // 4 for stage in range(8)}
+        assert simulate(made).time <= 48 * 3
+    assert fold(gpipe(4, 3), 4).ranks == gpipe(4, 3).ranks
+    with pytest.raises(ValueError, match="fold: ranks must be a divisor of 4, got 3"):
+        fold(gpipe(4, 3), 3)

@@ -21,6 +21,7 @@ from funcops.schedule import (
     Schedule,
     delay_w,
     dualpipe_v,
+    fold,
     gpipe,
     interleaved_1f1b,
     interleaved_zb,
@@ -33,15 +34,9 @@ from funcops.trees import paths, tree_map, tree_map_tensors
 M, TIMEOUT = 8, 4
 
 
-def placed(made):
-    """A schedule of four ranks on two: each takes two neighbours' stages, first one's actions as far as they come, then the other's."""
-    order = [(rank // 2, action) for rank, action in made.order()]
-    return Schedule(made.name, [[a for r, a in order if r == rank] for rank in range(2)])
-
-
 SCHEDULES = {
-    "gpipe": placed(gpipe(4, M)),
-    "one_f_one_b": placed(one_f_one_b(4, M)),
+    "gpipe": fold(gpipe(4, M), 2),
+    "one_f_one_b": fold(one_f_one_b(4, M), 2),
     "interleaved_1f1b": interleaved_1f1b(2, M),
     "interleaved_zb": interleaved_zb(2, M),
     "zb_v": zb_v(2, M),

@@ -1,0 +1,41 @@
+"""The decoder of `lm.model` cut into stages: a chain whose steps are the stages, and its params."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcops import ChainConfig, RepeatConfig, Step, chain, repeat
+from lm.model import Sizes, block, model, ties
+
+
+def layers_of(sizes: Sizes, stages: int) -> list[range]:
+    """The layers of each stage, as evenly as they go."""
+    if not 2 <= stages <= sizes.layers:
+        raise ValueError(f"--stages: expected 2 to {sizes.layers}, as there are --layers {sizes.layers}, got {stages}")
+    ends = [round(i * sizes.layers / stages) for i in range(stages + 1)]
+    return [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
+
+
+def staged(sizes: Sizes, stages: int) -> ChainConfig:
+    """`model(sizes)` in stages: bytes, rotary table and labels to the mean loss."""
+    embed, _, norm, head, loss = model(sizes).steps
+    steps = []
+    for i, layers in enumerate(layers_of(sizes, stages)):
+        inner = [Step("blocks", repeat, RepeatConfig(chain, block(sizes), len(layers)))]
+        inner = [embed, *inner] if i == 0 else inner
+        last = i == stages - 1
+        inner = [*inner, norm, head, loss] if last else inner
+        extras = ("rotation", "labels") if last else ("rotation",)
+        steps.append(Step(f"stage{i}", chain, ChainConfig(steps=tuple(inner), extras=extras)))
+    tied = {f"stage{stages - 1}.{path}": f"stage0.{source}" for path, source in ties(sizes).items()}
+    return ChainConfig(steps=tuple(steps), extras=("rotation", "labels"), ties=tied)
+
+
+def split(params: dict[str, Any], sizes: Sizes, stages: int) -> dict[str, Any]:
+    """The params of `model(sizes)` by stage: the same tensors."""
+    found: dict[str, Any] = {
+        f"stage{i}": {"blocks": tuple(params["blocks"][layer] for layer in layers)} for i, layers in enumerate(layers_of(sizes, stages))
+    }
+    found["stage0"] = {"embed": params["embed"], **found["stage0"]}
+    found[f"stage{stages - 1}"].update({name: params[name] for name in ("norm", "head", "loss")})
+    return found

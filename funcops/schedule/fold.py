@@ -1,0 +1,23 @@
+"""`fold`: a schedule of many ranks on fewer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from funcops.errors import require, require_type
+from funcops.schedule.actions import Schedule
+from funcops.schedule.simulate import Costs, simulate
+
+
+def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None = None) -> Schedule:
+    """The schedule with the stages of neighbouring ranks on one: of n ranks, those from r n / `ranks` on go to rank r, and do their
+    actions in the order of the times at which `simulate` starts them. Raises `ValueError` where `ranks` does not divide n."""
+    require_type("fold", "schedule", schedule, Schedule)
+    count = len(schedule.ranks)
+    require(isinstance(ranks, int) and ranks >= 1 and count % ranks == 0, "fold", "ranks", f"a divisor of {count}", ranks)
+    slots, size = simulate(schedule, costs).slots, count // ranks
+    made = []
+    for rank in range(ranks):
+        own = [slot for of in slots[rank * size : rank * size + size] for slot in of]
+        made.append(tuple(slot.action for slot in sorted(own, key=lambda slot: (slot.start, slot.end))))
+    return Schedule(f"{schedule.name} on {ranks}", tuple(made))

@@ -1,0 +1,65 @@
+"""examples/pipeline.py and examples/delayed_wgrad.py, as one would run them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = "--dim 16 --hidden 24 --context 16 --steps 6".split()
+USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0,1I0,1W0,3W0,1W1\n"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "funcops" / "schema.py").read_bytes())
+    return path
+
+
+def run(program, *flags, code=0):
+    command = [sys.executable, str(ROOT / "examples" / program), *map(str, flags)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [["--schedule", "dualpipe_v"], ["--schedule", "zb_v", "--tied"], ["--schedule", "zb_h1"]], ids=" ".join)
+def test_pipeline_matches_one_process(text, tmp_path, flags):
+    said = run("pipeline.py", *SMALL, "--text", text, "--check", "--plot", tmp_path / "plot.png", *flags)
+    assert "largest relative error against one process: gradients" in said and "step 6: loss" in said
+    assert (tmp_path / "plot.png").stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_a_schedule_of_ones_own(text, tmp_path):
+    (tmp_path / "mine.csv").write_text(USER)
+    said = run("pipeline.py", *SMALL, "--text", text, "--check", "--schedule", tmp_path / "mine.csv", "--microbatches", 2)
+    assert "mine: 4 stages, 2 microbatches, 2 processes" in said and "largest relative error" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--schedule", "zbv"], "--schedule: expected one of gpipe, one_f_one_b, zb_h1, zb_h2, interleaved_1f1b, interleaved_zb, zb_v, dualpipe_v, or a CSV file, got 'zbv'"),
+        (["--batch", "6"], "--batch: expected a multiple of --microbatches 8, got 6"),
+        (["--stages", "5"], "--stages: expected 2 to 4, as there are --layers 4, got 5"),
+        (["--stages", "2"], "--stages: expected 4, two a rank, for zb_v, got 2"),
+        (["--schedule", "interleaved_zb", "--stages", "3"], "--stages: expected a multiple of --ranks 2 for interleaved_zb, got 3"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)
+def test_bad_flags_are_named(flags, error):
+    assert error in " ".join(run("pipeline.py", *flags, code=2).split())
+
+
+@pytest.mark.slow
+def test_delayed_wgrad(text, tmp_path):
+    flags = "--microbatches 3 --context 16 --dim 16 --heads 2 --hidden 24 --layers 2 --repeats 2".split()
+    said = run("delayed_wgrad.py", *flags, "--text", text, "--dtype", "float64", "--plot", tmp_path / "plot.png")
+    rows = said.splitlines()[1:4]
+    assert [row[:10].strip() for row in rows] == ["at once", "delayed", "batched"]
+    assert all(float(row.split()[-1]) < 1e-12 for row in rows), "the same gradients"
+    assert (tmp_path / "plot.png").stat().st_size > 5000
