@@ -20,7 +20,8 @@ from funcops.kernels import fused_linear
 
 
 class Limits(NamedTuple):
-    """The most rows of a product for which joining it with others was measured to be faster than running it alone."""
+    """The most rows of a product for which joining it with others was measured to be faster than running it alone; of the three,
+    `concatenate` is the highest."""
 
     concatenate: int = -1
     batch: int = -1
@@ -67,18 +68,22 @@ class Product(NamedTuple):
 def linear_wgrads(products: list[Product], how: str | None) -> None:
     """Add every product to its accumulators, joined as `how` says, or as was measured to be fastest."""
     left = products
-    for name, key, run in WAYS:
-        if how in (None, name) and len(left) > 1:
-            left = _join(left, [p for p in left if how == name or p.rows <= getattr(p.limits, name)], key, run)
+    if how is not None or any([p.rows <= p.limits.concatenate for p in products]):  # no way's limit is higher
+        for name, key, run in WAYS:
+            candidates = [p for p in left if how == name or (how is None and p.rows <= getattr(p.limits, name))]
+            if len(candidates) > 1:
+                left = _join(left, candidates, key, run)
     for p in left:
         _add(p)
 
 
 def _join(products: list[Product], candidates: list[Product], key: Any, run: Any) -> list[Product]:
     """Run those candidates that belong together by `key` (None: with no other); returns the other products."""
+    marks = [key(p) for p in candidates]
+    if len(set(marks)) == len(marks):
+        return products
     sets: dict[Hashable, list[Product]] = {}
-    for p in candidates:
-        mark = key(p)
+    for p, mark in zip(candidates, marks, strict=True):
         if mark is not None:
             sets.setdefault(mark, []).append(p)
     done: set[int] = set()
