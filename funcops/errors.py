@@ -24,6 +24,18 @@ class LedgerError(RuntimeError):
     """What waits in a ledger was used twice, or never."""
 
 
+class CaptureError(RuntimeError):
+    """A function does something that a CUDA graph cannot hold; the message names the line."""
+
+
+class GraphOrderError(RuntimeError):
+    """A captured forward, dgrad, wgrad or backward was called out of its order."""
+
+
+class BorrowedError(RuntimeError):
+    """An output that was borrowed from a graph was used after the replay that wrote over it, or was written to."""
+
+
 class GradModeError(RuntimeError):
     """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time."""
 

@@ -85,7 +85,7 @@ class WgradStore:
                 dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
                 if gradient is not None and parameter.requires_grad:
-                    _accumulate(parameter, gradient)
+                    accumulate(parameter, gradient)
                     self.done[id(parameter)] = parameter
 
     def reduce(self, group: Any = None, *, also: Iterable[Tensor] = ()) -> None:
@@ -153,7 +153,7 @@ def _versions(params: Any) -> tuple[int, ...]:
     return tuple([t._version for t in tensors(params)])
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

@@ -30,8 +30,12 @@ _library = torch.library.Library("funcops", "FRAGMENT")
 
 
 def tracing() -> bool:
-    """True under torch.compile, make_fx and FakeTensorMode."""
-    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    """True under torch.compile, make_fx and FakeTensorMode; not under a mode that says (`runs = True`) that it runs every operator as
+    it is."""
+    if torch.compiler.is_compiling():
+        return True
+    modes = range(torch._C._len_torch_dispatch_stack())
+    return not all([getattr(torch._C._get_dispatch_stack_at(i), "runs", False) for i in modes])
 
 
 class Kernel:

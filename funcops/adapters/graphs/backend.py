@@ -1,0 +1,163 @@
+"""The two ways to capture: a CUDA graph, and, on machines without CUDA, a recording with the same interface and errors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from funcops.adapters.graphs import recorder
+from funcops.errors import CaptureError, fail
+from funcops.trees import tensors
+
+Outputs = Callable[[Any], list[Tensor]]
+
+
+class Captured(Protocol):
+    """A captured function, to be run again."""
+
+    def replay(self) -> None: ...
+    def reset(self) -> None: ...
+    def kernels(self) -> int | None: ...
+    def dot(self, path: str) -> None: ...
+    def instantiate(self) -> None: ...
+
+    @property
+    def raw_graph(self) -> Any: ...
+
+
+class Options:
+    """How to capture. `stream`: the one to capture on; `capture_error_mode` and `keep_graph` as for `torch.cuda.graph`."""
+
+    def __init__(self, stream: Any = None, capture_error_mode: str = "global", keep_graph: bool = False) -> None:
+        modes = ("global", "thread_local", "relaxed")
+        if capture_error_mode not in modes:
+            fail("graphed", "capture_error_mode", " or ".join(map(repr, modes)), repr(capture_error_mode))
+        self.stream, self.capture_error_mode, self.keep_graph = stream, capture_error_mode, keep_graph
+
+
+class Backend(Protocol):
+    name: str
+
+    def pool(self) -> Any: ...
+    def warm_up(self, fn: Callable[[], Any], times: int, options: Options) -> None: ...
+    def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]: ...
+    def pool_bytes(self, pool: Any) -> int: ...
+
+
+def backend_of(*trees: Any) -> Backend:
+    """CUDA graphs where the tensors are on a CUDA device, the recorder elsewhere."""
+    return DeviceBackend() if any(t.is_cuda for t in tensors(trees)) else RecorderBackend()
+
+
+class RecorderBackend:
+    name = "recorder"
+
+    def pool(self) -> Any:
+        return recorder.Pool()
+
+    def warm_up(self, fn: Callable[[], Any], times: int, options: Options) -> None:
+        for _ in range(times):
+            fn()
+
+    def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
+        recording, result = recorder.record(fn, pool, outputs)
+        return _Recorded(recording), result
+
+    def pool_bytes(self, pool: Any) -> int:
+        targets = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for r in pool.recordings for _, t in r.outputs}
+        return sum(targets.values())
+
+
+class _Recorded:
+    def __init__(self, recording: recorder.Recording) -> None:
+        self.recording = recording
+
+    def replay(self) -> None:
+        self.recording.replay()
+
+    def reset(self) -> None:
+        self.recording.reset()
+
+    def kernels(self) -> int | None:
+        return self.recording.operators
+
+    def dot(self, path: str) -> None:
+        Path(path).write_text(recorder.dot(self.recording))
+
+    def instantiate(self) -> None:
+        """A recording is always ready."""
+
+    @property
+    def raw_graph(self) -> Any:
+        raise RuntimeError("raw_graph: a CUDA graph is needed, got a recording (there is no CUDA device here)")
+
+
+class DeviceBackend:
+    name = "cuda"
+
+    def pool(self) -> Any:
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, fn: Callable[[], Any], times: int, options: Options) -> None:
+        """On a side stream, as torch asks for, so that lazy initialisation ends up in no graph."""
+        stream = options.stream or torch.cuda.Stream()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            for _ in range(times):
+                fn()
+        torch.cuda.synchronize()
+
+    def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
+        graph = torch.cuda.CUDAGraph(keep_graph=options.keep_graph)
+        collected = gc.isenabled()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=options.stream, capture_error_mode=options.capture_error_mode):
+                result = fn()
+        except Exception as error:
+            cause = error.__context__ or error  # ending a broken capture raises once more
+            raise CaptureError(f"capture failed: {cause}") from cause
+        finally:
+            if collected != gc.isenabled():
+                (gc.enable if collected else gc.disable)()
+        return _Graph(graph, options.keep_graph), result
+
+    def pool_bytes(self, pool: Any) -> int:
+        segments = torch.cuda.memory_snapshot(pool)
+        return sum(int(segment["total_size"]) for segment in segments)
+
+
+class _Graph:
+    def __init__(self, graph: Any, kept: bool) -> None:
+        self.graph, self.kept = graph, kept
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+    def reset(self) -> None:
+        self.graph.reset()
+
+    def kernels(self) -> int | None:
+        """The graph's kernel nodes, where the driver tells them."""
+        try:
+            nodes = self.graph.get_graph_data()["nodes"]
+        except (AttributeError, RuntimeError, ImportError, KeyError):
+            return None
+        return sum("kernel" in str(node.get("type", "")).lower() for node in nodes)
+
+    def dot(self, path: str) -> None:
+        if not self.kept:
+            raise RuntimeError("dot: the graph must be captured with keep_graph=True, got keep_graph=False")
+        self.graph.enable_debug_mode()
+        self.graph.debug_dump(path)
+
+    def instantiate(self) -> None:
+        self.graph.instantiate()
+
+    @property
+    def raw_graph(self) -> Any:
+        return self.graph

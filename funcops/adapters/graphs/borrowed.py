@@ -1,0 +1,96 @@
+"""What a replay gives back: copies that the caller owns, or the graph's own buffers, borrowed until the next replay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import BorrowedError, fail
+from funcops.trees import leaves, paths, tree_map, with_leaves
+
+POLICIES = ("clone", "borrow")
+
+
+class Generation:
+    """How often a graph has been replayed."""
+
+    def __init__(self) -> None:
+        self.now = 0
+
+
+class Borrowed(Tensor):
+    """A graph's buffer that complains of any use after the replay that wrote over it. For `debug=True`: each use costs a check."""
+
+    _of: Any
+
+    @staticmethod
+    def over(t: Tensor, generation: Generation, path: str) -> Borrowed:
+        borrowed: Any = torch.Tensor._make_subclass(Borrowed, t.detach())
+        borrowed._of = (generation, generation.now, path)
+        return borrowed  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            for t in (*args, *(kwargs or {}).values()):
+                for one in t if isinstance(t, (list, tuple)) else (t,):
+                    if isinstance(one, Borrowed):
+                        _check(one)
+            return func(*map(_plain, args), **{k: _plain(v) for k, v in (kwargs or {}).items()})
+
+
+def _check(t: Any) -> None:
+    generation, at, path = t.__dict__["_of"]
+    if generation.now != at:
+        raise BorrowedError(f"output {path} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Borrowed):
+        return value.as_subclass(Tensor)
+    return type(value)(map(_plain, value)) if type(value) in (list, tuple) else value
+
+
+class Outputs:
+    """The results of a captured function. A result that is an input, donated and written in place, is given back as the caller's own
+    tensor; None and other values as they were."""
+
+    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool) -> None:
+        if policy not in POLICIES:
+            fail(where, "outputs", " or ".join(map(repr, POLICIES)), repr(policy))
+        self.tree, self.policy, self.debug = tree, policy, debug
+        self.generation = Generation()
+        inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
+        self.leaves = list(paths(tree).items())
+        self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
+
+    def give(self, given: list[Any]) -> Any:
+        """The results of the replay that just ended; `given`: the leaves of its inputs."""
+        self.generation.now += 1
+        found = [self._one(path, t, same, given) for (path, t), same in zip(self.leaves, self.same_as, strict=True)]
+        return with_leaves(self.tree, found)
+
+    def _one(self, path: str, t: Any, same: int | None, given: list[Any]) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if same is not None:
+            return given[same]
+        if self.policy == "clone":
+            return t.clone()
+        return Borrowed.over(t, self.generation, path) if self.debug else t
+
+    @property
+    def nbytes(self) -> int:
+        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for (_, t), same in zip(self.leaves, self.same_as, strict=True)
+                 if isinstance(t, Tensor) and same is None}  # fmt: skip
+        return sum(found.values())
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    return [t for t in leaves(tree) if isinstance(t, Tensor)]
+
+
+def owned(tree: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree)

@@ -1,0 +1,118 @@
+"""`GraphCache`: a function of inputs of several sizes, captured for a few."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.adapters.graphs.backend import backend_of
+from funcops.adapters.graphs.graphed import Graphed, graphed
+from funcops.errors import fail, require
+from funcops.trees import tree_map_tensors
+
+
+class CacheReport(NamedTuple):
+    """Calls that found a captured size, calls that had to capture, captures thrown away; the sizes held, least recently used first; bytes
+    of their inputs and outputs, and of the pool that they share."""
+
+    hits: int
+    misses: int
+    evicted: int
+    sizes: tuple[int, ...]
+    input_bytes: int
+    output_bytes: int
+    pool_bytes: int
+
+
+class GraphCache:
+    """`fn` captured for each of `sizes`; a call is padded to the smallest that holds it, and its result cut to what it was.
+
+        cache = GraphCache(fn, sizes=(64, 128, 256), size_of=lambda params, x: len(x), pad=pad, cut=cut, inputs={"0": "pinned"})
+        cache.warm(params, x)
+        y = cache(params, x)
+
+    `pad(trees, size)` gives the padded arguments, `cut(result, size)` what of the result belongs to the first `size`; `pad_rows` and
+    `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest first, so that the others
+    fit into its memory. At most `capacity` are held, the least recently used is thrown away. Other arguments are `graphed`'s.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], *, sizes: Sequence[int], size_of: Callable[..., int], pad: Callable[[tuple[Any, ...], int], tuple[Any, ...]],
+        cut: Callable[[Any, int], Any], capacity: int | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        require(len(sizes) > 0 and all(isinstance(s, int) and s > 0 for s in sizes), "GraphCache", "sizes", "positive numbers", list(sizes))
+        require(capacity is None or capacity >= 1, "GraphCache", "capacity", "at least 1", capacity)
+        if options.get("outputs") == "borrow":
+            fail("GraphCache", "outputs", "'clone': graphs of one pool write over each other's buffers", "'borrow'")
+        self.fn, self.sizes, self.size_of, self.pad, self.cut = fn, tuple(sorted(set(sizes))), size_of, pad, cut
+        self.capacity = len(self.sizes) if capacity is None else capacity
+        self.options = options
+        self.hits = self.misses = self.evicted = 0
+        self._held: OrderedDict[int, Graphed] = OrderedDict()
+        self._pool: Any = None
+
+    def __call__(self, *trees: Any) -> Any:
+        """Raises `ValueError` for inputs larger than every size, and what a `Graphed` call raises."""
+        size = self.size_of(*trees)
+        fitting = next((one for one in self.sizes if one >= size), None)
+        if fitting is None:
+            fail("GraphCache", "the size of the inputs", f"at most {self.sizes[-1]}", size)
+        padded = self.pad(trees, fitting)
+        found = self._held.get(fitting)
+        if found is None:
+            self.misses += 1
+            found = self._capture(fitting, padded)
+        else:
+            self.hits += 1
+        self._held.move_to_end(fitting)
+        return self.cut(found(*padded), size)
+
+    def warm(self, *trees: Any) -> None:
+        """Capture as many sizes as are held, the largest first, for inputs like these."""
+        for size in reversed(self.sizes[-self.capacity :]):
+            if size not in self._held:
+                self._capture(size, self.pad(trees, size))
+
+    def _capture(self, size: int, padded: tuple[Any, ...]) -> Graphed:
+        while len(self._held) >= self.capacity:
+            _, old = self._held.popitem(last=False)
+            old.reset()
+            self.evicted += 1
+        if self._pool is None:
+            self._pool = backend_of(*padded).pool()
+        made = graphed(self.fn, *padded, pool=self._pool, **self.options)
+        self._held[size] = made
+        return made
+
+    def report(self) -> CacheReport:
+        each = [held.report() for held in self._held.values()]
+        return CacheReport(
+            self.hits, self.misses, self.evicted, tuple(self._held),
+            sum(r.input_bytes for r in each), sum(r.output_bytes for r in each), each[0].pool_bytes if each else 0,
+        )  # fmt: skip
+
+    def reset(self) -> None:
+        """Give all graphs back; the counts stay."""
+        for held in self._held.values():
+            held.reset()
+        self._held.clear()
+        self._pool = None
+
+
+def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
+    """Every tensor [n, ...] with n at most `size`, filled up to [size, ...] with `value`."""
+
+    def fill(t: Tensor) -> Tensor:
+        require(t.dim() >= 1 and t.shape[0] <= size, "pad_rows", "a tensor", f"[at most {size}, ...]", list(t.shape))
+        return t if t.shape[0] == size else torch.cat((t, t.new_full((size - t.shape[0], *t.shape[1:]), value)))
+
+    return tree_map_tensors(fill, tree)
+
+
+def cut_rows(tree: Any, size: int) -> Any:
+    """The first `size` rows of every tensor [n, ...]."""
+    return tree_map_tensors(lambda t: t[:size], tree)

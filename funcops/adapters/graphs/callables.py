@@ -1,0 +1,333 @@
+"""`make_graphed_callables`, with torch's signature: modules and functions under autograd, their forward and backward as graphs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
+from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
+from funcops.adapters.graphs.borrowed import tensors_of
+from funcops.adapters.graphs.statics import Leaf, Snapshot
+from funcops.errors import GraphOrderError, describe, fail, require
+from funcops.trees import leaves, paths, structure, with_leaves
+
+
+class _Slot:
+    """The graphs and buffers of one call in flight."""
+
+    busy = False
+    inputs: list[Leaf]
+    outputs: Any
+    out_tensors: list[Tensor]
+    dys: list[Tensor]  # of the outputs that require grad
+    grads: list[Tensor | None]  # of the inputs, then of the params
+    weights: list[tuple[Tensor, Tensor]]  # params whose gradients were delayed, and those gradients
+    graphs: dict[str, Captured]
+
+
+class _Callable:
+    """One captured callable: its slots, its params, and how it is called."""
+
+    def __init__(self, where: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], clone_param_grads: bool, outputs: str) -> None:
+        self.where, self.fn, self.clone, self.outputs = where, fn, clone_param_grads, outputs
+        self.args, self.kwargs = args, kwargs
+        self.structure = structure((args, kwargs))
+        self.params = [p for p in fn.parameters() if p.requires_grad] if isinstance(fn, nn.Module) else []
+        self.addresses = [p.data_ptr() for p in self.params]
+        self.forward = fn.forward if isinstance(fn, nn.Module) else fn
+        self.training = fn.training if isinstance(fn, nn.Module) else True
+        self.slots: list[_Slot] = []
+        self.order: _Order | None = None
+        self.number = 0
+        self.waiting: list[_Slot] = []  # whose weight gradients backward_dw will compute
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
+            return self.forward(*args, **kwargs)  # what was captured is another function
+        given = self._check(args, kwargs)
+        if self.order is not None and torch.is_grad_enabled():
+            self.order.take(self.number)
+        slot = next((one for one in self.slots if not one.busy), None)
+        if slot is None:
+            raise GraphOrderError(f"{self.where}: a slot must be free, got {len(self.slots)} calls whose backward has not run: capture with an order")
+        found = _Graphed.apply(self, slot, *given, *self.params)
+        return with_leaves(slot.outputs, _fill(leaves(slot.outputs), found))
+
+    def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The tensors among the arguments, after every check."""
+        if structure((args, kwargs)) != self.structure:
+            fail(self.where, "arguments", f"of the captured structure {self.structure}", structure((args, kwargs)))
+        values = leaves((args, kwargs))
+        for leaf, value in zip(self.slots[0].inputs, values, strict=True):
+            leaf.check(self.where, value)
+            if isinstance(value, Tensor) and value.requires_grad != leaf.static.requires_grad and torch.is_grad_enabled():
+                fail(self.where, f"input {leaf.path}", f"a tensor with requires_grad={leaf.static.requires_grad}", value.requires_grad)
+        for p, address in zip(self.params, self.addresses, strict=True):
+            if p.data_ptr() != address:
+                fail(self.where, "a parameter", "where it was when it was captured", f"{describe(p)} elsewhere")
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def backward_dw(self) -> None:
+        """The weight gradients of every backward since the last call, accumulated as `delayed_wgrad`'s `run` does."""
+        while self.waiting:
+            slot = self.waiting.pop(0)
+            slot.graphs["wgrad"].replay()
+            for p, gradient in slot.weights:
+                accumulate(p, gradient.clone())
+            slot.busy = False
+
+
+class _Order:
+    """Checks that forwards and backwards come in the captured order, over and over."""
+
+    def __init__(self, order: Sequence[int]) -> None:
+        self.order, self.at = list(order), 0
+
+    def take(self, step: int) -> None:
+        wanted = self.order[self.at]
+        if step != wanted:
+            raise GraphOrderError(f"make_graphed_callables: step {self.at} of the order must be {wanted}, got {step}")
+        self.at = (self.at + 1) % len(self.order)
+
+
+class _Token:
+    """Lives as long as an autograd node; frees the slot where its backward never came."""
+
+    def __init__(self, slot: _Slot) -> None:
+        self.slot, self.done = slot, False
+
+    def __del__(self) -> None:
+        if not self.done:
+            self.slot.busy = False
+
+
+class _Graphed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, of: _Callable, slot: _Slot, *inputs: Tensor) -> Any:  # type: ignore[override]
+        statics = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
+        for static, given in zip(statics, inputs, strict=False):
+            if static.data_ptr() != given.data_ptr():
+                static.copy_(given)
+        slot.graphs["fwd"].replay()
+        if any(ctx.needs_input_grad):
+            slot.busy = True
+            ctx.token = _Token(slot)
+        ctx.of, ctx.slot = of, slot
+        made = [t.clone() if of.outputs == "clone" else t.detach() for t in slot.out_tensors]
+        ctx.mark_non_differentiable(*[m for m, t in zip(made, slot.out_tensors, strict=True) if not t.requires_grad])
+        return tuple(made)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *dys: Tensor) -> Any:
+        of, slot = ctx.of, ctx.slot
+        if ctx.token.done:
+            raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
+        if of.order is not None:
+            of.order.take(-of.number)
+        wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
+        for static, dy in zip(slot.dys, wanted, strict=True):
+            static.copy_(dy)
+        if "bwd" in slot.graphs:
+            slot.graphs["bwd"].replay()
+        ctx.token.done = True
+        grads = list(slot.grads)
+        first_param = len(grads) - len(of.params)
+        own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(grads)]
+        if slot.weights:
+            of.waiting.append(slot)
+        else:
+            slot.busy = False
+        return None, None, *own
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: Any = None,
+    *,
+    sample_kwargs: Any = None,
+    order: Sequence[int] | None = None,
+    delayed_wgrad: bool = False,
+    clone_param_grads: bool = True,
+    outputs: str = "clone",
+    stream: Any = None,
+    capture_error_mode: str = "global",
+) -> Any:
+    """As `torch.cuda.make_graphed_callables`: a module or function, or a tuple of them, each run as one autograd node whose forward and
+    backward are graphs; on machines without CUDA, recordings.
+
+    `sample_args`: a tuple of pytrees for each callable, `sample_kwargs` a dict for each; leaves that are no tensors must be the same at
+    every call. `order`: of forwards (k) and backwards (-k) of the callables, counted from 1, as `[1, 2, 1, 2, -2, -1, -2, -1]`: as many
+    calls of each as it has in flight get graphs of their own, and another order raises `GraphOrderError`. `delayed_wgrad`: backwards
+    leave the weight gradients of `funcops.nn` modules to `module.backward_dw()`, a third graph. Parameter gradients are the caller's
+    own unless `clone_param_grads=False`; outputs and input gradients unless `outputs="borrow"`. A module in another training mode than
+    it was captured in runs uncaptured. At every call shapes, dtypes, strides, devices, and the addresses of parameters are checked.
+
+    Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused inputs
+    unless they are allowed; `CaptureError` for what a graph cannot hold.
+    """
+    where = "make_graphed_callables"
+    require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))
+    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+        fail(where, "autocast", "off, or with cache_enabled=False", "on, with its cache")
+    one = not isinstance(callables, tuple)
+    fns = (callables,) if one else callables
+    samples = (sample_args,) if one else sample_args
+    kwargs: Any = ({},) * len(fns) if sample_kwargs is None else (sample_kwargs,) if one else sample_kwargs
+    if not len(fns) == len(samples) == len(kwargs):
+        fail(where, "sample_args", f"{len(fns)} tuples, one a callable", f"{len(samples)}, and {len(kwargs)} of sample_kwargs")
+    made = [_checked(f"{where}, callable {i}", *of, clone_param_grads, outputs) for i, of in enumerate(zip(fns, samples, kwargs, strict=True))]
+    counts = _in_flight(where, order, len(fns))
+    backend, options = backend_of(samples, kwargs, [c.params for c in made]), Options(stream, capture_error_mode)
+    shared = backend.pool() if pool is None else getattr(pool, "pool", pool)
+    for c, count in zip(made, counts, strict=True):
+        buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
+        try:
+            for i in range(count):
+                c.slots.append(_capture(c, num_warmup_iters if i == 0 else 0, allow_unused_input, delayed_wgrad, backend, shared, options))
+        finally:
+            buffers.restore()
+    checker = None if order is None else _Order(order)
+    for i, c in enumerate(made):
+        c.order, c.number = checker, i + 1
+    finished = tuple(_installed(c, delayed_wgrad) for c in made)
+    return finished[0] if one else finished
+
+
+def _checked(where: str, fn: Any, args: Any, kwargs: Any, clone_param_grads: bool, outputs: str) -> _Callable:
+    if not callable(fn):
+        fail(where, "callable", "a module or a function", describe(fn), TypeError)
+    if not isinstance(args, tuple):
+        fail(where, "sample_args", "a tuple", describe(args), TypeError)
+    if isinstance(fn, nn.Module):
+        hooks = [name for name in ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks") for m in fn.modules() if getattr(m, name)]
+        require(not hooks, where, "module", "without hooks (register them afterwards)", ", ".join(sorted(set(hooks))))
+        trained = [name for name, b in fn.named_buffers() if b.requires_grad]
+        require(not trained, where, "module", "without buffers that require grad", ", ".join(trained))
+    return _Callable(where, fn, args, kwargs, clone_param_grads, outputs)
+
+
+def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]:
+    """How many calls of each callable the order has in flight at once."""
+    if order is None:
+        return [1] * count
+    now, most = [0] * count, [0] * count
+    for step in order:
+        k = abs(step) - 1
+        if not 0 <= k < count:
+            fail(where, "order", f"of numbers from 1 to {count} and their negatives", step)
+        now[k] += 1 if step > 0 else -1
+        require(now[k] >= 0, where, "order", "with each backward after its forward", f"{step} before {k + 1}")
+        most[k] = max(most[k], now[k])
+    require(not any(now) and all(most), where, "order", "with every callable, and a backward for each forward", list(order))
+    return most
+
+
+def _static(path: str, value: Any) -> Leaf:
+    if not isinstance(value, Tensor):
+        return Leaf(path, "copy", value, 0)
+    static = value.detach().clone().requires_grad_(value.requires_grad)
+    return Leaf(path, "copy", static, static.data_ptr(), value.stride())
+
+
+def _capture(
+    c: _Callable, warmup: int, allow_unused: bool, delayed: bool, backend: Backend, pool: Any, options: Options
+) -> _Slot:
+    slot = _Slot()
+    slot.inputs = [_static(path, value) for path, value in paths((c.args, c.kwargs)).items()]
+    slot.graphs, slot.weights = {}, []
+    args, kwargs = with_leaves((c.args, c.kwargs), [leaf.static for leaf in slot.inputs])
+    given = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
+    differentiable = [t for t in (*given, *c.params) if t.requires_grad]
+
+    def forward() -> Any:
+        return c.forward(*args, **kwargs)
+
+    def backward(outs: list[Tensor], dys: list[Tensor]) -> tuple[Any, WgradStore]:
+        store = delayed_wgrad()
+        with _within(store, delayed):
+            found = torch.autograd.grad(outs, differentiable, dys, allow_unused=allow_unused or delayed) if outs and differentiable else ()
+        return found, store
+
+    def warm() -> None:
+        outs = [t for t in tensors_of(forward()) if t.requires_grad]
+        backward(outs, [torch.ones_like(t) for t in outs])[1].discard()
+
+    with torch.enable_grad():
+        backend.warm_up(warm, warmup, options)
+        slot.graphs["fwd"], slot.outputs = backend.capture(forward, tensors_of, pool, options)
+        slot.out_tensors = tensors_of(slot.outputs)
+        outs = [t for t in slot.out_tensors if t.requires_grad]
+        slot.dys = [torch.ones_like(t) for t in outs]
+        found: Any = ()
+        if outs and differentiable:
+            slot.graphs["bwd"], (found, store) = backend.capture(lambda: backward(outs, slot.dys), lambda result: tensors_of(list(result[0])), pool, options)
+            if delayed:
+                with torch.no_grad():
+                    slot.graphs["wgrad"], slot.weights = backend.capture(lambda: _weights(store), lambda pairs: [g for _, g in pairs], pool, options)
+                store.discard()
+    by_id = {id(t): g for t, g in zip(differentiable, found, strict=True)} if found else {}
+    slot.grads = [by_id.get(id(t)) for t in (*given, *c.params)]
+    slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
+    slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
+    return slot
+
+
+class _within:
+    """The store, if weight gradients are to be delayed."""
+
+    def __init__(self, store: WgradStore, delayed: bool) -> None:
+        self.store = store if delayed else None
+
+    def __enter__(self) -> None:
+        if self.store is not None:
+            self.store.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self.store is not None:
+            self.store.__exit__(*error)
+
+
+def _weights(store: WgradStore) -> list[tuple[Tensor, Tensor]]:
+    """Every delayed weight gradient, summed by parameter."""
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for op, cfg, pending, params, _ in store.waiting:
+        for p, gradient in zip(leaves(params), leaves(op.wgrad(pending, cfg)), strict=True):
+            if gradient is not None and p.requires_grad:
+                found[id(p)] = (p, gradient if id(p) not in found else found[id(p)][1] + gradient)
+    return list(found.values())
+
+
+def _fill(values: list[Any], given: Sequence[Tensor]) -> list[Any]:
+    """The values with their tensors exchanged, in order."""
+    source = iter(given)
+    return [next(source) if isinstance(value, Tensor) else value for value in values]
+
+
+def _installed(c: _Callable, delayed: bool) -> Any:
+    """A module with its forward exchanged, as torch does it; a function wrapped."""
+    if isinstance(c.fn, nn.Module):
+        c.fn.forward = c.__call__
+        if delayed:
+            c.fn.backward_dw = c.backward_dw  # type: ignore[assignment]
+        return c.fn
+
+    @functools.wraps(c.fn)
+    def graphed(*args: Any, **kwargs: Any) -> Any:
+        return c(*args, **kwargs)
+
+    graphed.backward_dw = c.backward_dw  # type: ignore[attr-defined]
+    return graphed
+
+
+def original(module: nn.Module) -> Callable[..., Any]:
+    """The forward that a module had before it was graphed."""
+    return module.forward.__self__.forward  # type: ignore[no-any-return, attr-defined]

@@ -1,0 +1,230 @@
+"""`check_capturable`: what in a function a CUDA graph cannot hold, and on which line; on any machine.
+
+The function runs on copies of its inputs, under a watch of every torch call and every operator; then once more on other values, and both
+runs must have done the same; last as a recording, replayed on the other values, which must give what the function gives.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcops.adapters.graphs import recorder
+from funcops.adapters.graphs.faults import BAKED, COPY, DYNAMIC, ESCAPE, RANDOM, SYNC, Fault, Line, draws, fault_of, flat_tensors, user_line
+from funcops.adapters.graphs.statics import clones
+from funcops.errors import CaptureError
+from funcops.trees import leaves, paths, tensors, tree_map
+
+_TO_HOST = {"cpu", "numpy", "tolist", "__array__"}
+_TO_PYTHON = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
+_FROM_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "new_tensor", "pin_memory", "cuda"}
+_SEEDS = {"manual_seed", "seed", "set_rng_state", "initial_seed"}
+
+
+class Step(NamedTuple):
+    """An operator that ran: its name, its arguments that are no tensors, and the line."""
+
+    name: str
+    constants: str
+    where: Line
+
+
+class _Calls(TorchFunctionMode):
+    """Watches what the function asks of torch: transfers between host and device look like nothing on a machine without a device."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__()
+        self.faults, self.depth = faults, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = self._fault(getattr(func, "__name__", ""), args, kwargs)
+        if found is not None:
+            self.faults.append(Fault(found[0], user_line(), found[1]))
+        return func(*args, **kwargs)
+
+    def _fault(self, name: str, args: Any, kwargs: Any) -> tuple[str, str] | None:
+        if name in _TO_PYTHON:
+            return SYNC, f"{name} of a tensor waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)"
+        if name in _TO_HOST or (name == "to" and any(value == "cpu" for value in (*args[1:], *kwargs.values()) if isinstance(value, str))):
+            return SYNC, f"{name}() takes a tensor from the device to the host"
+        if name in _FROM_HOST or (name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))):
+            return COPY, f"{name}() takes values from the host to the device: make them there (torch.full, arange), or give them to the function"
+        if name in _SEEDS:
+            return RANDOM, f"{name}() acts when captured, not when replayed: give the function a key"
+        return None
+
+
+class _Operators(TorchDispatchMode):
+    """Watches the operators that run."""
+
+    runs = True
+
+    def __init__(self, faults: list[Fault]) -> None:
+        super().__init__()
+        self.faults = faults
+        self.steps: list[Step] = []
+        self.made: list[tuple[Any, Line]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        where, name = user_line(), func._schema.name
+        found = fault_of(func, args, kwargs)
+        if found is None and draws(func, args, kwargs):
+            found = RANDOM, f"{name.partition('::')[2]} draws from a generator: use funcops.random with a key that is an input"
+        if found is not None and not (found[0] == SYNC and self._known(where, SYNC)):
+            self.faults.append(Fault(found[0], where, found[1]))
+        self.steps.append(Step(str(func), repr(_constants([args, kwargs])), where))
+        out = func(*args, **kwargs)
+        given = {t.untyped_storage()._cdata for t in flat_tensors([args, kwargs])}
+        for t in flat_tensors([out]):
+            if t.untyped_storage()._cdata not in given:
+                self.made.append((weakref.ref(t), where))
+        return out
+
+    def _known(self, where: Line, kind: str) -> bool:
+        return any(fault.where == where and fault.kind == kind for fault in self.faults)
+
+
+def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
+    """Faults of `fn(*trees)` in the order of the lines that ran; empty where it can be captured.
+
+        for fault in check_capturable(step, params, state, x):
+            print(fault)          # train.py:41: host sync: item of a tensor waits for the device ...
+
+    Found are: waits for the device (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and tensors
+    that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that are baked in:
+    Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is written to.
+    """
+    faults: list[Fault] = []
+    first, error = _watched(fn, clones(trees), faults)
+    if error is not None:
+        return _once([*faults, _raised(error)])
+    other = poisoned(trees)
+    second, error = _watched(fn, clones(other), [])
+    if error is not None:
+        return _once([*faults, Fault(BAKED, _line_of(error), f"raises for other values: {type(error).__name__}: {_first_line(error)}")])
+    faults += _differences(first, second)
+    if not faults:
+        faults += _replayed(fn, trees, other)
+    return _once(faults)
+
+
+def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[list[Step], Exception | None]:
+    calls, operators = _Calls(faults), _Operators(faults)
+    try:
+        with torch.no_grad(), calls, operators:
+            result = fn(*trees)
+    except Exception as error:
+        return operators.steps, error
+    returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
+    del result
+    gc.collect()
+    for made, where in operators.made:
+        t = made()
+        if t is not None and t.untyped_storage()._cdata not in returned:
+            faults.append(Fault(ESCAPE, where, "a tensor made here outlives the call: its memory is the graph's, and is used for others. Return it"))
+    return operators.steps, None
+
+
+def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
+    """Where two runs on different values did different things."""
+    found = []
+    for a, b in zip(first, second, strict=False):
+        if a.name != b.name:
+            return [*found, Fault(BAKED, b.where, f"another run does {b.name} where this one did {a.name}: what is done depends on values, or on state outside")]
+        if a.constants != b.constants:
+            found.append(Fault(BAKED, a.where, f"a value that changes from run to run is a constant of {a.name}: make it a tensor, and an input"))
+    if len(first) != len(second):
+        longer = max(first, second, key=len)
+        extra = longer[min(len(first), len(second))]
+        found.append(Fault(BAKED, extra.where, f"only one of two runs does {extra.name}: what is done depends on values, or on state outside"))
+    return found
+
+
+def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
+    """Record on one set of values, replay on another, and compare with the function itself."""
+    statics = clones(trees)
+    with torch.no_grad():
+        try:
+            recording, result = recorder.record(lambda: fn(*statics), recorder.Pool(), tensors)
+        except CaptureError as error:
+            return [Fault(BAKED, user_line(), str(error))]
+        given = clones(other)
+        for static, value in zip(tensors(statics), tensors(other), strict=True):
+            static.copy_(value)
+        recording.replay()
+        want = fn(*given)
+    for path, t in paths({"inputs": given, "result": want}).items():
+        got = paths({"inputs": statics, "result": result})[path]
+        if isinstance(t, Tensor) and not _same(got, t):
+            return [Fault(BAKED, recording.calls[-1].where if recording.calls else user_line(), f"a replay gives another {path} than the function: some of it was computed outside of torch")]
+        if not isinstance(t, Tensor) and type(t) in (int, float, bool) and got != t:
+            return [Fault(BAKED, user_line(), f"{path} is {got} in every replay, and {t} without: return a tensor")]
+    return []
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
+
+
+def poisoned(trees: Any) -> Any:
+    """Other values, of which any function that takes the first may be asked: floats scaled, integers and bools in reverse order."""
+
+    def other(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if t.is_floating_point() or t.is_complex():
+            return t * 0.75
+        return t.flatten().flip(0).reshape(t.shape) if t.numel() > 1 else t.clone()
+
+    return tree_map(other, trees)
+
+
+def _constants(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return "tensor"
+    if isinstance(value, (list, tuple)):
+        return [_constants(v) for v in value]
+    if isinstance(value, dict):
+        return {k: _constants(v) for k, v in value.items()}
+    return value
+
+
+def _raised(error: Exception) -> Fault:
+    text = _first_line(error)
+    if "CUDA" in text or "cuda" in text:
+        return Fault(COPY, _line_of(error), f"asks for the device by name: {text}")
+    kind = DYNAMIC if "shape" in text else BAKED
+    return Fault(kind, _line_of(error), f"raises {type(error).__name__}: {text}")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
+
+
+def _line_of(error: Exception) -> Line:
+    """The innermost line of the traceback that is the user's."""
+    from funcops.adapters.graphs.faults import _NOT_USERS
+
+    trace, found = error.__traceback__, Line("?", 0)
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(_NOT_USERS):
+            found = Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        trace = trace.tb_next
+    return found
+
+
+def _once(faults: list[Fault]) -> list[Fault]:
+    """Each kind once a line."""
+    seen: dict[tuple[str, Line], Fault] = {}
+    for fault in faults:
+        seen.setdefault((fault.kind, fault.where), fault)
+    return list(seen.values())

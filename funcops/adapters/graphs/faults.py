@@ -1,0 +1,120 @@
+"""What a CUDA graph cannot hold, told from the operators that run, and the line of the user's code that ran them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import funcops
+
+_NOT_USERS = tuple(str(Path(package.__file__ or "").parent) for package in (torch, funcops)) + ("<", str(Path(sys.modules["contextlib"].__file__ or "")))
+
+SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE = "host sync", "dynamic shape", "host copy", "generator", "baked value", "escaping allocation"
+
+
+class Line(NamedTuple):
+    """A place in a source file."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Fault(NamedTuple):
+    """Something that a graph cannot hold: what kind, where, and what to do about it."""
+
+    kind: str
+    where: Line
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.kind}: {self.message}"
+
+
+def user_line() -> Line:
+    """Of the innermost caller outside of torch and funcops."""
+    frame = sys._getframe(1)
+    outermost = frame
+    while frame is not None:
+        outermost = frame
+        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+            return Line(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back  # type: ignore[assignment]
+    return Line(outermost.f_code.co_filename, outermost.f_lineno)
+
+
+def flat_tensors(values: Any) -> Iterator[Tensor]:
+    """The tensors among an operator's arguments."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from flat_tensors(value)
+        elif isinstance(value, dict):
+            yield from flat_tensors(value.values())
+
+
+def argument(func: Any, args: Any, kwargs: Any, name: str) -> Any:
+    """By name, what an operator was called with; None where it was not."""
+    for i, one in enumerate(func._schema.arguments):
+        if one.name == name:
+            return kwargs.get(name, args[i] if i < len(args) else one.default_value)
+    return None
+
+
+_SYNCS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::item", "aten::allclose"}
+
+
+def fault_of(func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
+    """The kind and the message of what capture would refuse in this call, or None."""
+    name, tags = func._schema.name, func.tags
+    if name in _SYNCS or torch.Tag.data_dependent_output in tags:
+        return SYNC, f"{_short(name)} waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)"
+    if name in ("aten::index", "aten::index_put_", "aten::index_put", "aten::_unsafe_index"):
+        return _mask_index(name, args)
+    if torch.Tag.dynamic_output_shape in tags:
+        return DYNAMIC, f"{_short(name)} makes a tensor whose shape depends on values: use torch.where, or a fixed number with topk"
+    if name in ("aten::_to_copy", "aten::copy_", "aten::_copy_from"):
+        return _copy(name, func, args, kwargs)
+    return None
+
+
+def draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the operator draws from a generator."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    for name in ("dropout_p", "dropout", "p"):
+        p = argument(func, args, kwargs, name)
+        if isinstance(p, (int, float)) and p == 0.0:
+            return False
+    return True
+
+
+def _mask_index(name: str, args: Any) -> tuple[str, str] | None:
+    masks = [t for t in flat_tensors([args[1]]) if t.dtype in (torch.bool, torch.uint8)]
+    if not masks or ("put" in name and args[2].numel() == 1):
+        return None
+    return DYNAMIC, "indexing with a mask makes a tensor whose shape depends on values: use torch.where"
+
+
+def _copy(name: str, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | None:
+    if name == "aten::_to_copy":
+        source, target = args[0].device, argument(func, args, kwargs, "device") or args[0].device
+    else:
+        source, target = args[1].device, args[0].device
+    if source.type == "cpu" and target.type != "cpu":
+        return COPY, "a tensor goes from the host to the device: make it there, or give it to the function"
+    if source.type != "cpu" and target.type == "cpu":
+        return SYNC, "a tensor goes from the device to the host"
+    return None
+
+
+def _short(name: str) -> str:
+    return {"aten::_local_scalar_dense": "item(), bool(), int() or float() of a tensor", "aten::equal": "torch.equal"}.get(name, name.partition("::")[2])

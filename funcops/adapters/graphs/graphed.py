@@ -1,0 +1,153 @@
+"""`graphed`: a pure function of pytrees, captured once and replayed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
+from funcops.adapters.graphs.borrowed import Outputs
+from funcops.adapters.graphs.statics import Inputs, Snapshot
+from funcops.errors import require
+from funcops.trees import tensors
+
+
+class Report(NamedTuple):
+    """Bytes of the buffers that inputs are copied to, of outputs, of residuals and pendings between graphs, of the whole pool; and how
+    many kernels (on the recorder: operators) a replay launches, where that is known."""
+
+    backend: str
+    input_bytes: int
+    output_bytes: int
+    residual_bytes: int
+    pool_bytes: int
+    kernels: int | None
+
+    def __str__(self) -> str:
+        kernels = "" if self.kernels is None else f", {self.kernels} kernels"
+        return (
+            f"{self.backend}: inputs {self.input_bytes:,} bytes, outputs {self.output_bytes:,}, residuals {self.residual_bytes:,}, "
+            f"pool {self.pool_bytes:,}{kernels}"
+        )
+
+
+class _Slot(NamedTuple):
+    inputs: Inputs
+    outputs: Outputs
+    captured: Captured
+
+
+class Graphed:
+    """A captured function. Call it as the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` are those of its graphs."""
+
+    def __init__(self, fn: Callable[..., Any], slots: list[_Slot], backend: Backend, pool: Any) -> None:
+        self.fn, self.backend, self.pool = fn, backend, pool
+        self._slots, self._next = slots, 0
+
+    def __call__(self, *trees: Any) -> Any:
+        """Replay with these inputs. Raises `ValueError` or `TypeError`, before anything runs, where a leaf's structure, shape, strides,
+        dtype, device, or (pinned, donated) address is not what was captured."""
+        if not self._slots:
+            raise RuntimeError("graphed: must not be called after reset()")
+        inputs, outputs, captured = self._slots[self._next]
+        given = inputs.take(trees)
+        captured.replay()
+        self._next = (self._next + 1) % len(self._slots)
+        return outputs.give(given)
+
+    def report(self) -> Report:
+        counts = [slot.captured.kernels() for slot in self._slots]
+        return Report(
+            self.backend.name,
+            sum(slot.inputs.nbytes for slot in self._slots),
+            sum(slot.outputs.nbytes for slot in self._slots),
+            0,
+            self.backend.pool_bytes(self.pool),
+            counts[0] if counts else 0,
+        )
+
+    def reset(self) -> None:
+        """Give the graphs and their memory back. What was borrowed must not be used any more."""
+        for slot in self._slots:
+            slot.outputs.generation.now += 1
+            slot.captured.reset()
+        self._slots = []
+
+    def dot(self, path: str) -> None:
+        """Write the (first slot's) graph for Graphviz; on CUDA it must have been captured with `keep_graph=True`."""
+        self._slots[0].captured.dot(path)
+
+    @property
+    def raw_graph(self) -> Any:
+        """torch's `CUDAGraph` of the first slot. Raises `RuntimeError` on the recorder."""
+        return self._slots[0].captured.raw_graph
+
+    def instantiate(self) -> None:
+        """For `keep_graph=True`: instantiate now, rather than at the first replay."""
+        for slot in self._slots:
+            slot.captured.instantiate()
+
+
+def graphed(
+    fn: Callable[..., Any],
+    *examples: Any,
+    slots: int = 1,
+    inputs: str | Mapping[str, str] = "copy",
+    outputs: str = "clone",
+    warmup: int = 3,
+    pool: Any = None,
+    stream: Any = None,
+    capture_error_mode: str = "global",
+    keep_graph: bool = False,
+    debug: bool = False,
+) -> Graphed:
+    """Capture `fn(*examples)` as a CUDA graph; where there is no CUDA tensor, record it, with the same interface and errors.
+
+        step = graphed(train_step, params, state, x, lr, inputs={"0": "donated", "1": "donated"})
+        params, state, loss = step(params, state, x, lr)
+
+    `inputs`, for all leaves or by glob over their dotted paths (`"0.blocks.*"`; the first name is the argument's number): "copy" into
+    a buffer of the graph's own (skipped where it is that buffer already), "pinned": the caller's memory, which must stay where it is,
+    "donated": the same, and the function writes to it. `outputs`: "clone", or "borrow" the graph's buffers, which the next call but
+    `slots - 1` writes over; with `debug` any use after that raises `BorrowedError`. `warmup` runs come first; what they write to
+    donated leaves is undone. `pool`: of another graphed function, to share its memory; the two must not run at the same time.
+    Everything that should change from call to call must be a tensor: keys, learning rates, counters.
+
+    Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
+    """
+    require(isinstance(slots, int) and slots >= 1, "graphed", "slots", "at least 1", slots)
+    require(isinstance(warmup, int) and warmup >= 0, "graphed", "warmup", "at least 0", warmup)
+    backend, options = backend_of(*examples), Options(stream, capture_error_mode, keep_graph)
+    shared = backend.pool() if pool is None else getattr(pool, "pool", pool)
+    made = []
+    for i in range(slots):
+        made.append(_capture(fn, examples, inputs, outputs, warmup if i == 0 else 0, debug, backend, shared, options))
+    return Graphed(fn, made, backend, shared)
+
+
+def _capture(
+    fn: Callable[..., Any], examples: tuple[Any, ...], policies: str | Mapping[str, str], policy: str, warmup: int, debug: bool, backend: Backend,
+    pool: Any, options: Options,
+) -> _Slot:  # fmt: skip
+    inputs = Inputs("graphed", examples, policies)
+    before = Snapshot(inputs.donated)
+
+    def call() -> Any:
+        return fn(*inputs.trees)
+
+    with torch.no_grad():
+        try:
+            backend.warm_up(call, warmup, options)
+            inputs.check_unwritten()
+            captured, result = backend.capture(call, tensors, pool, options)
+        finally:
+            before.restore()
+    try:
+        inputs.check_unwritten()
+        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug)
+    except Exception:
+        captured.reset()
+        raise
+    return _Slot(inputs, outputs, captured)

@@ -1,0 +1,261 @@
+"""`graphed_op`: the halves of an op, each a graph of its own, with slots for microbatches in flight.
+
+A slot goes FREE -> fwd -> RESIDUALS -> dgrad -> PENDING -> wgrad -> FREE, or by bwd straight from RESIDUALS to FREE. Residuals and
+pendings are named static buffers, that one can read; the handles that `fwd` and `dgrad` return say which slot they are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
+from funcops.adapters.graphs.borrowed import Outputs, owned
+from funcops.adapters.graphs.graphed import Report
+from funcops.adapters.graphs.statics import Inputs, Snapshot
+from funcops.compose.step import check_body
+from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError, describe, fail, require
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.residuals.ledger import Ledger
+from funcops.trees import leaves, tensors, tree_map
+
+FREE, RESIDUALS, PENDING = "free", "residuals", "pending"
+
+
+class InFlight:
+    """Residuals or a pending in a slot of a graphed op. `tree`: the static buffers, named as the op names them."""
+
+    __slots__ = ("graph", "kind", "slot", "ticket", "tree")
+
+    def __init__(self, graph: GraphedOp, kind: str, slot: int, ticket: int, tree: Any) -> None:
+        self.graph, self.kind, self.slot, self.ticket, self.tree = graph, kind, slot, ticket, tree
+
+    def __repr__(self) -> str:
+        return f"InFlight({self.kind} in slot {self.slot}: {self.tree!r})"
+
+
+class _Slot:
+    """The buffers and graphs of one microbatch, and where it stands."""
+
+    state = FREE
+    ticket = 0
+    inputs: Inputs
+    dy: Inputs
+    y: Outputs
+    dx: Outputs
+    whole_dx: Outputs
+    residuals: Any
+    pending: Any
+    dparams: Any
+    whole_dparams: Any
+    graphs: dict[str, Captured]
+    versions: list[int]
+
+
+class GraphedOp:
+    """A captured op; made by `graphed_op`."""
+
+    def __init__(self, op: Op, cfg: Any, backend: Backend, pool: Any, slots: list[_Slot], into: Any) -> None:
+        self.op, self.cfg, self.backend, self.pool = op, cfg, backend, pool
+        self._slots, self._into = slots, into
+
+    def fwd(self, params: Any, x: Any) -> tuple[Any, InFlight]:
+        """y, and residuals in a free slot. Raises `GraphOrderError` where all slots are in flight, and what a `Graphed` call raises
+        for inputs that are not as captured."""
+        index = next((i for i, slot in enumerate(self._slots) if slot.state == FREE), None)
+        if index is None:
+            held = ", ".join(f"{i}: {slot.state}" for i, slot in enumerate(self._slots))
+            raise GraphOrderError(f"graphed {self.op.name}_fwd: a slot must be free, got {len(self._slots)} in flight ({held or 'none, after reset()'})")
+        slot = self._slots[index]
+        given = slot.inputs.take((params, x))
+        slot.graphs["fwd"].replay()
+        slot.state, slot.ticket = RESIDUALS, slot.ticket + 1
+        y = slot.y.give(given)
+        slot.versions = _versions(slot)
+        return y, InFlight(self, RESIDUALS, index, slot.ticket, slot.residuals)
+
+    def dgrad(self, residuals: InFlight, dy: Any) -> tuple[Any, InFlight]:
+        """dx, and the pending weight gradient in the same slot."""
+        slot = self._slot("dgrad", residuals, RESIDUALS)
+        given = slot.dy.take((dy,))
+        slot.graphs["dgrad"].replay()
+        slot.state, slot.ticket = PENDING, slot.ticket + 1
+        return slot.dx.give(given), InFlight(self, PENDING, residuals.slot, slot.ticket, slot.pending)
+
+    def wgrad(self, pending: InFlight) -> Any:
+        """dparams, which the caller owns; or `into`, with them added. Frees the slot."""
+        slot = self._slot("wgrad", pending, PENDING)
+        slot.graphs["wgrad"].replay()
+        slot.state, slot.ticket = FREE, slot.ticket + 1
+        return owned(slot.dparams) if self._into is None else self._into
+
+    def bwd(self, residuals: InFlight, dy: Any) -> tuple[Any, Any]:
+        """`(dparams, dx)`, as `dgrad` and then `wgrad`. Frees the slot."""
+        slot = self._slot("bwd", residuals, RESIDUALS)
+        given = slot.dy.take((dy,))
+        slot.graphs["bwd"].replay()
+        slot.state, slot.ticket = FREE, slot.ticket + 1
+        return owned(slot.whole_dparams) if self._into is None else self._into, slot.whole_dx.give(given)
+
+    def release(self, kept: InFlight) -> None:
+        """Give a slot back whose backward will not be run."""
+        slot = self._slot("release", kept, kept.kind)
+        slot.state, slot.ticket = FREE, slot.ticket + 1
+
+    def _slot(self, what: str, kept: Any, kind: str) -> _Slot:
+        where = f"graphed {self.op.name}_{what}"
+        if not isinstance(kept, InFlight):
+            fail(where, kind, "what this graph's fwd or dgrad returned", describe(kept), TypeError)
+        if kept.graph is not self:
+            raise GraphOrderError(f"{where}: {kind} must be of this graph, got those of another")
+        if not self._slots:
+            raise GraphOrderError(f"{where}: must not be called after reset()")
+        slot = self._slots[kept.slot]
+        if kept.kind != kind:
+            raise GraphOrderError(f"{where}: must be given {kind}, got {kept.kind} of slot {kept.slot}")
+        if slot.ticket != kept.ticket:
+            raise GraphOrderError(f"{where}: {kind} of slot {kept.slot} must be unused, got some that were used already")
+        params = len(tensors(slot.inputs.trees[0]))
+        now = _versions(slot)
+        if slot.versions[:params] != now[:params]:
+            raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
+        if slot.versions != now:
+            raise BorrowedError(f"{where}: {kind} of slot {kept.slot} must be as the forward left them, got a buffer that was written to")
+        return slot
+
+    def report(self) -> Report:
+        slots = self._slots
+        return Report(
+            self.backend.name,
+            sum(slot.inputs.nbytes + slot.dy.nbytes for slot in slots),
+            sum(slot.y.nbytes + slot.dx.nbytes for slot in slots),
+            sum(_kept_bytes(slot) for slot in slots),
+            self.backend.pool_bytes(self.pool),
+            _sum(slots[0].graphs[name].kernels() for name in ("fwd", "dgrad", "wgrad")) if slots else 0,
+        )
+
+    def reset(self) -> None:
+        """Give all graphs and their memory back; what was in flight is lost."""
+        for slot in self._slots:
+            slot.y.generation.now += 1
+            for captured in slot.graphs.values():
+                captured.reset()
+        self._slots = []
+
+    def graphs(self, slot: int = 0) -> Mapping[str, Captured]:
+        """Those of a slot by name: "fwd", "dgrad", "wgrad", "bwd", each with `raw_graph`, `instantiate` and `dot`."""
+        return self._slots[slot].graphs
+
+
+def graphed_op(
+    op: Op,
+    cfg: Any,
+    params: Any,
+    x: Any,
+    *,
+    dy: Any = None,
+    slots: int = 1,
+    needs: Needs = Needs.ALL,
+    into: Any = None,
+    inputs: str | Mapping[str, str] = "copy",
+    outputs: str = "clone",
+    warmup: int = 3,
+    pool: Any = None,
+    stream: Any = None,
+    capture_error_mode: str = "global",
+    keep_graph: bool = False,
+    debug: bool = False,
+) -> GraphedOp:
+    """Capture `op.fwd`, `op.dgrad`, `op.wgrad` and `op.bwd` as graphs in one memory pool, with `slots` microbatches in flight.
+
+        graph = graphed_op(chain, cfg, params, x, slots=4)
+        y, residuals = graph.fwd(params, x)
+        dx, pending = graph.dgrad(residuals, dy)
+        dparams = graph.wgrad(pending)
+
+    Params are pinned: an optimiser writes to them in place. x and dy are copied, `inputs` says otherwise for leaves of x, by glob over
+    its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, pinned too, to which every
+    weight gradient is added (main_grad); without them dparams are the caller's own, never a buffer of the graph. `outputs` (of y and
+    dx), `warmup`, `pool` and the rest are as for `graphed`.
+
+    Raises `CaptureError`; later `GraphOrderError` for a wrong order, `StaleResidualError` where params were written to between a
+    forward and its backward, `BorrowedError` where a buffer in flight was.
+    """
+    check_body("graphed_op", op, cfg)
+    require(isinstance(slots, int) and slots >= 1, "graphed_op", "slots", "at least 1", slots)
+    require(bool(needs), "graphed_op", "needs", "something", needs)
+    backend, options = backend_of(params, x), Options(stream, capture_error_mode, keep_graph)
+    shared = backend.pool() if pool is None else getattr(pool, "pool", pool)
+    rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
+    if not leaves(params):
+        rules.pop("0")
+    before = Snapshot(tensors(into))
+    made = []
+    try:
+        with torch.no_grad():
+            for i in range(slots):
+                slot = _Slot()
+                slot.inputs = Inputs(f"graphed {op.name}_fwd", (params, x), rules)
+                _capture(op, cfg, slot, dy, needs, into, warmup if i == 0 else 0, backend, shared, options, (outputs, debug))
+                made.append(slot)
+    finally:
+        before.restore()
+    return GraphedOp(op, cfg, backend, shared, made, into)
+
+
+def _capture(
+    op: Op, cfg: Any, slot: _Slot, dy: Any, needs: Needs, into: Any, warmup: int, backend: Backend, pool: Any, options: Options,
+    outputs: tuple[str, bool],
+) -> None:  # fmt: skip
+    """All graphs of a slot. The gradients' buffers are made once the shape of y is known."""
+
+    def forward() -> Any:
+        return op.fwd(*slot.inputs.trees, cfg, needs=needs)
+
+    y, _ = forward()
+    like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else None, y)
+    slot.dy = Inputs(f"graphed {op.name}_dgrad", (like if dy is None else dy,), "copy")
+
+    def all_of_it() -> None:
+        _, residuals = forward()
+        _, pending = op.dgrad(residuals, slot.dy.trees[0], cfg)
+        op.wgrad(pending, cfg, into=into)
+        op.bwd(residuals, slot.dy.trees[0], cfg, into=into)
+
+    backend.warm_up(all_of_it, warmup, options)
+    slot.graphs = {}
+
+    def captured(name: str, fn: Any) -> Any:
+        slot.graphs[name], result = backend.capture(fn, tensors, pool, options)
+        return result
+
+    y, slot.residuals = captured("fwd", forward)
+    dx, slot.pending = captured("dgrad", lambda: op.dgrad(slot.residuals, slot.dy.trees[0], cfg))
+    slot.dparams = captured("wgrad", lambda: op.wgrad(slot.pending, cfg, into=into))
+    slot.whole_dparams, whole_dx = captured("bwd", lambda: op.bwd(slot.residuals, slot.dy.trees[0], cfg, into=into))
+    slot.inputs.check_unwritten()
+    slot.dy.check_unwritten()
+    slot.y = Outputs("graphed_op", y, [leaf.static for leaf in slot.inputs.leaves], *outputs)
+    slot.dx, slot.whole_dx = (Outputs("graphed_op", one, [leaf.static for leaf in slot.dy.leaves], *outputs) for one in (dx, whole_dx))
+
+
+def _versions(slot: _Slot) -> list[int]:
+    """Of params, of the forward's outputs and of what it keeps: whoever writes to them is noticed."""
+    kept = [t for t in tensors(slot.residuals)] + [t for _, t in slot.y.leaves if isinstance(t, torch.Tensor)]
+    return [t._version for t in (*tensors(slot.inputs.trees[0]), *kept)]
+
+
+def _kept_bytes(slot: _Slot) -> int:
+    """Residuals and pending, net of params, inputs and y."""
+    ledger = Ledger(slot.inputs.trees, slot.dy.trees, [t for _, t in slot.y.leaves])
+    ledger.keep("residuals", slot.residuals)
+    ledger.keep("pending", slot.pending)
+    return ledger.nbytes
+
+
+def _sum(counts: Any) -> int | None:
+    found = list(counts)
+    return None if None in found else sum(found)
