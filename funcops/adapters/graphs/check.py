@@ -7,6 +7,7 @@ runs must have done the same; last as a recording, replayed on the other values,
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,15 +18,33 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.graphs import recorder
-from funcops.adapters.graphs.faults import BAKED, COPY, DYNAMIC, ESCAPE, RANDOM, SYNC, Fault, Line, draws, fault_of, flat_tensors, user_line
+from funcops.adapters.graphs.faults import (
+    BAKED,
+    COPY,
+    DYNAMIC,
+    ESCAPE,
+    RANDOM,
+    SYNC,
+    Fault,
+    Line,
+    draws,
+    fault_of,
+    flat_tensors,
+    user_line,
+)
 from funcops.adapters.graphs.statics import clones
 from funcops.errors import CaptureError
-from funcops.trees import leaves, paths, tensors, tree_map
+from funcops.trees import paths, tensors, tree_map
 
 _TO_HOST = {"cpu", "numpy", "tolist", "__array__"}
 _TO_PYTHON = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
 _FROM_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "new_tensor", "pin_memory", "cuda"}
-_SEEDS = {"manual_seed", "seed", "set_rng_state", "initial_seed"}
+_FROM_HOST_UNSEEN = {"from_numpy", "frombuffer"}
+_UNSEEN = {
+    "manual_seed": (RANDOM, "manual_seed() acts when captured, not when replayed: give the function a key"),
+    "set_rng_state": (RANDOM, "set_rng_state() acts when captured, not when replayed: give the function a key"),
+    "synchronize": (SYNC, "synchronize() waits for the device"),
+}
 
 
 class Step(NamedTuple):
@@ -57,9 +76,28 @@ class _Calls(TorchFunctionMode):
             return SYNC, f"{name}() takes a tensor from the device to the host"
         if name in _FROM_HOST or (name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))):
             return COPY, f"{name}() takes values from the host to the device: make them there (torch.full, arange), or give them to the function"
-        if name in _SEEDS:
-            return RANDOM, f"{name}() acts when captured, not when replayed: give the function a key"
         return None
+
+
+class _Profile:
+    """Watches calls that torch lets nobody override."""
+
+    def __init__(self, faults: list[Fault]) -> None:
+        self.faults = faults
+
+    def __enter__(self) -> None:
+        self.before = sys.getprofile()
+        sys.setprofile(self._seen)
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(self.before)
+
+    def _seen(self, frame: Any, event: str, arg: Any) -> None:
+        if event == "c_call" and getattr(arg, "__name__", "") in _FROM_HOST_UNSEEN and str(getattr(arg, "__module__", "") or "torch").startswith("torch"):
+            self.faults.append(Fault(COPY, user_line(), f"{arg.__name__}() takes values from the host: make them on the device, or give them to the function"))
+        elif event == "call" and frame.f_code.co_name in _UNSEEN and frame.f_globals.get("__name__", "").startswith("torch."):
+            kind, message = _UNSEEN[frame.f_code.co_name]
+            self.faults.append(Fault(kind, user_line(), message))
 
 
 class _Operators(TorchDispatchMode):
@@ -79,7 +117,7 @@ class _Operators(TorchDispatchMode):
         found = fault_of(func, args, kwargs)
         if found is None and draws(func, args, kwargs):
             found = RANDOM, f"{name.partition('::')[2]} draws from a generator: use funcops.random with a key that is an input"
-        if found is not None and not (found[0] == SYNC and self._known(where, SYNC)):
+        if found is not None:
             self.faults.append(Fault(found[0], where, found[1]))
         self.steps.append(Step(str(func), repr(_constants([args, kwargs])), where))
         out = func(*args, **kwargs)
@@ -88,9 +126,6 @@ class _Operators(TorchDispatchMode):
             if t.untyped_storage()._cdata not in given:
                 self.made.append((weakref.ref(t), where))
         return out
-
-    def _known(self, where: Line, kind: str) -> bool:
-        return any(fault.where == where and fault.kind == kind for fault in self.faults)
 
 
 def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
@@ -120,7 +155,7 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
 def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[list[Step], Exception | None]:
     calls, operators = _Calls(faults), _Operators(faults)
     try:
-        with torch.no_grad(), calls, operators:
+        with torch.no_grad(), _Profile(faults), calls, operators:
             result = fn(*trees)
     except Exception as error:
         return operators.steps, error
@@ -136,7 +171,7 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[l
 
 def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
     """Where two runs on different values did different things."""
-    found = []
+    found: list[Fault] = []
     for a, b in zip(first, second, strict=False):
         if a.name != b.name:
             return [*found, Fault(BAKED, b.where, f"another run does {b.name} where this one did {a.name}: what is done depends on values, or on state outside")]

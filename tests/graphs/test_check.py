@@ -1,0 +1,64 @@
+"""check_capturable finds every planted fault on its line, and nothing in what can be captured."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import planted
+import pytest
+import torch
+
+from funcops.adapters.graphs import check_capturable
+
+SOURCE = Path(planted.__file__).read_text().splitlines()
+PLANTED = {node.name: node for node in ast.parse("\n".join(SOURCE)).body if isinstance(node, ast.FunctionDef)}
+
+
+def wanted(node):
+    found = {i: SOURCE[i - 1].rpartition("# fault: ")[2] for i in range(node.lineno, node.end_lineno + 1) if "# fault: " in SOURCE[i - 1]}
+    assert len(found) == 1
+    return next(iter(found.items()))
+
+
+def inputs():
+    return torch.arange(12.0).reshape(4, 3) - 5, torch.tensor([1, 0, 2, 1])
+
+
+def test_there_are_enough():
+    assert len(PLANTED) >= 20
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name):
+    line, kind = wanted(PLANTED[name])
+    faults = check_capturable(getattr(planted, name), *inputs())
+    assert (Path(planted.__file__).name, line, kind) in {(Path(f.where.file).name, f.where.line, f.kind) for f in faults}, faults
+    assert str(faults[0]).startswith(planted.__file__) and f": {faults[0].kind}: " in str(faults[0])
+
+
+def fine(x, ids):
+    y = torch.where(x > 0, x, -x)[ids]
+    y[0] = 1.0
+    y[:, 1:] *= torch.full((), 2.0)
+    rows = torch.zeros(4, 3).index_add(0, ids, y)
+    return {"y": y.softmax(-1), "rows": rows, "top": torch.topk(x, 2).values, "n": None}
+
+
+def test_nothing_is_found_where_nothing_is():
+    assert check_capturable(fine, *inputs()) == []
+    x, ids = inputs()
+    before = x.clone()
+    assert check_capturable(lambda x, ids: x.mul_(2), x, ids) == [] and torch.equal(x, before), "inputs are copied"
+
+
+def test_an_error_for_other_values_is_a_fault():
+    def table(x, ids):
+        assert float(inspect.signature(table).parameters.__len__()) == 2
+        return x * {5.0: 1.0}[5.0]
+
+    assert check_capturable(table, *inputs()) == []
+
+
+def test_a_returned_number_is_a_fault():
+    (fault,) = check_capturable(lambda x, ids: (x + 1, planted.COUNT.__setitem__(0, planted.COUNT[0] + 1) or planted.COUNT[0]), *inputs())
+    assert fault.kind == "baked value" and "in every replay" in fault.message

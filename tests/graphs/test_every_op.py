@@ -1,0 +1,66 @@
+"""Every operator and combinator, in its first case: nothing to complain of, and the same bits by graph, in any order of two slots."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from funcops.adapters.graphs import check_capturable, graphed_op
+from funcops.trees import paths, tree_map, tree_map_tensors
+
+FILES = sorted((Path(__file__).parents[1] / "cases").glob("*.py"))
+
+
+def _first(path):
+    spec = importlib.util.spec_from_file_location(f"graph_cases_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.CASES[:2]
+
+
+CASES = [case for path in FILES for case in _first(path)]
+
+
+def gradient(y, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return tree_map_tensors(lambda t: torch.randn(t.shape, generator=generator).to(t.dtype) if t.is_floating_point() else None, y)
+
+
+def same(a, b):
+    a, b = paths(a), paths(b)
+    assert list(a) == list(b)
+    for path, t in a.items():
+        assert torch.equal(t, b[path]) if isinstance(t, torch.Tensor) else t == b[path], path
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_to_complain_of(case):
+    params, x = case.make(torch.float32)
+    y, _ = case.op.fwd(params, x, case.cfg)
+
+    def step(params, x, dy):
+        y, residuals = case.op.fwd(params, x, case.cfg)
+        dx, pending = case.op.dgrad(residuals, dy, case.cfg)
+        return y, dx, case.op.wgrad(pending, case.cfg), case.op.bwd(residuals, dy, case.cfg)
+
+    assert check_capturable(step, params, x, gradient(y, 0)) == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_graphs_give_the_same_bits(case):
+    params, first = case.make(torch.float32)
+    _, second = case.make(torch.float32, seed=1)
+    second = tree_map(lambda a, b: b if isinstance(a, torch.Tensor) and a.is_floating_point() and a.shape == b.shape else a, first, second)
+    xs, want = [first, second], []
+    for i, x in enumerate(xs):
+        y, residuals = case.op.fwd(params, x, case.cfg)
+        dy = gradient(y, i)
+        want.append((y, dy, *case.op.bwd(residuals, dy, case.cfg)))
+    graph = graphed_op(case.op, case.cfg, params, first, slots=2, dy=want[0][1])
+    flying = [graph.fwd(params, x) for x in xs]
+    for (y, residuals), (y_want, dy, dparams_want, dx_want) in reversed(list(zip(flying, want, strict=True))):
+        dx, pending = graph.dgrad(residuals, dy)
+        same((y, dx, graph.wgrad(pending)), (y_want, dx_want, dparams_want))
+    y, residuals = graph.fwd(params, xs[1])
+    same((y, *graph.bwd(residuals, want[1][1])), (want[1][0], *want[1][2:]))

@@ -1,0 +1,201 @@
+"""graphed: the whole training step, its checks, and what is borrowed."""
+
+import gc
+
+import pytest
+import torch
+from model import batch, init, same, step
+
+from funcops.adapters.graphs import check_capturable, graphed
+from funcops.adapters.graphs.statics import clones
+from funcops.errors import BorrowedError, CaptureError
+from funcops.trees import tensors
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+DONATED = {"0": "donated", "1": "donated"}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("outputs", ["clone", "borrow"])
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_a_training_step_gives_the_same_bits(slots, outputs, device):
+    """Three steps of two accumulations: dropout draws from new keys, the rate changes, the step counts."""
+    params, state = init(device)
+    want = clones((params, state))
+    before = clones((params, state))
+    rate = torch.tensor(1e-2, device=device)
+    captured = graphed(step, params, state, batch(0, device), batch(1, device), rate, inputs=DONATED, outputs=outputs, slots=slots)
+    same((params, state), before)
+    losses = []
+    for i in range(3):
+        given = batch(2 * i, device), batch(2 * i + 1, device), rate / (i + 1)
+        *want, loss_want = step(*want, *given)
+        p, s, loss = captured(params, state, *given)
+        assert tensors(p)[0] is tensors(params)[0], "what is donated comes back as it is"
+        same((params, state, loss), (*want, loss_want))
+        losses.append(float(loss))
+    assert len(set(losses)) == 3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_report_reset_dot(tmp_path, device):
+    x = torch.randn(4, 3, device=device)
+    captured = graphed(lambda x: {"y": (x @ x.mT).relu(), "n": None}, x, keep_graph=device == "cuda")
+    report = captured.report()
+    assert report.input_bytes == 48 and report.output_bytes == 64 and report.pool_bytes >= 64 and report.residual_bytes == 0
+    assert "inputs 48 bytes" in str(report) and (report.kernels is None or report.kernels >= 2)
+    captured.instantiate()
+    captured.dot(str(tmp_path / "graph.dot"))
+    assert "digraph" in (tmp_path / "graph.dot").read_text()
+    if device == "cpu":
+        assert report.backend == "recorder" and "aten.mm" in (tmp_path / "graph.dot").read_text()
+        with pytest.raises(RuntimeError, match="raw_graph: a CUDA graph is needed, got a recording"):
+            _ = captured.raw_graph
+    assert captured(x)["n"] is None
+    captured.reset()
+    with pytest.raises(RuntimeError, match=r"graphed: must not be called after reset\(\)"):
+        captured(x)
+    assert captured.report().pool_bytes in (0, report.pool_bytes)
+
+
+def double(x, scale=None):
+    return x * 2
+
+
+def wrong(x, **changes):
+    return [changes.get("x", x)]
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (lambda x: (x[:2],), ValueError, r"input 0 must be float32\[4, 3\], got float32\[2, 3\]"),
+        (lambda x: (x.double(),), TypeError, r"input 0 must be float32\[4, 3\], got float64\[4, 3\]"),
+        (lambda x: (torch.empty(3, 4).mT.copy_(x),), ValueError, r"input 0 must be of strides \(3, 1\), got \(1, 4\)"),
+        (lambda x: (x.to("meta"),), ValueError, "input 0 must be on device cpu, got meta"),
+        (lambda x: ([x],), ValueError, "inputs must be of the captured structure"),
+        (lambda x: (x, 2), ValueError, "inputs must be of the captured structure"),
+        (lambda x: (3.0,), TypeError, r"input 0 must be float32\[4, 3\], got 3.0"),
+        (lambda x: (None,), TypeError, r"input 0 must be float32\[4, 3\], got None"),
+        (lambda x: (x[:1].expand(4, 3),), ValueError, "input 0 must be of strides"),
+    ],
+)
+def test_wrong_inputs_are_named_before_anything_runs(given, error, text):
+    x = torch.randn(4, 3)
+    captured = graphed(double, x, outputs="borrow")
+    y = captured(x)
+    with pytest.raises(error, match="graphed: " + text):
+        captured(*given(x + 1))
+    assert torch.equal(y, x * 2), "the graph did not run"
+
+
+def test_values_that_are_no_tensors_are_baked_in():
+    captured = graphed(lambda x, n, flag: x * n if flag else x, torch.ones(3), 2.0, True)
+    assert torch.equal(captured(torch.ones(3), 2.0, True), torch.full((3,), 2.0))
+    with pytest.raises(ValueError, match="graphed: input 1 must be 2.0, as when it was captured, got 3.0"):
+        captured(torch.ones(3), 3.0, True)
+    with pytest.raises(ValueError, match="input 2 must be True"):
+        captured(torch.ones(3), 2.0, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("policy", ["pinned", "donated"])
+def test_a_leaf_that_moved_raises(policy, device):
+    state, x = torch.ones(3, device=device), torch.ones(3, device=device)
+    captured = graphed(lambda state, x: state + x, state, x, inputs={"0": policy})
+    state.mul_(2)
+    assert torch.equal(captured(state, x + 1), state + x + 1)
+    with pytest.raises(ValueError, match=rf"input 0 must be the very memory that was captured \({policy}\), got a tensor elsewhere"):
+        captured(state.clone(), x)
+
+
+def test_only_what_is_donated_is_written_to():
+    x = torch.ones(3)
+    for policy in ("copy", "pinned"):
+        with pytest.raises(CaptureError, match=f"input 0 must not be written to unless it is donated, got an input of policy '{policy}'"):
+            graphed(lambda x: x.add_(1), x, inputs=policy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_borrowed_outputs(device):
+    x = torch.ones(3, device=device)
+    captured = graphed(double, x, outputs="borrow", debug=True, slots=2)
+    first, second = captured(x), captured(x + 1)
+    assert float(first.sum()) == 6 and torch.equal(first + second, 2 * x + 2 * x + 2)
+    third = captured(x + 2)
+    assert float(third.sum()) == 18 and float(second.sum()) == 12
+    for use in (lambda: first + 1, lambda: torch.cat([x, first]), lambda: first.sum(), lambda: first.cpu()):
+        with pytest.raises(BorrowedError, match="was borrowed from a graph that has been replayed since"):
+            use()
+    captured.reset()
+    with pytest.raises(BorrowedError):
+        _ = third + 1
+    owned = graphed(double, x)
+    y = owned(x)
+    owned(x + 1)
+    assert torch.equal(y, 2 * x)
+
+
+def test_passing_through_and_views():
+    x, n = torch.arange(6.0).reshape(2, 3), torch.tensor([1, 0])
+    captured = graphed(lambda x, n: (x, x[n], x[0], {"t": x.mT, "n": n}), x, n)
+    for k in range(3):
+        same(captured(x + k, n), (x + k, (x + k)[n], x[0] + k, {"t": (x + k).mT, "n": n}))
+    y = captured(x, n)[0]
+    captured(x + 7, n)
+    assert torch.equal(y, x)
+
+
+def test_two_functions_of_one_pool():
+    x = torch.ones(4)
+    first = graphed(lambda x: x + 1, x, outputs="borrow")
+    second = graphed(lambda y: y * 3, first(x), inputs="pinned", pool=first)
+    assert torch.equal(second(first(x + 1)), torch.full((4,), 9.0)), "the output of the one is the input of the other, uncopied"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_failing_capture_leaves_nothing_behind(device):
+    x, state = torch.ones(3, device=device), torch.ones(3, device=device)
+
+    def bad(x, state):
+        state.add_(1)
+        return x * float(x.sum())
+
+    enabled = gc.isenabled()
+    for _ in range(2):
+        with pytest.raises(CaptureError) as error:
+            graphed(bad, x, state, inputs={"1": "donated"})
+        assert device == "cuda" or f"{__file__}:" in str(error.value) and "host sync" in str(error.value)
+        assert gc.isenabled() == enabled and torch.equal(state, torch.ones_like(state))
+    if device == "cuda":
+        assert not torch.cuda.is_current_stream_capturing()
+    assert torch.equal(graphed(double, x)(x), 2 * x)
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def test_bad_arguments():
+    x = torch.ones(3)
+    with pytest.raises(ValueError, match="graphed: slots must be at least 1, got 0"):
+        graphed(double, x, slots=0)
+    with pytest.raises(ValueError, match="graphed: outputs must be 'clone' or 'borrow', got 'view'"):
+        graphed(double, x, outputs="view")
+    with pytest.raises(ValueError, match=r"graphed: inputs\['0'\] must be 'copy' or 'pinned' or 'donated', got 'static'"):
+        graphed(double, x, inputs={"0": "static"})
+    with pytest.raises(ValueError, match="graphed: inputs must be patterns over 0, got '1.weight'"):
+        graphed(double, x, inputs={"1.weight": "pinned"})
+    with pytest.raises(ValueError, match="graphed: warmup must be at least 0, got -1"):
+        graphed(double, x, warmup=-1)
+    with pytest.raises(ValueError, match="graphed: capture_error_mode must be 'global' or"):
+        graphed(double, x, capture_error_mode="local")
+
+
+def test_a_generator_draws_anew_and_ones_own_is_refused():
+    captured = graphed(torch.rand_like, torch.ones(5))
+    assert not torch.equal(captured(torch.ones(5)), captured(torch.ones(5)))
+    with pytest.raises(CaptureError, match="a generator of one's own is not registered"):
+        graphed(lambda x: x + torch.rand(3, generator=torch.Generator()), torch.ones(3))
+
+
+def test_the_step_has_no_faults():
+    params, state = init()
+    assert check_capturable(step, params, state, batch(0), batch(1), torch.tensor(1e-2)) == []
