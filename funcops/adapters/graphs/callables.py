@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -176,7 +176,7 @@ def make_graphed_callables(
     """
     where = "make_graphed_callables"
     require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))
-    if torch.is_autocast_enabled() and torch.is_autocast_cache_enabled():
+    if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")) and torch.is_autocast_cache_enabled():
         fail(where, "autocast", "off, or with cache_enabled=False", "on, with its cache")
     one = not isinstance(callables, tuple)
     fns = (callables,) if one else callables
@@ -326,8 +326,3 @@ def _installed(c: _Callable, delayed: bool) -> Any:
 
     graphed.backward_dw = c.backward_dw  # type: ignore[attr-defined]
     return graphed
-
-
-def original(module: nn.Module) -> Callable[..., Any]:
-    """The forward that a module had before it was graphed."""
-    return module.forward.__self__.forward  # type: ignore[no-any-return, attr-defined]

@@ -1,0 +1,238 @@
+"""make_graphed_callables: modules and functions under autograd give the bits that they give without."""
+
+
+import pytest
+import torch
+
+from funcops import nn as fnn
+from funcops.adapters.graphs import make_graphed_callables
+from funcops.errors import CaptureError, GraphOrderError
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
+
+
+def of_torch():
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.LayerNorm(8), torch.nn.GELU(), torch.nn.Linear(8, 6))
+
+
+def of_funcops():
+    return fnn.Sequential(fnn.Linear(6, 8), fnn.LayerNorm(8), fnn.GELU(), fnn.Linear(8, 6))
+
+
+def mixed():
+    return torch.nn.Sequential(fnn.Linear(6, 8), torch.nn.Tanh(), fnn.Linear(8, 6, bias=False))
+
+
+MODELS = {"torch.nn": of_torch, "funcops.nn": of_funcops, "mixed": mixed}
+
+
+def made(kind, device, seed=0):
+    torch.manual_seed(seed)
+    return MODELS[kind]().to(device)
+
+
+def given(i, device, requires_grad=True):
+    generator = torch.Generator().manual_seed(i)
+    return torch.randn(4, 6, generator=generator).to(device).requires_grad_(requires_grad)
+
+
+def grads(module):
+    return [p.grad for p in module.parameters()]
+
+
+def equal(a, b):
+    assert len(a) == len(b) > 0
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_three_steps_of_two_accumulations(kind, delayed, device):
+    if delayed and kind == "torch.nn":
+        pytest.skip("torch's own layers cannot delay")
+    plain, module = made(kind, device), made(kind, device)
+    graphed = make_graphed_callables(module, (given(0, device),), delayed_wgrad=delayed)
+    assert graphed is module
+    optimisers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (plain, module)]
+    for step in range(3):
+        for micro in range(2):
+            xs = [given(10 * step + micro, device) for _ in range(2)]
+            ys = [m(x) for m, x in zip((plain, module), xs, strict=True)]
+            for y in ys:
+                y.square().sum().backward()
+            if delayed:
+                graphed.backward_dw()
+            equal([ys[0].detach(), xs[0].grad], [ys[1].detach(), xs[1].grad])
+        equal(grads(plain), grads(module))
+        for optimiser in optimisers:
+            optimiser.step()
+            optimiser.zero_grad()
+    equal(list(plain.parameters()), list(module.parameters()))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_interleaved_microbatches(delayed, device):
+    """Two chunks, two microbatches of each in flight, in an explicit order: what one graph a chunk would write over."""
+    plain, modules = ([made("mixed", device, seed) for seed in (1, 2)] for _ in range(2))
+    graphed = make_graphed_callables(tuple(modules), ((given(0, device),), (given(0, device),)), order=ORDER, delayed_wgrad=delayed)
+    for chunks in (plain, graphed):
+        for step in range(2):
+            xs, hs, ys = {}, {}, {}
+            counts = {1: [0, 0], 2: [0, 0]}
+            for action in ORDER:
+                k, direction = abs(action), int(action < 0)
+                m = counts[k][direction]
+                counts[k][direction] += 1
+                if action == 1:
+                    xs[m] = given(100 * step + m, device)
+                    hs[m] = chunks[0](xs[m])
+                elif action == 2:
+                    inner = hs[m].detach().requires_grad_()
+                    ys[m] = inner, chunks[1](inner)
+                elif action == -2:
+                    ys[m][1].square().sum().backward()
+                else:
+                    hs[m].backward(ys[m][0].grad)
+                if delayed and action < 0 and chunks is graphed:
+                    chunks[k - 1].backward_dw()
+    for a, b in zip(plain, modules, strict=True):
+        equal(grads(a), grads(b))
+
+
+def test_another_order_raises():
+    modules = tuple(made("mixed", "cpu", seed) for seed in (1, 2))
+    first, second = make_graphed_callables(modules, ((given(0, "cpu"),), (given(0, "cpu"),)), order=[1, 2, -2, -1])
+    with pytest.raises(GraphOrderError, match="make_graphed_callables: step 0 of the order must be 1, got 2"):
+        second(given(0, "cpu"))
+    h = first(given(0, "cpu"))
+    with pytest.raises(GraphOrderError, match="step 1 of the order must be 2, got -1"):
+        h.sum().backward()
+    for order, text in [([1, -1], "every callable"), ([1, 2, -2], "a backward for each forward"), ([-1, 1], "each backward after its forward"), ([3], "numbers from 1 to 2")]:
+        with pytest.raises(ValueError, match=text):
+            make_graphed_callables(tuple(made("mixed", "cpu") for _ in range(2)), ((given(0, "cpu"),), (given(0, "cpu"),)), order=order)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_two_replays_are_the_callers_own(device):
+    """torch's are views of static buffers: keeping the first and adding the second gives the second twice."""
+    plain, module = made("mixed", device), made("mixed", device)
+    graphed = make_graphed_callables(module, (given(0, device),))
+    both = []
+    for m in (plain, graphed):
+        kept = [torch.autograd.grad(m(given(i, device)).square().sum(), list(m.parameters())) for i in range(2)]
+        both.append([a + b for a, b in zip(*kept, strict=True)])
+    equal(*both)
+    aliased = make_graphed_callables(made("mixed", device), (given(0, device),), clone_param_grads=False)
+    first = torch.autograd.grad(aliased(given(0, device)).square().sum(), list(aliased.parameters()))
+    second = torch.autograd.grad(aliased(given(1, device)).square().sum(), list(aliased.parameters()))
+    assert first[0].data_ptr() == second[0].data_ptr(), "as torch does it, if one asks for that"
+
+
+def test_one_call_in_flight_without_an_order():
+    graphed = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),))
+    y = graphed(given(0, "cpu"))
+    with pytest.raises(GraphOrderError, match="a slot must be free, got 1 calls whose backward has not run: capture with an order"):
+        graphed(given(1, "cpu"))
+    del y
+    y = graphed(given(1, "cpu"))  # what nobody will go back through is free again
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(GraphOrderError, match="a backward must run once, got a second one"):
+        y.sum().backward()
+    with torch.no_grad():
+        for i in range(3):
+            assert torch.equal(graphed(given(i, "cpu")), made("mixed", "cpu")(given(i, "cpu"))), "without gradients no slot is held"
+
+
+class Dict(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = torch.nn.Linear(6, 3), torch.nn.Dropout(0.5)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, *, scale, names=("a",)):
+        self.seen.add_(1)
+        y = self.drop(self.inner(x["a"])) * scale
+        return {"y": y, "n": None, "mean": y.detach().mean(), "names": names}
+
+
+def test_trees_keywords_buffers_and_modes():
+    module = Dict()
+    sample = ({"a": given(0, "cpu")},)
+    graphed = make_graphed_callables(module, sample, sample_kwargs={"scale": torch.tensor(2.0)})
+    assert float(module.seen) == 0, "warm-up and capture are undone"
+    out = graphed({"a": given(1, "cpu")}, scale=torch.tensor(3.0))
+    assert out["n"] is None and out["names"] == ("a",) and not out["mean"].requires_grad and float(module.seen) == 1
+    out["y"].sum().backward()
+    again = graphed({"a": given(1, "cpu")}, scale=torch.tensor(3.0))
+    assert not torch.equal(again["y"], out["y"]), "dropout draws new bits at each replay"
+    del again
+    module.eval()
+    want = module.inner(given(1, "cpu")) * 3
+    assert torch.equal(graphed({"a": given(1, "cpu")}, scale=torch.tensor(3.0))["y"], want), "in another mode it runs as it is"
+    module.train()
+    with pytest.raises(ValueError, match="arguments must be of the captured structure"):
+        graphed({"a": given(1, "cpu")})
+    with pytest.raises(ValueError, match=r"input 0.0.a must be float32\[4, 6\], got float32\[2, 6\]"):
+        graphed({"a": given(1, "cpu")[:2].detach().requires_grad_()}, scale=torch.tensor(3.0))
+    with pytest.raises(ValueError, match="input 0.0.a must be a tensor with requires_grad=True, got False"):
+        graphed({"a": given(1, "cpu", False)}, scale=torch.tensor(3.0))
+
+
+def test_a_parameter_that_moved_raises():
+    module = made("torch.nn", "cpu")
+    graphed = make_graphed_callables(module, (given(0, "cpu"),))
+    module[0].weight.data = module[0].weight.data.clone()
+    with pytest.raises(ValueError, match=r"a parameter must be where it was when it was captured, got float32\[8, 6\] elsewhere"):
+        graphed(given(0, "cpu"))
+
+
+def test_functions_and_unused_inputs():
+    def f(x, y):
+        return x * 2
+
+    x, y = given(0, "cpu"), given(1, "cpu")
+    with pytest.raises(RuntimeError, match="unused|not have been used"):
+        make_graphed_callables(f, (x, y))
+    graphed = make_graphed_callables(f, (x, y), allow_unused_input=True)
+    a, b = given(2, "cpu"), given(3, "cpu")
+    graphed(a, b).sum().backward()
+    assert torch.equal(a.grad, torch.full_like(a, 2.0)) and b.grad is None
+    assert graphed.__name__ == "f"
+
+
+def test_several_outputs_of_which_some_are_unused():
+    graphed = make_graphed_callables(lambda x: (x * 2, x * 3), (given(0, "cpu"),))
+    for unused in range(2):
+        x = given(1, "cpu")
+        graphed(x)[1 - unused].sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, 3.0 - unused))
+
+
+def test_what_torch_checks_is_checked():
+    hooked = made("torch.nn", "cpu")
+    hooked[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="module must be without hooks"):
+        make_graphed_callables(hooked, (given(0, "cpu"),))
+    buffered = made("torch.nn", "cpu")
+    buffered.register_buffer("b", torch.ones(1, requires_grad=True))
+    with pytest.raises(ValueError, match="module must be without buffers that require grad"):
+        make_graphed_callables(buffered, (given(0, "cpu"),))
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast must be off"):
+        make_graphed_callables(made("torch.nn", "cpu"), (given(0, "cpu"),))
+    with pytest.raises(TypeError, match="sample_args must be a tuple"):
+        make_graphed_callables(made("torch.nn", "cpu"), given(0, "cpu"))
+    with pytest.raises(TypeError, match="callable must be a module or a function, got 3"):
+        make_graphed_callables(3, (given(0, "cpu"),))
+    with pytest.raises(ValueError, match="sample_args must be 2 tuples, one a callable"):
+        make_graphed_callables((made("torch.nn", "cpu"),) * 2, ((given(0, "cpu"),),))
+    with pytest.raises(CaptureError, match="host sync"):
+        make_graphed_callables(lambda x: x * x.sum().item(), (given(0, "cpu"),))
+    twice = made("mixed", "cpu")
+    graphed = make_graphed_callables(twice, (given(0, "cpu"),))
+    x = given(1, "cpu")
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        (g,) = torch.autograd.grad(graphed(x).square().sum(), x, create_graph=True)
+        g.sum().backward()

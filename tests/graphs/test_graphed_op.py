@@ -1,0 +1,196 @@
+"""graphed_op: halves as graphs, slots in flight, the order of calls, and who owns what."""
+
+import pytest
+import torch
+from model import CFG, batch, init, same
+
+from funcops import LinearConfig, Needs, chain, linear, random
+from funcops.adapters.graphs import graphed_op
+from funcops.adapters.graphs.statics import clones
+from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError
+from funcops.schedule import delay_w, one_f_one_b, zb_h1, zb_h2
+from funcops.trees import tensors, tree_map, tree_map_tensors
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NEEDS = Needs(x=False)
+
+
+def add(a, b):
+    return b if a is None else tree_map(lambda p, q: None if p is None else p + q, a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", [one_f_one_b, zb_h1, zb_h2, lambda p, m: delay_w(one_f_one_b(p, m), p + 1)], ids=["1f1b", "zb_h1", "zb_h2", "delayed"])
+def test_the_orders_of_schedules(make, ranks, device):
+    """What the first rank of a schedule does, with as many slots as it has microbatches in flight: of 1F1B and ZB-H1, one to four."""
+    params, _ = init(device)
+    actions = make(ranks, 8).ranks[0]
+    slots = most_in_flight(actions)
+    assert slots == ranks or make not in (one_f_one_b, zb_h1)
+    graph = graphed_op(chain, CFG, params, batch(0, device), slots=slots, needs=NEEDS)
+    residuals, pendings, want, got = {}, {}, None, None
+    dy = torch.tensor(0.125, device=device)
+    for _, kind, m in actions:
+        if kind == "F":
+            loss, residuals[m] = graph.fwd(params, batch(m, device))
+            loss_want, kept = chain.fwd(params, batch(m, device), CFG, needs=NEEDS)
+            assert torch.equal(loss, loss_want)
+            want = add(want, chain.bwd(kept, dy, CFG)[0])
+        elif kind == "I":
+            _, pendings[m] = graph.dgrad(residuals.pop(m), dy)
+        elif kind == "W":
+            got = add(got, graph.wgrad(pendings.pop(m)))
+        else:
+            got = add(got, graph.bwd(residuals.pop(m), dy)[0])
+    same(got, reference(params, actions, dy, device))
+    assert not residuals and not pendings
+
+
+def reference(params, actions, dy, device):
+    """The sum in the order of the weight gradients."""
+    total = None
+    for _, kind, m in actions:
+        if kind in "WB":
+            _, kept = chain.fwd(params, batch(m, device), CFG, needs=NEEDS)
+            total = add(total, chain.bwd(kept, dy, CFG)[0])
+    return total
+
+
+def most_in_flight(row):
+    now = most = 0
+    for action in row:
+        now += {"F": 1, "W": -1, "B": -1}.get(action.kind, 0)
+        most = max(most, now)
+    return most
+
+
+def small(slots=2, **options):
+    cfg = LinearConfig(3, 2)
+    params = linear.init(cfg, key=random.key(0))
+    x, dy = torch.randn(4, 3), torch.randn(4, 2)
+    return graphed_op(linear, cfg, params, x, slots=slots, **options), params, x, dy
+
+
+def test_every_wrong_order_raises():
+    graph, params, x, dy = small()
+    y, residuals = graph.fwd(params, x)
+    with pytest.raises(GraphOrderError, match="graphed linear_wgrad: must be given pending, got residuals of slot 0"):
+        graph.wgrad(residuals)
+    dx, pending = graph.dgrad(residuals, dy)
+    for again in (graph.dgrad, graph.bwd):
+        with pytest.raises(GraphOrderError, match="residuals of slot 0 must be unused, got some that were used already"):
+            again(residuals, dy)
+    with pytest.raises(GraphOrderError, match="must be given residuals, got pending of slot 0"):
+        graph.bwd(pending, dy)
+    graph.fwd(params, x)
+    with pytest.raises(GraphOrderError, match=r"graphed linear_fwd: a slot must be free, got 2 in flight \(0: pending, 1: residuals\)"):
+        graph.fwd(params, x)
+    graph.wgrad(pending)
+    with pytest.raises(GraphOrderError, match="pending of slot 0 must be unused"):
+        graph.wgrad(pending)
+    _, residuals = graph.fwd(params, x)
+    assert "residuals in slot 0" in repr(residuals)
+    graph.release(residuals)
+    with pytest.raises(GraphOrderError, match="must be unused"):
+        graph.dgrad(residuals, dy)
+    other, *_ = small()
+    with pytest.raises(GraphOrderError, match="residuals must be of this graph, got those of another"):
+        other.dgrad(residuals, dy)
+    with pytest.raises(TypeError, match="graphed linear_dgrad: residuals must be what this graph's fwd or dgrad returned, got float32"):
+        graph.dgrad(y, dy)
+    graph.reset()
+    with pytest.raises(GraphOrderError, match=r"must not be called after reset\(\)"):
+        graph.bwd(residuals, dy)
+
+
+def test_wrong_inputs_raise_and_leave_the_slot_as_it_was():
+    graph, params, x, dy = small(1)
+    with pytest.raises(ValueError, match=r"graphed linear_fwd: input 1 must be float32\[4, 3\], got float32\[2, 3\]"):
+        graph.fwd(params, x[:2])
+    y, residuals = graph.fwd(params, x)
+    with pytest.raises(TypeError, match=r"graphed linear_dgrad: input 0 must be float32\[4, 2\], got float64"):
+        graph.dgrad(residuals, dy.double())
+    moved = tree_map_tensors(torch.clone, params)
+    graph.bwd(residuals, dy)
+    with pytest.raises(ValueError, match=r"input 0.weight must be the very memory that was captured \(pinned\)"):
+        graph.fwd(moved, x)
+
+
+def test_what_is_written_to_in_flight_is_noticed():
+    graph, params, x, dy = small(1, outputs="borrow")
+    y, residuals = graph.fwd(params, x)
+    params.weight.add_(1)
+    with pytest.raises(StaleResidualError, match="params must be as the forward left them"):
+        graph.dgrad(residuals, dy)
+    graph, params, x, dy = small(1, outputs="borrow")
+    y, residuals = graph.fwd(params, x)
+    y.add_(1)
+    with pytest.raises(BorrowedError, match="residuals of slot 0 must be as the forward left them, got a buffer that was written to"):
+        graph.dgrad(residuals, dy)
+    graph, params, x, dy = small(1)
+    _, residuals = graph.fwd(params, x)
+    residuals.tree.x.zero_()
+    with pytest.raises(BorrowedError):
+        graph.bwd(residuals, dy)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gradients_of_two_replays_add_up(device):
+    """torch's make_graphed_callables hands out its own buffers: what two replays gave is the last one's, twice (pytorch#181723)."""
+    params, _ = init(device)
+    dy = torch.tensor(1.0, device=device)
+    graph = graphed_op(chain, CFG, params, batch(0, device), slots=1, needs=NEEDS)
+    found, want = [], []
+    for m in range(2):
+        _, residuals = graph.fwd(params, batch(m, device))
+        found.append(graph.bwd(residuals, dy)[0])
+        want.append(reference(params, [(0, "B", m)], dy, device))
+    same(add(*found), add(*want))
+    into = tree_map_tensors(torch.zeros_like, params)
+    graph = graphed_op(chain, CFG, params, batch(0, device), slots=2, needs=NEEDS, into=into)
+    assert not any(bool(t.any()) for t in tensors(into)), "warm-up and capture are undone"
+    _, first = graph.fwd(params, batch(0, device))
+    _, second = graph.fwd(params, batch(1, device))
+    _, pending = graph.dgrad(first, dy)
+    assert graph.wgrad(pending) is into and graph.bwd(second, dy)[0] is into
+    for got, one in zip(tensors(into), tensors(add(*want)), strict=True):
+        torch.testing.assert_close(got, one)
+
+
+def test_params_are_trained_in_place_between_replays():
+    graph, params, x, dy = small(1)
+    for _ in range(3):
+        y, residuals = graph.fwd(params, x)
+        assert torch.equal(y, torch.nn.functional.linear(x, params.weight, params.bias))
+        dparams, _ = graph.bwd(residuals, dy)
+        for p, g in zip(tensors(params), tensors(dparams), strict=True):
+            p.sub_(g, alpha=0.1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_buffers_have_names_and_bytes(tmp_path, device):
+    params, _ = init(device)
+    graph = graphed_op(chain, CFG, params, batch(0, device), slots=2, keep_graph=device == "cuda")
+    report = graph.report()
+    assert report.residual_bytes > 0 and report.input_bytes == 2 * (6 * 8 * 4 + 6 * 8 + 16 + 4)
+    _, residuals = graph.fwd(params, batch(0, device))
+    assert residuals.tree["head"].weight.shape == (5, 16) and residuals.slot == 0
+    graph.graphs()["dgrad"].dot(str(tmp_path / "dgrad.dot"))
+    assert (tmp_path / "dgrad.dot").stat().st_size > 100
+    assert set(graph.graphs(1)) == {"fwd", "dgrad", "wgrad", "bwd"}
+
+
+def test_bad_arguments():
+    cfg = LinearConfig(3, 2)
+    params, x = linear.init(cfg, key=random.key(0)), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="graphed_op: needs must be something"):
+        graphed_op(linear, cfg, params, x, needs=Needs.NONE)
+    with pytest.raises(TypeError, match="graphed_op: cfg must be ChainConfig, got LinearConfig"):
+        graphed_op(chain, cfg, params, x)
+    with pytest.raises(ValueError, match="graphed_op: slots must be at least 1, got 0"):
+        graphed_op(linear, cfg, params, x, slots=0)
+    before = clones(params)
+    with pytest.raises(ValueError, match=r"linear_fwd: x must be \[..., 3\]"):
+        graphed_op(linear, cfg, params, x[:, :2])
+    same(params, before)
