@@ -21,11 +21,12 @@ from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import parse
 from lm.model import block, init, model, predictor, rotation
 from lm.results import Row, load_run, plot, save_run, text_of
-from lm.step import Settings, evaluate, loss_and_grads, train_step
+from lm.step import Settings, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
 from tqdm import tqdm
 
 from funcops import WithExtras, chain, chain_fwd, fit, report, with_policy
+from funcops.adapters.graphs import graphed
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
@@ -131,6 +132,7 @@ class Run:
             self.seconds = self.rows[-1].seconds if self.rows else 0.0
         self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
         self.step_fn = torch.compile(train_step, fullgraph=True, dynamic=False) if args.compile else train_step
+        self.captured: Any = None
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args
@@ -141,9 +143,8 @@ class Run:
         """One step; `FloatingPointError` after ten in a row that were not finite."""
         a, (x, labels) = self.args, self.batch()
         lr = warmup_cosine(self.done, peak=a.lr, warmup=a.warmup, total=a.steps)
-        rate = torch.tensor(lr) if a.compile else lr
         began = time.perf_counter()
-        self.params, self.state, loss, norm = self.step_fn(self.params, self.state, x, labels, rate, self.s)
+        self.params, self.state, loss, norm = self.step(x, labels, lr)
         row = Row(self.done + 1, float(loss), None, lr, float(norm), self.seconds + time.perf_counter() - began)
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
@@ -157,13 +158,22 @@ class Run:
         self.rows.append(row)
         return row
 
+    def step(self, x: Tensor, labels: Tensor, lr: float) -> Any:
+        if not self.args.graph:
+            return self.step_fn(self.params, self.state, x, labels, torch.tensor(lr) if self.args.compile else lr, self.s)
+        given = self.params, self.state, x, labels, torch.tensor(lr, device=x.device)
+        if self.captured is None:
+            self.captured = graphed(lambda *trees: written_step(*trees, self.s), *given, inputs={"0": "donated", "1": "donated"})
+            print(f"captured: {self.captured.report()}")
+        return self.captured(*given)
+
     def save(self) -> None:
         save_run(self.args.out, self.params, self.state, self.done, self.rows, kept_flags(self.args))
 
 
 def kept_flags(args: Any) -> dict[str, str]:
     """The flags that a resumed run must share with the one that it goes on from."""
-    return {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad", "policy", "budget")}
+    return {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph")}
 
 
 def loop(run: Run) -> None:

@@ -5,6 +5,7 @@
 """
 
 from funcops import fused as fused
+from funcops.adapters import graphs as graphs
 from funcops.adapters import nn as nn
 from funcops.adapters.autograd import differentiable as differentiable
 from funcops.adapters.delayed import delayed_wgrad as delayed_wgrad

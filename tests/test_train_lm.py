@@ -89,6 +89,16 @@ def test_trains_on_triton_as_on_torch(text, tmp_path):
 
 
 @pytest.mark.slow
+def test_graphed_step_gives_the_same_losses(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 6, "--out", tmp_path / "a")
+    said = run(*TINY, "--text", text, "--steps", 6, "--out", tmp_path / "b", "--graph")
+    assert "captured: recorder: inputs" in said
+    for eager, captured in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
+        assert float(captured[1]) == pytest.approx(float(eager[1]), rel=1e-5)
+    assert "--graph: expected without --compile" in run("--graph", "--compile", code=2)
+
+
+@pytest.mark.slow
 def test_compiled_step_gives_the_same_losses(text, tmp_path):
     run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "a")
     run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "b", "--compile")

@@ -36,6 +36,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
     parser.add_argument("--budget", type=float, help="MiB kept for the backward at most; picks the cheapest policy that fits")
     parser.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
+    parser.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--stop-at", type=int, help="save and stop after this many steps, as Ctrl-C would")
     parser.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")
@@ -46,6 +47,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args.warmup = min(args.warmup, args.steps)
     if args.warmup < 0:
         parser.error(f"--warmup: expected at least 0, got {args.warmup}")
+    if args.graph and args.compile:
+        parser.error("--graph: expected without --compile")
     if args.policy and args.budget is not None:
         parser.error("--budget: expected without --policy, as it picks one")
     if args.budget is not None and not args.budget > 0:

@@ -13,7 +13,7 @@ from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
 from funcops.precision import select_step
-from funcops.trees import cast
+from funcops.trees import cast, tensors
 from lm.model import Sizes, rotation
 
 NEEDS = Needs(x=False)
@@ -64,6 +64,16 @@ def train_step(
         params, state = select_step(torch.isfinite(norm), updated, (params, state))
     elif math.isfinite(float(norm)):
         params, state = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay, in_place=True)
+    return params, state, loss, norm
+
+
+def written_step(
+    params: Any, state: AdamWState, x: Tensor, labels: Tensor, lr: Tensor, s: Settings
+) -> tuple[Any, AdamWState, Tensor, Tensor]:
+    """`train_step` with the new params and state written over the old: for a graph, whose tensors stay where they are."""
+    new_params, new_state, loss, norm = train_step(params, state, x, labels, lr, s._replace(in_place=False))
+    for old, new in zip(tensors((params, state)), tensors((new_params, new_state)), strict=True):
+        old.copy_(new)
     return params, state, loss, norm
 
 

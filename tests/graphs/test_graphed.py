@@ -173,6 +173,34 @@ def test_a_failing_capture_leaves_nothing_behind(device):
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_inputs_are_held_by_the_graph(device):
+    """Where torch offers to check that captured inputs still live, these cannot die."""
+    state = torch.ones(1000, device=device)
+    address, storage = state.data_ptr(), torch.multiprocessing.reductions.StorageWeakRef(state.untyped_storage())
+    captured = graphed(lambda state, x: state + x, state, torch.ones(1000, device=device), inputs={"0": "pinned"})
+    again = state.view(1000)
+    del state
+    assert torch.equal(captured(again, again), 2 * again) and again.data_ptr() == address
+    del again
+    gc.collect()
+    assert not storage.expired()
+    captured.reset()
+    del captured
+    gc.collect()
+    assert storage.expired()
+
+
+@pytest.mark.gpu
+def test_on_a_stream_of_ones_own():
+    stream, x = torch.cuda.Stream(), torch.ones(3, device="cuda")
+    before = torch.cuda.current_stream()
+    captured = graphed(double, x, stream=stream, capture_error_mode="thread_local")
+    assert torch.cuda.current_stream() == before
+    assert torch.equal(captured(x + 1), 2 * x + 2)
+    assert type(captured.raw_graph) is torch.cuda.CUDAGraph
+
+
 def test_bad_arguments():
     x = torch.ones(3)
     with pytest.raises(ValueError, match="graphed: slots must be at least 1, got 0"):

@@ -114,7 +114,7 @@ class DeviceBackend:
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
         graph = torch.cuda.CUDAGraph(keep_graph=options.keep_graph)
-        collected = gc.isenabled()
+        collected, stream = gc.isenabled(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, pool=pool, stream=options.stream, capture_error_mode=options.capture_error_mode):
                 result = fn()
@@ -122,6 +122,7 @@ class DeviceBackend:
             cause = error.__context__ or error  # ending a broken capture raises once more
             raise CaptureError(f"capture failed: {cause}") from cause
         finally:
+            torch.cuda.set_stream(stream)  # torch's context does not, where ending the capture raises
             if collected != gc.isenabled():
                 (gc.enable if collected else gc.disable)()
         return _Graph(graph, options.keep_graph), result
