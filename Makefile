@@ -31,7 +31,7 @@ test: $(VENV)/.ready
 gpu:
 	$(PYTHON) -m pytest -q -m gpu $(ARGS) && status=0 || status=$$?; \
 	$(PYTHON) -m funcops.bench kernels --seconds 240 --json $(RESULTS)/kernels.json --liger-csv $(RESULTS)/kernels-liger.csv \
-		--plot $(RESULTS)/kernels.png && exit $$status
+		--plot $(RESULTS)/kernels.png && $(PYTHON) -m funcops.bench graph --json $(RESULTS)/graph.json && exit $$status
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from funcops.bench import memory, residuals, schedule, step
+from funcops.bench import graph, memory, residuals, schedule, step
 from funcops.bench.models import Sizes
 
 
@@ -50,3 +50,11 @@ def test_a_split_backward_does_no_work_twice_and_holds_less():
     assert products["funcops.nn (custom functions), torch's split"] == 2 * ours
     ratios = {row.metric: row.value for row in rows if "ratio" in row.metric}
     assert 0.2 < ratios["live bytes between I and W, ratio to torch's split"] <= 0.6
+
+
+def test_the_graphed_step_is_the_eager_one():
+    """On the recorder; what it saves only a GPU can tell."""
+    small = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
+    steps = graph.steps(small, torch.float32, "cpu")
+    eager, captured, plain = ([float(steps[name]()) for _ in range(4)] for name in ("funcops eager", "funcops graphed", "torch eager"))
+    assert eager == captured and eager[-1] < eager[0] and eager == pytest.approx(plain, rel=1e-5)

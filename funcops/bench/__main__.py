@@ -11,6 +11,7 @@ from funcops.bench.measure import BenchError, print_table, write_csv, write_json
 
 BENCHES = {
     "aot": "every Triton kernel compiled for GPUs that are not there",
+    "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",
     "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
     "launch": "host time of a Triton launch, the driver stubbed",
     "memory": "peak live bytes of four blocks, forward and backward",

@@ -72,14 +72,14 @@ def unfused(cfg: Any) -> Any:
     return dataclasses.replace(parts, fuse=False) if hasattr(parts, "fuse") else parts
 
 
-def torch_step(module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False) -> Step:
+def torch_step(module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False, mode: str | None = None) -> Step:
     """A step of plain PyTorch; each call trains on and returns the loss."""
     master = copy.deepcopy(module)
     compute = master if dtype is torch.float32 else copy.deepcopy(module).to(dtype)
     weights: list[Tensor] = list(master.parameters())
     copies: list[Tensor] = list(compute.parameters())
     optimiser = torch.optim.AdamW(weights, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
-    run: Any = torch.compile(compute, dynamic=False) if compiled else compute
+    run: Any = torch.compile(compute, dynamic=False, mode=mode) if compiled else compute
 
     def step() -> Tensor:
         if compute is not master:
