@@ -170,6 +170,17 @@ def structure(tree: Any) -> Any:
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """All leaves, None included, and the structure: `leaves` and `structure` in one walk."""
+    found, spec = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return found, spec
+
+
+def unflatten(spec: Any, values: Iterable[Any]) -> Any:
+    """A tree of that structure with these leaves."""
+    return optree.tree_unflatten(spec, values)
+
+
 def with_leaves(tree: T, values: Iterable[Any]) -> T:
     """A tree of the same structure with other leaves, in the order of `leaves`.
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import BorrowedError, fail
-from funcops.trees import leaves, paths, tree_map, with_leaves
+from funcops.trees import leaves, paths, structure, tree_map, unflatten
 
 POLICIES = ("clone", "borrow")
 
@@ -65,18 +65,17 @@ class Outputs:
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
         self.leaves = list(paths(tree).items())
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
+        self.structure = structure(tree)
 
     def give(self, given: list[Any]) -> Any:
         """The results of the replay that just ended; `given`: the leaves of its inputs."""
         self.generation.now += 1
-        found = [self._one(path, t, same, given) for (path, t), same in zip(self.leaves, self.same_as, strict=True)]
-        return with_leaves(self.tree, found)
+        pairs = zip(self.leaves, self.same_as, strict=True)
+        return unflatten(self.structure, [given[same] if same is not None else self._one(path, t) for (path, t), same in pairs])
 
-    def _one(self, path: str, t: Any, same: int | None, given: list[Any]) -> Any:
+    def _one(self, path: str, t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
-        if same is not None:
-            return given[same]
         if self.policy == "clone":
             return t.clone()
         return Borrowed.over(t, self.generation, path) if self.debug else t

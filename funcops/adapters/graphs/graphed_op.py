@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
 from funcops.adapters.graphs.borrowed import Outputs, owned
@@ -52,7 +53,9 @@ class _Slot:
     dparams: Any
     whole_dparams: Any
     graphs: dict[str, Captured]
-    versions: list[int]
+    params: list[Tensor]
+    kept: list[Tensor]  # what the forward leaves: y and the residuals
+    versions: tuple[list[int], list[int]]
 
 
 class GraphedOp:
@@ -118,11 +121,10 @@ class GraphedOp:
             raise GraphOrderError(f"{where}: must be given {kind}, got {kept.kind} of slot {kept.slot}")
         if slot.ticket != kept.ticket:
             raise GraphOrderError(f"{where}: {kind} of slot {kept.slot} must be unused, got some that were used already")
-        params = len(tensors(slot.inputs.trees[0]))
-        now = _versions(slot)
-        if slot.versions[:params] != now[:params]:
+        params, buffers = _versions(slot)
+        if slot.versions[0] != params:
             raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
-        if slot.versions != now:
+        if slot.versions[1] != buffers:
             raise BorrowedError(f"{where}: {kind} of slot {kept.slot} must be as the forward left them, got a buffer that was written to")
         return slot
 
@@ -216,7 +218,7 @@ def _capture(
         return op.fwd(*slot.inputs.trees, cfg, needs=needs)
 
     y, _ = forward()
-    like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, torch.Tensor) and t.is_floating_point() else None, y)
+    like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None, y)
     slot.dy = Inputs(f"graphed {op.name}_dgrad", (like if dy is None else dy,), "copy")
 
     def all_of_it() -> None:
@@ -236,16 +238,16 @@ def _capture(
     dx, slot.pending = captured("dgrad", lambda: op.dgrad(slot.residuals, slot.dy.trees[0], cfg))
     slot.dparams = captured("wgrad", lambda: op.wgrad(slot.pending, cfg, into=into))
     slot.whole_dparams, whole_dx = captured("bwd", lambda: op.bwd(slot.residuals, slot.dy.trees[0], cfg, into=into))
+    slot.params, slot.kept = tensors(slot.inputs.trees[0]), tensors((y, slot.residuals))
     slot.inputs.check_unwritten()
     slot.dy.check_unwritten()
     slot.y = Outputs("graphed_op", y, [leaf.static for leaf in slot.inputs.leaves], *outputs)
     slot.dx, slot.whole_dx = (Outputs("graphed_op", one, [leaf.static for leaf in slot.dy.leaves], *outputs) for one in (dx, whole_dx))
 
 
-def _versions(slot: _Slot) -> list[int]:
-    """Of params, of the forward's outputs and of what it keeps: whoever writes to them is noticed."""
-    kept = [t for t in tensors(slot.residuals)] + [t for _, t in slot.y.leaves if isinstance(t, torch.Tensor)]
-    return [t._version for t in (*tensors(slot.inputs.trees[0]), *kept)]
+def _versions(slot: _Slot) -> tuple[list[int], list[int]]:
+    """Of params, and of what the forward leaves: whoever writes to them is noticed."""
+    return [t._version for t in slot.params], [t._version for t in slot.kept]
 
 
 def _kept_bytes(slot: _Slot) -> int:

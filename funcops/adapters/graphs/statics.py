@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import CaptureError, describe, fail
-from funcops.trees import paths, structure, tree_map, with_leaves
+from funcops.trees import flatten, paths, structure, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
 
@@ -23,6 +23,7 @@ class Leaf(NamedTuple):
     static: Any
     address: int
     strides: tuple[int, ...] = ()
+    own: Any = None  # the caller's tensor, where the graph reads its memory
 
     def check(self, where: str, given: Any) -> None:
         """Raises unless `given` may stand here."""
@@ -54,19 +55,21 @@ class Inputs:
         chosen = policies_of(where, examples, policies)
         self.leaves = [_leaf(path, chosen[path], value) for path, value in paths(examples).items()]
         self.trees: tuple[Any, ...] = with_leaves(examples, [leaf.static for leaf in self.leaves])
+        self._copied = [i for i, leaf in enumerate(self.leaves) if leaf.policy == "copy" and isinstance(leaf.static, Tensor)]
         self._versions = self.versions()
 
     def take(self, given: tuple[Any, ...]) -> list[Any]:
         """Check every leaf, then copy those that are copied. Returns the leaves as given. Raises `ValueError` or `TypeError`."""
-        found = structure(given)
+        values, found = flatten(given)
         if found != self.structure:
             fail(self.where, "inputs", f"of the captured structure {self.structure}", found)
-        values = list(paths(given).values())
         for leaf, value in zip(self.leaves, values, strict=True):
-            leaf.check(self.where, value)
-        with torch.no_grad():
-            for leaf, value in zip(self.leaves, values, strict=True):
-                if leaf.policy == "copy" and isinstance(value, Tensor) and value.data_ptr() != leaf.address:
+            if value is None or value is not leaf.own or value.data_ptr() != leaf.address:
+                leaf.check(self.where, value)
+        for i in self._copied:
+            leaf, value = self.leaves[i], values[i]
+            if value.data_ptr() != leaf.address:
+                with torch.no_grad():
                     leaf.static.copy_(value)
         return values
 
@@ -95,7 +98,7 @@ def _leaf(path: str, policy: str, value: Any) -> Leaf:
     static = value.detach()
     if policy == "copy":
         static = static.clone()  # of the same strides, unless elements overlap
-    return Leaf(path, policy, static, static.data_ptr(), value.stride())
+    return Leaf(path, policy, static, static.data_ptr(), value.stride(), None if policy == "copy" else value)
 
 
 def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) -> dict[str, str]:
