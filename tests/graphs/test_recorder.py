@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from funcops.adapters.graphs.recorder import Pool, record
-from funcops.errors import CaptureError
+from funcops.errors import BorrowedError, CaptureError
 from funcops.trees import tensors
 
 
@@ -62,6 +62,24 @@ def test_an_earlier_recordings_tensor_is_kept_for_a_later_one():
     assert torch.equal(z, torch.full((3,), 110.0))
     two.reset()
     assert pool.recordings == [one]
+
+
+def test_memory_that_went_back_to_the_pool_is_not_read():
+    """On a GPU the next capture may have taken it: every replay of that one would write over it."""
+    pool, x, kept = Pool(), torch.ones(3), {}
+
+    def first(x):
+        kept["h"] = x * 5
+        return kept["h"] + 1
+
+    one, y = recorded(first, x, pool=pool)
+    two, z = recorded(lambda: kept["h"] * 2, pool=pool)
+    two.replay()
+    assert torch.equal(z, torch.full((3,), 10.0))
+    kept.clear()
+    one.replay()
+    with pytest.raises(BorrowedError, match="a graph reads memory that was given back to its pool after capture"):
+        two.replay()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcops.adapters.graphs import recorder
 from funcops.errors import CaptureError, fail
-from funcops.trees import tensors
+from funcops.trees import nbytes, tensors
 
 Outputs = Callable[[Any], list[Tensor]]
 
@@ -69,8 +69,8 @@ class RecorderBackend:
         return _Recorded(recording), result
 
     def pool_bytes(self, pool: Any) -> int:
-        targets = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for r in pool.recordings for _, t in r.outputs}
-        return sum(targets.values())
+        lent = [one.get() for recording in pool.recordings for _, one in recording.outputs]
+        return nbytes([t for t in lent if t is not None])
 
 
 class _Recorded:

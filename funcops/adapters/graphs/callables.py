@@ -27,6 +27,7 @@ class _Slot:
     dys: list[Tensor]  # of the outputs that require grad
     grads: list[Tensor | None]  # of the inputs, then of the params
     weights: list[tuple[Tensor, Tensor]]  # params whose gradients were delayed, and those gradients
+    held: Any  # the autograd graph and the pendings: their memory is read at each backward, and must not go back to the pool
     graphs: dict[str, Captured]
 
 
@@ -254,7 +255,9 @@ def _capture(
     def backward(outs: list[Tensor], dys: list[Tensor]) -> tuple[Any, WgradStore]:
         store = delayed_wgrad()
         with _within(store, delayed):
-            found = torch.autograd.grad(outs, differentiable, dys, allow_unused=allow_unused or delayed) if outs and differentiable else ()
+            found: Any = ()
+            if outs and differentiable:
+                found = torch.autograd.grad(outs, differentiable, dys, allow_unused=allow_unused or delayed, retain_graph=True)
         return found, store
 
     def warm() -> None:
@@ -268,11 +271,13 @@ def _capture(
         outs = [t for t in slot.out_tensors if t.requires_grad]
         slot.dys = [torch.ones_like(t) for t in outs]
         found: Any = ()
+        slot.held = outs
         if outs and differentiable:
             slot.graphs["bwd"], (found, store) = backend.capture(lambda: backward(outs, slot.dys), lambda result: tensors_of(list(result[0])), pool, options)
             if delayed:
                 with torch.no_grad():
                     slot.graphs["wgrad"], slot.weights = backend.capture(lambda: _weights(store), lambda pairs: [g for _, g in pairs], pool, options)
+                slot.held = outs, [one.pending for one in store.waiting]
                 store.discard()
     by_id = {id(t): g for t, g in zip(differentiable, found, strict=True)} if found else {}
     slot.grads = [by_id.get(id(t)) for t in (*given, *c.params)]

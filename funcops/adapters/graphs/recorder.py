@@ -2,6 +2,9 @@
 
 What a graph does with memory is done here with values: inputs and outputs stay where they are, everything else exists only while a
 replay runs. A tensor of an earlier recording that a later one reads (autograd's saved tensors, say) becomes an output of the earlier.
+
+As a CUDA graph does not own the memory that it reads, neither does a recording own what other recordings of its pool made: where
+nobody held it after capture, the pool may have given it to others, and a replay raises.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.adapters.graphs.faults import Line, draws, fault_of, flat_tensors, user_line
-from funcops.errors import CaptureError
+from funcops.errors import BorrowedError, CaptureError
 
 
 class Value(NamedTuple):
@@ -33,8 +36,29 @@ class View(NamedTuple):
     offset: int
 
 
+class Lent(NamedTuple):
+    """A tensor in memory of the pool, that somebody else must hold."""
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(t: Tensor) -> Lent:
+        return Lent(StorageWeakRef(t.untyped_storage()), t.dtype, tuple(t.shape), t.stride(), int(t.storage_offset()))
+
+    def get(self) -> Tensor | None:
+        """The tensor, or None where its memory was given back."""
+        if self.storage.expired():
+            return None
+        found: Any = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # type: ignore[attr-defined]
+        return None if found is None else torch.empty(0, dtype=self.dtype, device=found.device).set_(found, self.offset, self.size, self.stride)
+
+
 class Call(NamedTuple):
-    """An operator, its arguments with tensors replaced (`Value`, `View`, or a static tensor), and the numbers of its results."""
+    """An operator, its arguments with tensors replaced (`Value`, `View`, `Lent`, or a static tensor), and the numbers of its results."""
 
     func: Any
     args: Any
@@ -65,8 +89,8 @@ class Recording:
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
         self.calls: list[Call] = []
-        self.statics: list[Tensor] = []  # what it reads and did not make: inputs, params, outputs of other recordings
-        self.outputs: list[tuple[Any, Tensor]] = []  # values, and where they go
+        self.statics: dict[int, Tensor] = {}  # by storage: what it reads and nobody in the pool made, as inputs and params
+        self.outputs: list[tuple[Any, Lent]] = []  # values, and where they go
         self.made: dict[int, tuple[StorageWeakRef, Value]] = {}
 
     @torch.no_grad()
@@ -77,13 +101,16 @@ class Recording:
             found = call.func(*args, **kwargs)
             results = [t for t in flat_tensors([found])] if call.results else []
             values.update(zip(call.results, results, strict=False))
-        for source, target in self.outputs:
-            target.copy_(_resolve(source, values))
+        for source, lent in self.outputs:
+            target = lent.get()
+            if target is not None:
+                target.copy_(_resolve(source, values))
 
     def keep(self, value: Value, t: Tensor) -> None:
         """Let t, a tensor of this recording, hold its value after each replay."""
-        if not any(target is t for _, target in self.outputs):
-            self.outputs.append((_over(value, t), t))
+        lent = Lent.of(t)
+        if not any(one.storage.cdata == lent.storage.cdata and one[1:] == lent[1:] for _, one in self.outputs):
+            self.outputs.append((_over(value, t), lent))
 
     @property
     def operators(self) -> int:
@@ -91,7 +118,7 @@ class Recording:
         return sum(not _is_view(call.func) for call in self.calls)
 
     def reset(self) -> None:
-        self.calls, self.statics, self.outputs, self.made = [], [], [], {}
+        self.calls, self.statics, self.outputs, self.made = [], {}, [], {}
         if self in self.pool.recordings:
             self.pool.recordings.remove(self)
 
@@ -117,6 +144,7 @@ class _Recorder(TorchDispatchMode):
         self.count = 0
         self.known: dict[int, Any] = {}  # by id: the number of a tensor made here
         self.storages: dict[int, tuple[Value, Tensor]] = {}  # by storage: the first tensor made on it
+        self.lent: set[int] = set()  # storages of other recordings
         self.alive: list[Tensor] = []  # so that no id, and no storage, is used twice while this records
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -152,7 +180,7 @@ class _Recorder(TorchDispatchMode):
     def _outside(self, t: Tensor) -> bool:
         """Whether t is a view of something static: it needs no number, it stays where it is."""
         key = t.untyped_storage()._cdata
-        return any(s.untyped_storage()._cdata == key for s in self.recording.statics)
+        return key in self.recording.statics or key in self.lent
 
     def _take(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -171,18 +199,22 @@ class _Recorder(TorchDispatchMode):
         if made is not None:
             self.alive.append(t)
             return _over(made[0], t)
+        key = t.untyped_storage()._cdata
         owner = self.recording.pool.owner(t)
-        if owner is not None:
-            owner[0].keep(owner[1], t)
-        self.recording.statics.append(t)
-        return t
+        if owner is None:
+            self.recording.statics.setdefault(key, t)
+            return t
+        owner[0].keep(owner[1], t)
+        self.alive.append(t)
+        self.lent.add(key)
+        return Lent.of(t)
 
     def finish(self, outputs: list[Tensor]) -> None:
         """Say where the results stay, and remember weakly what else was made."""
         for t in outputs:
             made = self.storages.get(t.untyped_storage()._cdata)
             if made is not None:
-                self.recording.outputs.append((self.known.get(id(t), _over(made[0], t)), t))
+                self.recording.outputs.append((self.known.get(id(t), _over(made[0], t)), Lent.of(t)))
         for key, (value, t) in self.storages.items():
             self.recording.made[key] = StorageWeakRef(t.untyped_storage()), value
         self.alive.clear()
@@ -199,6 +231,11 @@ def _resolve(value: Any, values: dict[int, Tensor]) -> Any:
         return values[value.i]
     if type(value) is View:
         return values[value.base.i].as_strided(value.size, value.stride, value.offset)
+    if type(value) is Lent:
+        found = value.get()
+        if found is None:
+            raise BorrowedError("a graph reads memory that was given back to its pool after capture, and may be another's by now: hold what was captured")
+        return found
     if isinstance(value, (list, tuple)):
         return type(value)(_resolve(v, values) for v in value)
     if isinstance(value, dict):
