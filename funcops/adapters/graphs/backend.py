@@ -54,6 +54,14 @@ def backend_of(*trees: Any) -> Backend:
     return DeviceBackend() if any(t.is_cuda for t in tensors(trees)) else RecorderBackend()
 
 
+def shared_pool(pool: Any, backend: Backend) -> Any:
+    """A new pool; or that of a graphed function or op, of a torch `CUDAGraph`, or a pool itself."""
+    if pool is None:
+        return backend.pool()
+    found = getattr(pool, "pool", pool)
+    return found() if callable(found) else found
+
+
 class RecorderBackend:
     name = "recorder"
 

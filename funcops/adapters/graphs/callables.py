@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
-from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
+from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of, shared_pool
 from funcops.adapters.graphs.borrowed import tensors_of
 from funcops.adapters.graphs.statics import Leaf, Snapshot
 from funcops.errors import GraphOrderError, describe, fail, require
@@ -188,7 +188,7 @@ def make_graphed_callables(
     made = [_checked(f"{where}, callable {i}", *of, clone_param_grads, outputs) for i, of in enumerate(zip(fns, samples, kwargs, strict=True))]
     counts = _in_flight(where, order, len(fns))
     backend, options = backend_of(samples, kwargs, [c.params for c in made]), Options(stream, capture_error_mode)
-    shared = backend.pool() if pool is None else getattr(pool, "pool", pool)
+    shared = shared_pool(pool, backend)
     for c, count in zip(made, counts, strict=True):
         buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
         try:

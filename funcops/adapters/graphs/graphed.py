@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
+from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of, shared_pool
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.statics import Inputs, Snapshot
 from funcops.errors import require
@@ -120,7 +120,7 @@ def graphed(
     require(isinstance(slots, int) and slots >= 1, "graphed", "slots", "at least 1", slots)
     require(isinstance(warmup, int) and warmup >= 0, "graphed", "warmup", "at least 0", warmup)
     backend, options = backend_of(*examples), Options(stream, capture_error_mode, keep_graph)
-    shared = backend.pool() if pool is None else getattr(pool, "pool", pool)
+    shared = shared_pool(pool, backend)
     made = []
     for i in range(slots):
         made.append(_capture(fn, examples, inputs, outputs, warmup if i == 0 else 0, debug, backend, shared, options))

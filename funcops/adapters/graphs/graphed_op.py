@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of
+from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of, shared_pool
 from funcops.adapters.graphs.borrowed import Outputs, owned
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.statics import Inputs, Snapshot
@@ -190,7 +190,7 @@ def graphed_op(
     require(isinstance(slots, int) and slots >= 1, "graphed_op", "slots", "at least 1", slots)
     require(bool(needs), "graphed_op", "needs", "something", needs)
     backend, options = backend_of(params, x), Options(stream, capture_error_mode, keep_graph)
-    shared = backend.pool() if pool is None else getattr(pool, "pool", pool)
+    shared = shared_pool(pool, backend)
     rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
     if not leaves(params):
         rules.pop("0")
