@@ -5,13 +5,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from funcops.adapters.graphs import recorder
-from funcops.errors import CaptureError, fail
+from funcops.errors import CaptureError, fail, require
 from funcops.trees import nbytes, tensors
 
 Outputs = Callable[[Any], list[Tensor]]
@@ -30,14 +30,12 @@ class Captured(Protocol):
     def raw_graph(self) -> Any: ...
 
 
-class Options:
+class Options(NamedTuple):
     """How to capture. `stream`: the one to capture on; `capture_error_mode` and `keep_graph` as for `torch.cuda.graph`."""
 
-    def __init__(self, stream: Any = None, capture_error_mode: str = "global", keep_graph: bool = False) -> None:
-        modes = ("global", "thread_local", "relaxed")
-        if capture_error_mode not in modes:
-            fail("graphed", "capture_error_mode", " or ".join(map(repr, modes)), repr(capture_error_mode))
-        self.stream, self.capture_error_mode, self.keep_graph = stream, capture_error_mode, keep_graph
+    stream: Any = None
+    capture_error_mode: str = "global"
+    keep_graph: bool = False
 
 
 class Backend(Protocol):
@@ -54,12 +52,24 @@ def backend_of(*trees: Any) -> Backend:
     return DeviceBackend() if any(t.is_cuda for t in tensors(trees)) else RecorderBackend()
 
 
-def shared_pool(pool: Any, backend: Backend) -> Any:
-    """A new pool; or that of a graphed function or op, of a torch `CUDAGraph`, or a pool itself."""
-    if pool is None:
-        return backend.pool()
-    found = getattr(pool, "pool", pool)
-    return found() if callable(found) else found
+class Capturer:
+    """Captures functions into one memory pool: a new one, or that of a graphed function or op, or of a torch `CUDAGraph`."""
+
+    def __init__(self, where: str, trees: Any, pool: Any, options: Options, warmup: int) -> None:
+        modes = ("global", "thread_local", "relaxed")
+        if options.capture_error_mode not in modes:
+            fail(where, "capture_error_mode", " or ".join(map(repr, modes)), repr(options.capture_error_mode))
+        require(isinstance(warmup, int) and warmup >= 0, where, "warmup", "at least 0", warmup)
+        self.backend, self.options, self.warmup = backend_of(*trees), options, warmup
+        found = self.backend.pool() if pool is None else getattr(pool, "pool", pool)
+        self.pool = found() if callable(found) else found
+
+    def warm_up(self, fn: Callable[[], Any]) -> None:
+        self.backend.warm_up(fn, self.warmup, self.options)
+
+    def capture(self, fn: Callable[[], Any], outputs: Outputs = tensors) -> tuple[Captured, Any]:
+        """The captured function, and what it returned. `outputs`: the tensors of that which keep their values."""
+        return self.backend.capture(fn, outputs, self.pool, self.options)
 
 
 class RecorderBackend:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
-from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of, shared_pool
+from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import tensors_of
 from funcops.adapters.graphs.statics import Leaf, Snapshot
 from funcops.errors import GraphOrderError, describe, fail, require
@@ -187,13 +187,12 @@ def make_graphed_callables(
         fail(where, "sample_args", f"{len(fns)} tuples, one a callable", f"{len(samples)}, and {len(kwargs)} of sample_kwargs")
     made = [_checked(f"{where}, callable {i}", *of, clone_param_grads, outputs) for i, of in enumerate(zip(fns, samples, kwargs, strict=True))]
     counts = _in_flight(where, order, len(fns))
-    backend, options = backend_of(samples, kwargs, [c.params for c in made]), Options(stream, capture_error_mode)
-    shared = shared_pool(pool, backend)
+    capturer = Capturer(where, (samples, kwargs, [c.params for c in made]), pool, Options(stream, capture_error_mode), num_warmup_iters)
     for c, count in zip(made, counts, strict=True):
         buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
         try:
             for i in range(count):
-                c.slots.append(_capture(c, num_warmup_iters if i == 0 else 0, allow_unused_input, delayed_wgrad, backend, shared, options))
+                c.slots.append(_capture(c, allow_unused_input, delayed_wgrad, capturer, warm=i == 0))
         finally:
             buffers.restore()
     checker = None if order is None else _Order(order)
@@ -239,9 +238,7 @@ def _static(path: str, value: Any) -> Leaf:
     return Leaf(path, "copy", static, static.data_ptr(), value.stride())
 
 
-def _capture(
-    c: _Callable, warmup: int, allow_unused: bool, delayed: bool, backend: Backend, pool: Any, options: Options
-) -> _Slot:
+def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer, warm: bool) -> _Slot:
     slot = _Slot()
     slot.inputs = [_static(path, value) for path, value in paths((c.args, c.kwargs)).items()]
     slot.graphs, slot.weights = {}, []
@@ -260,23 +257,24 @@ def _capture(
                 found = torch.autograd.grad(outs, differentiable, dys, allow_unused=allow_unused or delayed, retain_graph=True)
         return found, store
 
-    def warm() -> None:
+    def both() -> None:
         outs = [t for t in tensors_of(forward()) if t.requires_grad]
         backward(outs, [torch.ones_like(t) for t in outs])[1].discard()
 
     with torch.enable_grad():
-        backend.warm_up(warm, warmup, options)
-        slot.graphs["fwd"], slot.outputs = backend.capture(forward, tensors_of, pool, options)
+        if warm:
+            capturer.warm_up(both)
+        slot.graphs["fwd"], slot.outputs = capturer.capture(forward)
         slot.out_tensors = tensors_of(slot.outputs)
         outs = [t for t in slot.out_tensors if t.requires_grad]
         slot.dys = [torch.ones_like(t) for t in outs]
         found: Any = ()
         slot.held = outs
         if outs and differentiable:
-            slot.graphs["bwd"], (found, store) = backend.capture(lambda: backward(outs, slot.dys), lambda result: tensors_of(list(result[0])), pool, options)
+            slot.graphs["bwd"], (found, store) = capturer.capture(lambda: backward(outs, slot.dys), lambda result: tensors_of(list(result[0])))
             if delayed:
                 with torch.no_grad():
-                    slot.graphs["wgrad"], slot.weights = backend.capture(lambda: _weights(store), lambda pairs: [g for _, g in pairs], pool, options)
+                    slot.graphs["wgrad"], slot.weights = capturer.capture(lambda: _weights(store), lambda pairs: [g for _, g in pairs])
                 slot.held = outs, [one.pending for one in store.waiting]
                 store.discard()
     by_id = {id(t): g for t, g in zip(differentiable, found, strict=True)} if found else {}

@@ -7,11 +7,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of, shared_pool
+from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.statics import Inputs, Snapshot
 from funcops.errors import require
-from funcops.trees import tensors
 
 
 class Report(NamedTuple):
@@ -42,8 +41,8 @@ class _Slot(NamedTuple):
 class Graphed:
     """A captured function. Call it as the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` are those of its graphs."""
 
-    def __init__(self, fn: Callable[..., Any], slots: list[_Slot], backend: Backend, pool: Any) -> None:
-        self.fn, self.backend, self.pool = fn, backend, pool
+    def __init__(self, fn: Callable[..., Any], slots: list[_Slot], capturer: Capturer) -> None:
+        self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
         self._slots, self._next = slots, 0
 
     def __call__(self, *trees: Any) -> Any:
@@ -118,19 +117,14 @@ def graphed(
     Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
     """
     require(isinstance(slots, int) and slots >= 1, "graphed", "slots", "at least 1", slots)
-    require(isinstance(warmup, int) and warmup >= 0, "graphed", "warmup", "at least 0", warmup)
-    backend, options = backend_of(*examples), Options(stream, capture_error_mode, keep_graph)
-    shared = shared_pool(pool, backend)
-    made = []
-    for i in range(slots):
-        made.append(_capture(fn, examples, inputs, outputs, warmup if i == 0 else 0, debug, backend, shared, options))
-    return Graphed(fn, made, backend, shared)
+    capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph), warmup)
+    made = [_capture(fn, examples, inputs, outputs, debug, capturer, warm=i == 0) for i in range(slots)]
+    return Graphed(fn, made, capturer)
 
 
 def _capture(
-    fn: Callable[..., Any], examples: tuple[Any, ...], policies: str | Mapping[str, str], policy: str, warmup: int, debug: bool, backend: Backend,
-    pool: Any, options: Options,
-) -> _Slot:  # fmt: skip
+    fn: Callable[..., Any], examples: tuple[Any, ...], policies: str | Mapping[str, str], policy: str, debug: bool, capturer: Capturer, warm: bool
+) -> _Slot:
     inputs = Inputs("graphed", examples, policies)
     before = Snapshot(inputs.donated)
 
@@ -139,9 +133,10 @@ def _capture(
 
     with torch.no_grad():
         try:
-            backend.warm_up(call, warmup, options)
+            if warm:
+                capturer.warm_up(call)
             inputs.check_unwritten()
-            captured, result = backend.capture(call, tensors, pool, options)
+            captured, result = capturer.capture(call)
         finally:
             before.restore()
     try:

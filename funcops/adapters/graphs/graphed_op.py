@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.adapters.graphs.backend import Backend, Captured, Options, backend_of, shared_pool
+from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs, owned
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.statics import Inputs, Snapshot
@@ -61,8 +61,8 @@ class _Slot:
 class GraphedOp:
     """A captured op; made by `graphed_op`."""
 
-    def __init__(self, op: Op, cfg: Any, backend: Backend, pool: Any, slots: list[_Slot], into: Any) -> None:
-        self.op, self.cfg, self.backend, self.pool = op, cfg, backend, pool
+    def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_Slot], into: Any) -> None:
+        self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
         self._slots, self._into = slots, into
 
     def fwd(self, params: Any, x: Any) -> tuple[Any, InFlight]:
@@ -142,7 +142,8 @@ class GraphedOp:
     def reset(self) -> None:
         """Give all graphs and their memory back; what was in flight is lost."""
         for slot in self._slots:
-            slot.y.generation.now += 1
+            for outputs in (slot.y, slot.dx, slot.whole_dx):
+                outputs.generation.now += 1
             for captured in slot.graphs.values():
                 captured.reset()
         self._slots = []
@@ -189,8 +190,7 @@ def graphed_op(
     check_body("graphed_op", op, cfg)
     require(isinstance(slots, int) and slots >= 1, "graphed_op", "slots", "at least 1", slots)
     require(bool(needs), "graphed_op", "needs", "something", needs)
-    backend, options = backend_of(params, x), Options(stream, capture_error_mode, keep_graph)
-    shared = shared_pool(pool, backend)
+    capturer = Capturer("graphed_op", (params, x), pool, Options(stream, capture_error_mode, keep_graph), warmup)
     rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
     if not leaves(params):
         rules.pop("0")
@@ -201,18 +201,16 @@ def graphed_op(
             for i in range(slots):
                 slot = _Slot()
                 slot.inputs = Inputs(f"graphed {op.name}_fwd", (params, x), rules)
-                _capture(op, cfg, slot, dy, needs, into, warmup if i == 0 else 0, backend, shared, options, (outputs, debug))
+                found = _capture(op, cfg, slot, dy, needs, into, capturer, warm=i == 0)
+                _give_outputs(slot, *found, outputs, debug)
                 made.append(slot)
     finally:
         before.restore()
-    return GraphedOp(op, cfg, backend, shared, made, into)
+    return GraphedOp(op, cfg, capturer, made, into)
 
 
-def _capture(
-    op: Op, cfg: Any, slot: _Slot, dy: Any, needs: Needs, into: Any, warmup: int, backend: Backend, pool: Any, options: Options,
-    outputs: tuple[str, bool],
-) -> None:  # fmt: skip
-    """All graphs of a slot. The gradients' buffers are made once the shape of y is known."""
+def _capture(op: Op, cfg: Any, slot: _Slot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool) -> tuple[Any, Any, Any]:
+    """All graphs of a slot; returns y, dx, and the dx of bwd. The gradients' buffers are made once the shape of y is known."""
 
     def forward() -> Any:
         return op.fwd(*slot.inputs.trees, cfg, needs=needs)
@@ -227,11 +225,12 @@ def _capture(
         op.wgrad(pending, cfg, into=into)
         op.bwd(residuals, slot.dy.trees[0], cfg, into=into)
 
-    backend.warm_up(all_of_it, warmup, options)
+    if warm:
+        capturer.warm_up(all_of_it)
     slot.graphs = {}
 
     def captured(name: str, fn: Any) -> Any:
-        slot.graphs[name], result = backend.capture(fn, tensors, pool, options)
+        slot.graphs[name], result = capturer.capture(fn)
         return result
 
     y, slot.residuals = captured("fwd", forward)
@@ -241,8 +240,13 @@ def _capture(
     slot.params, slot.kept = tensors(slot.inputs.trees[0]), tensors((y, slot.residuals))
     slot.inputs.check_unwritten()
     slot.dy.check_unwritten()
-    slot.y = Outputs("graphed_op", y, [leaf.static for leaf in slot.inputs.leaves], *outputs)
-    slot.dx, slot.whole_dx = (Outputs("graphed_op", one, [leaf.static for leaf in slot.dy.leaves], *outputs) for one in (dx, whole_dx))
+    return y, dx, whole_dx
+
+
+def _give_outputs(slot: _Slot, y: Any, dx: Any, whole_dx: Any, policy: str, debug: bool) -> None:
+    given, dys = ([leaf.static for leaf in of.leaves] for of in (slot.inputs, slot.dy))
+    slot.y = Outputs("graphed_op", y, given, policy, debug)
+    slot.dx, slot.whole_dx = (Outputs("graphed_op", one, dys, policy, debug) for one in (dx, whole_dx))
 
 
 def _versions(slot: _Slot) -> tuple[list[int], list[int]]:
