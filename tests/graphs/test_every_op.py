@@ -6,7 +6,26 @@ from pathlib import Path
 import pytest
 import torch
 
+from funcops import (
+    POLICIES,
+    ActivationConfig,
+    ChainConfig,
+    LinearConfig,
+    RMSNormConfig,
+    RopeConfig,
+    Step,
+    WithExtras,
+    activation,
+    chain,
+    linear,
+    random,
+    rms_norm,
+    rope_table,
+    with_policy,
+)
 from funcops.adapters.graphs import check_capturable, graphed_op
+from funcops.backend import backend
+from funcops.bench.models import Sizes, decoder_config
 from funcops.trees import paths, tree_map, tree_map_tensors
 
 FILES = sorted((Path(__file__).parents[1] / "cases").glob("*.py"))
@@ -64,3 +83,54 @@ def test_graphs_give_the_same_bits(case):
         same((y, dx, graph.wgrad(pending)), (y_want, dx_want, dparams_want))
     y, residuals = graph.fwd(params, xs[1])
     same((y, *graph.bwd(residuals, want[1][1])), (want[1][0], *want[1][2:]))
+
+
+FUSED = ChainConfig(
+    steps=(
+        Step("norm", rms_norm, RMSNormConfig(16)),
+        Step("up", linear, LinearConfig(16, 32)),
+        Step("act", activation, ActivationConfig("gelu")),
+        Step("down", linear, LinearConfig(32, 16)),
+    )
+)
+
+
+def halves(op, cfg):
+    def step(params, x, dy):
+        y, residuals = op.fwd(params, x, cfg)
+        dx, pending = op.dgrad(residuals, dy, cfg)
+        return y, dx, op.wgrad(pending, cfg), op.bwd(residuals, dy, cfg)
+
+    return step
+
+
+def test_fused_triton_kernels():
+    """Interpreted here. A recording sees them as operators, and runs them again."""
+    params, x = chain.init(FUSED, key=random.key(0)), torch.randn(5, 16)
+    with backend("triton"):
+        y, residuals = chain.fwd(params, x, FUSED)
+        dy = gradient(y, 0)
+        want = chain.bwd(residuals, dy, FUSED)
+        assert check_capturable(halves(chain, FUSED), params, x, dy) == []
+        graph = graphed_op(chain, FUSED, params, torch.zeros_like(x), warmup=1)
+        y_got, kept = graph.fwd(params, x)
+        same((y_got, graph.bwd(kept, dy)), (y, want))
+        dot = [str(call.func) for call in graph.graphs()["fwd"].recording.calls]
+        assert any(name.startswith("funcops.") for name in dot), dot
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_decoder_under_every_policy(name):
+    sizes = Sizes(dim=16, layers=2, heads=2, kv_heads=1, hidden=24, vocab=19, context=8, batch=2)
+    op, cfg = with_policy(chain, name), decoder_config(sizes)
+    params = chain.init(cfg, key=random.key(0))
+    ids = torch.randint(0, 19, (2, 2, 8), generator=torch.Generator().manual_seed(0))
+    table = rope_table(torch.arange(8), RopeConfig(8))
+    x = WithExtras(ids[0], {"positions": table, "labels": ids[1]})
+    dy = torch.tensor(1.0)
+    assert check_capturable(halves(op, cfg), params, x, dy) == []
+    y, residuals = op.fwd(params, x, cfg)
+    want = op.bwd(residuals, dy, cfg)
+    graph = graphed_op(op, cfg, params, x, warmup=0)
+    y_got, kept = graph.fwd(params, x)
+    same((y_got, graph.bwd(kept, dy)), (y, want))

@@ -176,7 +176,11 @@ def test_buffers_have_names_and_bytes(tmp_path, device):
     assert report.residual_bytes > 0 and report.input_bytes == 2 * (6 * 8 * 4 + 6 * 8 + 16 + 4)
     _, residuals = graph.fwd(params, batch(0, device))
     assert residuals.tree["head"].weight.shape == (5, 16) and residuals.slot == 0
-    graph.graphs()["dgrad"].dot(str(tmp_path / "dgrad.dot"))
+    graph.instantiate()
+    graph.dot(str(tmp_path / "dgrad.dot"), "dgrad")
+    if device == "cpu":
+        with pytest.raises(RuntimeError, match="a CUDA graph is needed, got a recording"):
+            graph.raw_graph("fwd")
     assert (tmp_path / "dgrad.dot").stat().st_size > 100
     assert set(graph.graphs(1)) == {"fwd", "dgrad", "wgrad", "bwd"}
 

@@ -30,6 +30,7 @@ from funcops.adapters.graphs.faults import (
     draws,
     fault_of,
     flat_tensors,
+    is_users,
     user_line,
 )
 from funcops.adapters.graphs.statics import clones
@@ -119,8 +120,10 @@ class _Operators(TorchDispatchMode):
             found = RANDOM, f"{name.partition('::')[2]} draws from a generator: use funcops.random with a key that is an input"
         if found is not None:
             self.faults.append(Fault(found[0], where, found[1]))
-        self.steps.append(Step(str(func), repr(_constants([args, kwargs])), where))
         out = func(*args, **kwargs)
+        if any(t.is_meta for t in flat_tensors([out])):
+            return out  # shapes, worked out once: nothing that a device would do
+        self.steps.append(Step(str(func), repr(_constants([args, kwargs])), where))
         given = {t.untyped_storage()._cdata for t in flat_tensors([args, kwargs])}
         for t in flat_tensors([out]):
             if t.untyped_storage()._cdata not in given:
@@ -247,11 +250,9 @@ def _first_line(error: Exception) -> str:
 
 def _line_of(error: Exception) -> Line:
     """The innermost line of the traceback that is the user's."""
-    from funcops.adapters.graphs.faults import _NOT_USERS
-
     trace, found = error.__traceback__, Line("?", 0)
     while trace is not None:
-        if not trace.tb_frame.f_code.co_filename.startswith(_NOT_USERS):
+        if is_users(trace.tb_frame.f_code.co_filename):
             found = Line(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
     return found

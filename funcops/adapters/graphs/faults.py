@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,7 +13,8 @@ from torch import Tensor
 
 import funcops
 
-_NOT_USERS = tuple(str(Path(package.__file__ or "").parent) for package in (torch, funcops)) + ("<", str(Path(sys.modules["contextlib"].__file__ or "")))
+_OWN = tuple(str(Path(package.__file__ or "").parent) for package in (torch, funcops)) + ("<",)
+_STDLIB = sysconfig.get_path("stdlib")
 
 SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE = "host sync", "dynamic shape", "host copy", "generator", "baked value", "escaping allocation"
 
@@ -38,13 +40,18 @@ class Fault(NamedTuple):
         return f"{self.where}: {self.kind}: {self.message}"
 
 
+def is_users(filename: str) -> bool:
+    """Whether a source file is neither torch's, nor funcops', nor of Python's library."""
+    return not filename.startswith(_OWN) and (not filename.startswith(_STDLIB) or "site-packages" in filename)
+
+
 def user_line() -> Line:
-    """Of the innermost caller outside of torch and funcops."""
+    """Of the innermost caller that is the user's."""
     frame = sys._getframe(1)
     outermost = frame
     while frame is not None:
         outermost = frame
-        if not frame.f_code.co_filename.startswith(_NOT_USERS):
+        if is_users(frame.f_code.co_filename):
             return Line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back  # type: ignore[assignment]
     return Line(outermost.f_code.co_filename, outermost.f_lineno)

@@ -149,8 +149,22 @@ class GraphedOp:
         self._slots = []
 
     def graphs(self, slot: int = 0) -> Mapping[str, Captured]:
-        """Those of a slot by name: "fwd", "dgrad", "wgrad", "bwd", each with `raw_graph`, `instantiate` and `dot`."""
+        """Those of a slot by name: "fwd", "dgrad", "wgrad", "bwd", each with `raw_graph` and `dot`."""
         return self._slots[slot].graphs
+
+    def instantiate(self) -> None:
+        """For `keep_graph=True`: instantiate all graphs now, rather than at their first replay."""
+        for slot in self._slots:
+            for captured in slot.graphs.values():
+                captured.instantiate()
+
+    def raw_graph(self, name: str, slot: int = 0) -> Any:
+        """torch's `CUDAGraph` of that name. Raises `RuntimeError` on the recorder."""
+        return self._slots[slot].graphs[name].raw_graph
+
+    def dot(self, path: str, name: str = "fwd", slot: int = 0) -> None:
+        """Write a graph for Graphviz; on CUDA it must have been captured with `keep_graph=True`."""
+        self._slots[slot].graphs[name].dot(path)
 
 
 def graphed_op(
