@@ -130,6 +130,11 @@ class _Operators(TorchDispatchMode):
                 self.made.append((weakref.ref(t), where))
         return out
 
+    def outliving(self, returned: set[int]) -> list[Line]:
+        """The lines that made what still lives and was not returned."""
+        alive = [(made(), where) for made, where in self.made]
+        return [where for t, where in alive if t is not None and t.untyped_storage()._cdata not in returned]
+
 
 def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
     """Faults of `fn(*trees)` in the order of the lines that ran; empty where it can be captured.
@@ -164,11 +169,10 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[l
         return operators.steps, error
     returned = {t.untyped_storage()._cdata for t in tensors((result, trees))}
     del result
-    gc.collect()
-    for made, where in operators.made:
-        t = made()
-        if t is not None and t.untyped_storage()._cdata not in returned:
-            faults.append(Fault(ESCAPE, where, "a tensor made here outlives the call: its memory is the graph's, and is used for others. Return it"))
+    if operators.outliving(returned):
+        gc.collect()  # a cycle is no reference that stays
+    for where in operators.outliving(returned):
+        faults.append(Fault(ESCAPE, where, "a tensor made here outlives the call: its memory is the graph's, and is used for others. Return it"))
     return operators.steps, None
 
 
