@@ -6,7 +6,7 @@ import torch
 
 from funcops import nn as fnn
 from funcops.adapters.graphs import make_graphed_callables
-from funcops.errors import CaptureError, GraphOrderError
+from funcops.errors import CaptureError, GraphOrderError, StaleResidualError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ORDER = [1, 2, 1, 2, -2, -1, 1, 2, -2, -1, -2, -1]
@@ -187,6 +187,15 @@ def test_a_parameter_that_moved_raises():
     module[0].weight.data = module[0].weight.data.clone()
     with pytest.raises(ValueError, match=r"a parameter must be where it was when it was captured, got float32\[8, 6\] elsewhere"):
         graphed(given(0, "cpu"))
+
+
+def test_parameters_written_to_before_the_backward_are_noticed():
+    module = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),))
+    y = module(given(1, "cpu"))
+    with torch.no_grad():
+        module[0].weight.add_(1)
+    with pytest.raises(StaleResidualError, match="parameters must be as the forward left them"):
+        y.sum().backward()
 
 
 def test_functions_and_unused_inputs():

@@ -13,7 +13,7 @@ from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import tensors_of
 from funcops.adapters.graphs.statics import Leaf, Snapshot
-from funcops.errors import GraphOrderError, describe, fail, require
+from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require
 from funcops.trees import leaves, paths, structure, with_leaves
 
 
@@ -118,7 +118,7 @@ class _Graphed(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             slot.busy = True
             ctx.token = _Token(slot)
-        ctx.of, ctx.slot = of, slot
+        ctx.of, ctx.slot, ctx.versions = of, slot, [p._version for p in of.params]
         made = [t.clone() if of.outputs == "clone" else t.detach() for t in slot.out_tensors]
         ctx.mark_non_differentiable(*[m for m, t in zip(made, slot.out_tensors, strict=True) if not t.requires_grad])
         return tuple(made)
@@ -129,6 +129,8 @@ class _Graphed(torch.autograd.Function):
         of, slot = ctx.of, ctx.slot
         if ctx.token.done:
             raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
+        if ctx.versions != [p._version for p in of.params]:
+            raise StaleResidualError(f"{of.where}: parameters must be as the forward left them, got some that were written to since")
         if of.order is not None:
             of.order.take(-of.number)
         wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
