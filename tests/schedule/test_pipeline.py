@@ -94,6 +94,19 @@ def test_one_rank_alone(alone):
     assert_close(dparams, want, dtype=torch.float64)
 
 
+def test_torch_loads_and_dumps_the_text(alone, tmp_path):
+    """The compute-only form, both ways: our text to torch's runtime, and what that writes back."""
+    cfg = decoder(2)
+    made = Schedule.from_csv("0F0,1F0,1I0,0F1,(1F1;0B0)OVERLAP_F_B,1W0,1B1,0I1,0W1", "mine")
+    torchs = Pipeline(made, cfg, microbatches(1, cfg)[0]).runtime._runtime
+    torchs._dump_csv(str(tmp_path / "dumped.csv"), format="compute_only")
+    assert Schedule.from_csv((tmp_path / "dumped.csv").read_text(), "mine") == made
+    (tmp_path / "mine.csv").write_text(made.to_csv())
+    torchs.pipeline_order = {}
+    torchs._load_csv(str(tmp_path / "mine.csv"))
+    assert [str(action) for action in torchs.pipeline_order[0]] == made.to_csv().strip().split(",")
+
+
 def test_what_does_not_fit_is_named(alone, monkeypatch):
     cfg = decoder(2)
     params, xs = chain.init(cfg, key=random.key(0)), microbatches(3, cfg)

@@ -207,6 +207,8 @@ def main(mode, rank, path):
         globals()[mode]()
     dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it
 
 
 if __name__ == "__main__":
