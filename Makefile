@@ -26,7 +26,7 @@ train: $(VENV)/.ready
 	$(PY) examples/train_lm.py $(ARGS)
 
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal -m "not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(ARGS)
 
 gpu:
 	$(PYTHON) -m pytest -q -m gpu $(ARGS) && status=0 || status=$$?; \
