@@ -34,8 +34,8 @@ def tracing() -> bool:
     it is."""
     if torch.compiler.is_compiling():
         return True
-    modes = range(torch._C._len_torch_dispatch_stack())
-    return not all([getattr(torch._C._get_dispatch_stack_at(i), "runs", False) for i in modes])
+    modes = torch._C._len_torch_dispatch_stack()
+    return modes > 0 and not all([getattr(torch._C._get_dispatch_stack_at(i), "runs", False) for i in range(modes)])
 
 
 class Kernel:
