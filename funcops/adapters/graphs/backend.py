@@ -161,12 +161,12 @@ class _Graph:
         self.graph.reset()
 
     def kernels(self) -> int | None:
-        """The graph's kernel nodes, where the driver tells them."""
+        """The graph's kernel nodes, where it was kept and instantiated and the driver tells them."""
         try:
             nodes = self.graph.get_graph_data()["nodes"]
         except (AttributeError, RuntimeError, ImportError, KeyError):
             return None
-        return sum("kernel" in str(node.get("type", "")).lower() for node in nodes)
+        return sum(node["node_type"] == "kernel" for node in nodes)
 
     def dot(self, path: str) -> None:
         if not self.kept:
