@@ -12,7 +12,7 @@ from staged import decoder, microbatches, reference
 
 from funcops import chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, runtime
-from funcops.schedule import Schedule, gpipe, zb_v
+from funcops.schedule import Schedule, gpipe, run, zb_v
 from funcops.testing.tolerances import assert_close
 from funcops.trees import cast
 
@@ -92,6 +92,17 @@ def test_one_rank_alone(alone):
     mean.start(dparams)
     mean.wait()
     assert_close(dparams, want, dtype=torch.float64)
+
+
+def test_microbatches_in_any_order(alone):
+    cfg = decoder(2)
+    params, xs = chain.init(cfg, key=random.key(0), dtype=torch.float64), microbatches(2, cfg)
+    losses, want = reference(params, xs, cfg)
+    made = Schedule.from_csv("0F1,1F1,0F0,1F0,1I0,0B0,1B1,1W0,0B1", "backwards")
+    ran, stepped = run(made, params, xs, cfg), Pipeline(made, cfg, xs[0], dtype=torch.float64).step(params, xs)
+    for found in (ran, stepped):
+        assert found.ys == losses
+        assert_close(found.dparams, want, dtype=torch.float64)
 
 
 def test_torch_loads_and_dumps_the_text(alone, tmp_path):

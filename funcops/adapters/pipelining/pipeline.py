@@ -88,7 +88,8 @@ class Pipeline:
         dparams = work.dparams()
         if check_finite:
             self._check_finite(work.ys, dparams)
-        return Stepped(list(work.ys.values()) or None, dparams, work.dxs(), work.ledger.peak_bytes)
+        ys = [work.ys[m] for m in range(len(mains))] if work.ys else None  # a schedule may take them in any order
+        return Stepped(ys, dparams, work.dxs(), work.ledger.peak_bytes)
 
     def _check_finite(self, ys: dict[int, Any], dparams: Any) -> None:
         import torch.distributed as dist
