@@ -101,6 +101,18 @@ def test_tied_weights_add_up(how):
     assert_close(batch_wgrads(chain, pendings, cfg, into=zeros(params), how=how), want, dtype=torch.float64)
 
 
+@pytest.mark.parametrize(("how", "products"), [("concatenate", 3), ("batch", 1)])
+def test_a_stacked_leaf_is_the_same_place_at_every_call(how, products):
+    cfg = RepeatConfig(linear, LinearConfig(8, 8), 3, stacked=True)
+    params, pendings = pendings_of(repeat, cfg, [4, 4])
+    want = one_by_one(repeat, pendings, cfg, zeros(params))
+    into = zeros(params)
+    with Counter() as counter:
+        batch_wgrads(repeat, pendings, cfg, into=into, how=how)
+    assert counter.products == products
+    assert_close(into, want, dtype=torch.float64)
+
+
 @pytest.mark.parametrize("needs", [Needs(params=("weight",)), Needs(params=("bias",)), Needs(x=False)], ids=str)
 @pytest.mark.parametrize("how", HOW)
 def test_masks(needs, how):

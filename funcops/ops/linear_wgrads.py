@@ -56,6 +56,11 @@ class Product(NamedTuple):
         return Product(dy, x, dw, db, dy.shape[0], MEASURED.get((dy.device.type, dy.dtype), NEVER))
 
     @property
+    def place(self) -> tuple[int, tuple[int, ...]]:
+        """Of the accumulator in memory: a stacked leaf's views are other objects at every call."""
+        return self.dw.data_ptr(), self.dw.stride()
+
+    @property
     def sizes(self) -> tuple[int, int]:
         return self.dy.shape[1], self.x.shape[1]
 
@@ -139,7 +144,7 @@ def _stacked(products: list[Product]) -> tuple[Tensor, Tensor]:
 
 
 def _add_all(products: list[Product], found: Tensor) -> None:
-    if len({id(p.dw) for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
+    if len({p.place for p in products}) == len(products) and all(p.dw.dtype is products[0].dw.dtype for p in products):
         torch._foreach_add_([p.dw for p in products], list(found.unbind()))
     else:
         for p, dw in zip(products, found.unbind(), strict=True):
@@ -163,7 +168,7 @@ def _add(p: Product) -> None:
 
 
 WAYS: tuple[tuple[str, Callable[[Product], Hashable], Callable[[list[Product]], None]], ...] = (
-    ("concatenate", lambda p: id(p.dw), _concatenate),
+    ("concatenate", lambda p: (p.place, p.dy.dtype), _concatenate),
     ("batch", lambda p: (p.rows, *p.sizes, p.dy.dtype, p.dy.device), _batch),
     ("group", lambda p: (*p.sizes, p.dy.dtype, p.dy.device) if p.groupable else None, _group),
 )

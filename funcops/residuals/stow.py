@@ -25,4 +25,4 @@ def stow(kept: T, action: Offload | Compress) -> T:
 
 def fetch(stowed: T) -> T:
     """The tree as a backward reads it. What was never stowed is the same object."""
-    return tree_map(lambda value: unpack(value), stowed, is_leaf=lambda value: type(value) is Packed)
+    return tree_map(unpack, stowed, is_leaf=lambda value: type(value) is Packed)

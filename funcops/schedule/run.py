@@ -69,7 +69,7 @@ def run(
     mains, extras = split_inputs("run", xs, schedule.microbatches, cfg)
     if dys is not None and len(dys) != schedule.microbatches:
         fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
-    params, into = share_ties("run", params, into, cfg)
+    params, into = share_ties("run", params, into, cfg, needs)
     at = _Pass(schedule, params, mains, extras, cfg, dys, needs, into, done)
     start = time.perf_counter()
     try:

@@ -19,7 +19,7 @@ from funcops.errors import fail, require_type
 from funcops.needs import Needs
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
-from funcops.trees import tree_map_tensors, tree_map_with_path
+from funcops.trees import tree_map_with_path
 
 Done = Callable[[int, Any], None]
 
@@ -75,12 +75,8 @@ class Stage:
 
     def _sums(self) -> Any:
         if self.dparams is None:
-            self.dparams = tree_map_with_path(self._zeros, self.params)
+            self.dparams = tree_map_with_path(lambda path, t: zeros_for(path, t, self.needs), self.params)
         return self.dparams
-
-    def _zeros(self, path: str, parameter: Any) -> Any:
-        wanted = isinstance(parameter, Tensor) and parameter.is_floating_point() and self.needs.param(path)
-        return torch.zeros_like(parameter, memory_format=torch.contiguous_format) if wanted else None
 
     def _path(self, kind: str, m: int) -> str:
         return f"{kind} of stage {self.index} ({self.step.name}), microbatch {m}"
@@ -116,14 +112,20 @@ def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None
             fail(where, "cfg.ties", expected, f"{tie[0]} on rank {path} and {tie[1]} on rank {source}")
 
 
-def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig) -> tuple[Any, Any]:
+def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Needs) -> tuple[Any, Any]:
     """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs; the
-    accumulators are made where there are none."""
+    accumulators are made where there are none and a gradient is needed."""
     here = [tie for tie in cfg.ties if tie[0].partition(".")[0] in params]
     if not here:
         return params, into
-    sums = into if into is not None else tree_map_tensors(lambda t: torch.zeros_like(t) if t.is_floating_point() else None, params)
+    sums = into if into is not None else tree_map_with_path(lambda path, t: zeros_for(path, t, needs), params)
     return tied(where, params, here), tied(where, sums, here)
+
+
+def zeros_for(path: str, parameter: Any, needs: Needs) -> Tensor | None:
+    """An accumulator for a parameter, or None where no gradient of it is needed."""
+    wanted = isinstance(parameter, Tensor) and parameter.is_floating_point() and needs.param(path)
+    return torch.zeros_like(parameter, memory_format=torch.contiguous_format) if wanted else None
 
 
 def split_inputs(where: str, xs: Any, microbatches: int, cfg: ChainConfig) -> tuple[list[Any], list[dict[str, Any]]]:

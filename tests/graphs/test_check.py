@@ -1,7 +1,6 @@
 """check_capturable finds every planted fault on its line, and nothing in what can be captured."""
 
 import ast
-import inspect
 from pathlib import Path
 
 import planted
@@ -53,10 +52,20 @@ def test_nothing_is_found_where_nothing_is():
 
 def test_an_error_for_other_values_is_a_fault():
     def table(x, ids):
-        assert float(inspect.signature(table).parameters.__len__()) == 2
-        return x * {5.0: 1.0}[5.0]
+        return x * {6.0: 1.0}[float(x.max())]
 
-    assert check_capturable(table, *inputs()) == []
+    kinds = [fault.kind for fault in check_capturable(table, *inputs())]
+    assert kinds == ["host sync", "baked value"]
+    assert "raises for other values: KeyError" in check_capturable(table, *inputs())[1].message
+
+
+def test_a_result_of_another_structure_is_a_fault():
+    def toggled(x, ids):
+        planted.COUNT[0] += 1
+        return {"a": x + 1} if planted.COUNT[0] % 2 else [x + 1, x]
+
+    (fault,) = check_capturable(toggled, *inputs())
+    assert fault.kind == "baked value" and "other leaves" in fault.message
 
 
 def test_a_returned_number_is_a_fault():

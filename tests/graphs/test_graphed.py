@@ -8,7 +8,7 @@ from model import batch, init, same, step
 
 from funcops.adapters.graphs import check_capturable, graphed
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import BorrowedError, CaptureError
+from funcops.errors import BorrowedError, CaptureError, GradModeError
 from funcops.trees import tensors
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -134,6 +134,17 @@ def test_borrowed_outputs(device):
     y = owned(x)
     owned(x + 1)
     assert torch.equal(y, 2 * x)
+
+
+def test_who_would_expect_a_gradient_is_told():
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(GradModeError, match="graphed: inputs must not require grad, got some that do, in grad mode"):
+        graphed(double, x)
+    captured = graphed(double, x.detach())
+    with pytest.raises(GradModeError, match="make_graphed_callables"):
+        captured(x)
+    with torch.no_grad():
+        assert torch.equal(captured(x), 2 * x)
 
 
 def test_passing_through_and_views():

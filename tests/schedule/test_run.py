@@ -90,6 +90,18 @@ def test_ties_between_stages():
     assert_close(ran.dparams, want, dtype=torch.float64)
 
 
+def test_frozen_parameters_of_a_tied_chain_have_no_gradient():
+    """None, not zeros: an optimiser would decay them."""
+    cfg = decoder(4, ties={"s3.head.weight": "s0.embed.weight"})
+    params, xs = setup(cfg)
+    needs = Needs(x=False, params=("s1", "s0.embed"))
+    _, residuals = chain.fwd(params, xs[0], cfg, needs=needs)
+    want, _ = chain.bwd(residuals, torch.tensor(1.0, dtype=torch.float64), cfg)
+    got = run(Schedule.from_csv("0F0,1F0,2F0,3F0,3I0,2B0,1B0,0B0,3W0"), params, xs[:1], cfg, needs=needs).dparams
+    assert {path for path, t in paths(got).items() if t is not None} == {path for path, t in paths(want).items() if t is not None}
+    assert_close(got, want, dtype=torch.float64)
+
+
 def test_done_is_told_once_a_stage_and_when_it_is():
     cfg = decoder(4)
     params, xs = setup(cfg)

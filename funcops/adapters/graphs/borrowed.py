@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import BorrowedError, fail
-from funcops.trees import leaves, paths, structure, tree_map, unflatten
+from funcops.trees import nbytes, paths, structure, unflatten
 
 POLICIES = ("clone", "borrow")
 
@@ -60,10 +60,10 @@ class Outputs:
     def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool) -> None:
         if policy not in POLICIES:
             fail(where, "outputs", " or ".join(map(repr, POLICIES)), repr(policy))
-        self.tree, self.policy, self.debug = tree, policy, debug
+        self.policy, self.debug = policy, debug
         self.generation = Generation()
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
-        self.leaves = list(paths(tree).items())
+        self.leaves = list(paths(tree).items())  # held: their memory must not go back to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
         self.structure = structure(tree)
 
@@ -82,14 +82,4 @@ class Outputs:
 
     @property
     def nbytes(self) -> int:
-        found = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for (_, t), same in zip(self.leaves, self.same_as, strict=True)
-                 if isinstance(t, Tensor) and same is None}  # fmt: skip
-        return sum(found.values())
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    return [t for t in leaves(tree) if isinstance(t, Tensor)]
-
-
-def owned(tree: Any) -> Any:
-    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, tree)
+        return nbytes([t for (_, t), same in zip(self.leaves, self.same_as, strict=True) if same is None])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -11,10 +12,9 @@ from torch import Tensor, nn
 
 from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.borrowed import tensors_of
 from funcops.adapters.graphs.statics import Leaf, Snapshot
 from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require
-from funcops.trees import leaves, paths, structure, with_leaves
+from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
 
 class _Slot:
@@ -45,7 +45,7 @@ class _Callable:
         self.slots: list[_Slot] = []
         self.order: _Order | None = None
         self.number = 0
-        self.waiting: list[_Slot] = []  # whose weight gradients backward_dw will compute
+        self.waiting: list[tuple[_Slot, list[int]]] = []  # whose weight gradients backward_dw will compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
@@ -76,7 +76,9 @@ class _Callable:
     def backward_dw(self) -> None:
         """The weight gradients of every backward since the last call, accumulated as `delayed_wgrad`'s `run` does."""
         while self.waiting:
-            slot = self.waiting.pop(0)
+            slot, versions = self.waiting.pop(0)
+            if versions != [p._version for p in self.params]:
+                raise StaleResidualError(f"{self.where}: parameters must be as the backward left them: backward_dw() before the optimiser")
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
                 accumulate(p, gradient.clone())
@@ -143,7 +145,7 @@ class _Graphed(torch.autograd.Function):
         first_param = len(grads) - len(of.params)
         own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(grads)]
         if slot.weights:
-            of.waiting.append(slot)
+            of.waiting.append((slot, ctx.versions))
         else:
             slot.busy = False
         return None, None, *own
@@ -253,27 +255,27 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
 
     def backward(outs: list[Tensor], dys: list[Tensor]) -> tuple[Any, WgradStore]:
         store = delayed_wgrad()
-        with _within(store, delayed):
+        with store if delayed else contextlib.nullcontext():
             found: Any = ()
             if outs and differentiable:
                 found = torch.autograd.grad(outs, differentiable, dys, allow_unused=allow_unused or delayed, retain_graph=True)
         return found, store
 
     def both() -> None:
-        outs = [t for t in tensors_of(forward()) if t.requires_grad]
+        outs = [t for t in tensors(forward()) if t.requires_grad]
         backward(outs, [torch.ones_like(t) for t in outs])[1].discard()
 
     with torch.enable_grad():
         if warm:
             capturer.warm_up(both)
         slot.graphs["fwd"], slot.outputs = capturer.capture(forward)
-        slot.out_tensors = tensors_of(slot.outputs)
+        slot.out_tensors = tensors(slot.outputs)
         outs = [t for t in slot.out_tensors if t.requires_grad]
         slot.dys = [torch.ones_like(t) for t in outs]
         found: Any = ()
         slot.held = outs
         if outs and differentiable:
-            slot.graphs["bwd"], (found, store) = capturer.capture(lambda: backward(outs, slot.dys), lambda result: tensors_of(list(result[0])))
+            slot.graphs["bwd"], (found, store) = capturer.capture(lambda: backward(outs, slot.dys), lambda result: tensors(list(result[0])))
             if delayed:
                 with torch.no_grad():
                     slot.graphs["wgrad"], slot.weights = capturer.capture(lambda: _weights(store), lambda pairs: [g for _, g in pairs])
@@ -284,21 +286,6 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
     return slot
-
-
-class _within:
-    """The store, if weight gradients are to be delayed."""
-
-    def __init__(self, store: WgradStore, delayed: bool) -> None:
-        self.store = store if delayed else None
-
-    def __enter__(self) -> None:
-        if self.store is not None:
-            self.store.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self.store is not None:
-            self.store.__exit__(*error)
 
 
 def _weights(store: WgradStore) -> list[tuple[Tensor, Tensor]]:

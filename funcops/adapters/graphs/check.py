@@ -39,7 +39,7 @@ from funcops.trees import paths, tensors, tree_map
 
 _TO_HOST = {"cpu", "numpy", "tolist", "__array__"}
 _TO_PYTHON = {"item", "__bool__", "__float__", "__int__", "__index__", "__complex__"}
-_FROM_HOST = {"tensor", "as_tensor", "asarray", "from_numpy", "frombuffer", "new_tensor", "pin_memory", "cuda"}
+_FROM_HOST = {"tensor", "as_tensor", "asarray", "new_tensor", "pin_memory", "cuda"}
 _FROM_HOST_UNSEEN = {"from_numpy", "frombuffer"}
 _UNSEEN = {
     "manual_seed": (RANDOM, "manual_seed() acts when captured, not when replayed: give the function a key"),
@@ -61,7 +61,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, faults: list[Fault]) -> None:
         super().__init__()
-        self.faults, self.depth = faults, 0
+        self.faults = faults
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -204,8 +204,11 @@ def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
             static.copy_(value)
         recording.replay()
         want = fn(*given)
-    for path, t in paths({"inputs": given, "result": want}).items():
-        got = paths({"inputs": statics, "result": result})[path]
+    replayed, wanted = paths({"inputs": statics, "result": result}), paths({"inputs": given, "result": want})
+    if list(replayed) != list(wanted):
+        return [Fault(BAKED, user_line(), f"the result has other leaves for other values: {', '.join(wanted)} instead of {', '.join(replayed)}")]
+    for path, t in wanted.items():
+        got = replayed[path]
         if isinstance(t, Tensor) and not _same(got, t):
             return [Fault(BAKED, recording.calls[-1].where if recording.calls else user_line(), f"a replay gives another {path} than the function: some of it was computed outside of torch")]
         if not isinstance(t, Tensor) and type(t) in (int, float, bool) and got != t:
@@ -214,7 +217,7 @@ def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) if a.is_floating_point() else torch.equal(a, b)
+    return a.shape == b.shape and a.dtype is b.dtype and torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def poisoned(trees: Any) -> Any:

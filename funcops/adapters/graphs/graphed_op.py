@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.borrowed import Outputs, owned
+from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.graphed import Report
-from funcops.adapters.graphs.statics import Inputs, Snapshot
+from funcops.adapters.graphs.statics import Inputs, Snapshot, clones
 from funcops.compose.step import check_body
 from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError, describe, fail, require
 from funcops.needs import Needs
@@ -93,7 +93,7 @@ class GraphedOp:
         slot = self._slot("wgrad", pending, PENDING)
         slot.graphs["wgrad"].replay()
         slot.state, slot.ticket = FREE, slot.ticket + 1
-        return owned(slot.dparams) if self._into is None else self._into
+        return clones(slot.dparams) if self._into is None else self._into
 
     def bwd(self, residuals: InFlight, dy: Any) -> tuple[Any, Any]:
         """`(dparams, dx)`, as `dgrad` and then `wgrad`. Frees the slot."""
@@ -101,7 +101,7 @@ class GraphedOp:
         given = slot.dy.take((dy,))
         slot.graphs["bwd"].replay()
         slot.state, slot.ticket = FREE, slot.ticket + 1
-        return owned(slot.whole_dparams) if self._into is None else self._into, slot.whole_dx.give(given)
+        return clones(slot.whole_dparams) if self._into is None else self._into, slot.whole_dx.give(given)
 
     def release(self, kept: InFlight) -> None:
         """Give a slot back whose backward will not be run."""

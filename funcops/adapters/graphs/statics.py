@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import CaptureError, describe, fail
-from funcops.trees import flatten, paths, structure, tree_map, with_leaves
+from funcops.errors import CaptureError, GradModeError, describe, fail
+from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
 
@@ -52,6 +52,7 @@ class Inputs:
 
     def __init__(self, where: str, examples: tuple[Any, ...], policies: str | Mapping[str, str]) -> None:
         self.where, self.structure = where, structure(examples)
+        self._check_grad_mode(leaves(examples))
         chosen = policies_of(where, examples, policies)
         self.leaves = [_leaf(path, chosen[path], value) for path, value in paths(examples).items()]
         self.trees: tuple[Any, ...] = with_leaves(examples, [leaf.static for leaf in self.leaves])
@@ -63,6 +64,7 @@ class Inputs:
         values, found = flatten(given)
         if found != self.structure:
             fail(self.where, "inputs", f"of the captured structure {self.structure}", found)
+        self._check_grad_mode(values)
         for leaf, value in zip(self.leaves, values, strict=True):
             if value is None or value is not leaf.own or value.data_ptr() != leaf.address:
                 leaf.check(self.where, value)
@@ -72,6 +74,14 @@ class Inputs:
                 with torch.no_grad():
                     leaf.static.copy_(value)
         return values
+
+    def _check_grad_mode(self, values: list[Any]) -> None:
+        """A graph gives no gradient to autograd: who would expect one is told."""
+        if torch.is_grad_enabled() and any([isinstance(value, Tensor) and value.requires_grad for value in values]):
+            raise GradModeError(
+                f"{self.where}: inputs must not require grad, got some that do, in grad mode. Pass detached tensors, call under "
+                "torch.no_grad(), or let autograd drive the graphs through make_graphed_callables"
+            )
 
     @property
     def donated(self) -> list[Tensor]:

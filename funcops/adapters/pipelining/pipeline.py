@@ -113,7 +113,7 @@ class _Work:
         self.last, self.count = of.schedule.stages - 1, len(mains)
         own = {name: params[name] for name in of.names}
         self.ledger = Ledger(own, mains, extras)
-        own, into = share_ties("Pipeline.step", own, into, of.cfg)
+        own, into = share_ties("Pipeline.step", own, into, of.cfg, of.needs)
         self.stages = {}
         for index in of.runtime.stages:
             name = of.cfg.steps[index].name
