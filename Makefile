@@ -35,6 +35,7 @@ gpu:
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 clean:

@@ -40,12 +40,27 @@ class Trace(NamedTuple):
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="delayed_wgrad.py", description="What delaying weight gradients costs and gains on one device.")
-    for name, value in (("microbatches", 8), ("rows", 1), ("context", 128), ("repeats", 7), ("dim", 192), ("layers", 4), ("heads", 3), ("hidden", 512)):
+    parser = argparse.ArgumentParser(
+        prog="delayed_wgrad.py", description="What delaying weight gradients costs and gains on one device."
+    )
+    for name, value in (
+        ("microbatches", 8),
+        ("rows", 1),
+        ("context", 128),
+        ("repeats", 7),
+        ("dim", 192),
+        ("layers", 4),
+        ("heads", 3),
+        ("hidden", 512),
+    ):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="of the computation; gradients are summed in float32 at least")
+    parser.add_argument(
+        "--dtype", default="bfloat16", choices=DTYPES, help="of the computation; gradients are summed in float32 at least"
+    )
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
-    parser.add_argument("--plot", type=Path, default=Path("delayed_wgrad.png"), help="where the picture goes (default: %(default)s)")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("delayed_wgrad.png"), help="where the picture goes (default: %(default)s)"
+    )
     args = parser.parse_args(argv)
     for name in ("microbatches", "rows", "context", "repeats"):
         if getattr(args, name) < 1:
@@ -123,8 +138,12 @@ def table(found: dict[str, list[Trace]]) -> str:
         times = [trace.seconds[-1] for trace in traces]
         ratio = statistics.median(a / b.seconds[-1] for a, b in zip(times, first, strict=True))
         want = paths(first[0].dparams)
-        far = max(float((t - want[path]).norm() / want[path].norm()) for path, t in paths(traces[0].dparams).items() if t is not None)
-        lines.append(f"{name:10} {1e3 * statistics.median(times):10.1f} {ratio:7.3f} {max(traces[0].nbytes) / 2**20:12.2f} {far:18.1e}")
+        far = max(
+            float((t - want[path]).norm() / want[path].norm()) for path, t in paths(traces[0].dparams).items() if t is not None
+        )
+        lines.append(
+            f"{name:10} {1e3 * statistics.median(times):10.1f} {ratio:7.3f} {max(traces[0].nbytes) / 2**20:12.2f} {far:18.1e}"
+        )
     return "\n".join(lines)
 
 

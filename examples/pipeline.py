@@ -76,12 +76,16 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="pipeline.py", description="Train a language model in stages on several processes.")
-    parser.add_argument("--schedule", default="zb_v", help="a name, or a CSV file as torch.distributed.pipelining writes it (default: %(default)s)")
+    parser.add_argument(
+        "--schedule", default="zb_v", help="a name, or a CSV file as torch.distributed.pipelining writes it (default: %(default)s)"
+    )
     for name, value in (("ranks", 2), ("stages", 4), ("microbatches", 8), ("steps", 20), ("batch", 8), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     for name, value in (("dim", 64), ("layers", 4), ("heads", 2), ("kv-heads", 1), ("hidden", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head (first and last stage on one rank)")
+    parser.add_argument(
+        "--tied", action="store_true", help="one matrix for the embedding and the head (first and last stage on one rank)"
+    )
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
@@ -140,7 +144,9 @@ def distance(got: Any, want: Any) -> float:
 def work(rank: int, args: argparse.Namespace, data: Tensor, store: str) -> None:
     """One process: its stages' share of every step. It ends with 1 where --check finds a difference."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks, timeout=timedelta(seconds=args.timeout))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=args.ranks, timeout=timedelta(seconds=args.timeout)
+    )
     whole, adamw = first_params(args), AdamWConfig(lr=args.lr)
     x, labels = batch(data, step=0, seed=args.seed, size=args.batch, context=args.context)
     pipeline = Pipeline(args.made, args.model, microbatches(x, labels, args)[0], dtype=args.dtype, needs=NEEDS)
@@ -157,7 +163,10 @@ def work(rank: int, args: argparse.Namespace, data: Tensor, store: str) -> None:
             worst["gradients"] = max(worst["gradients"], distance(grads, wanted) if step == 0 else 0.0)
             worst["losses"] = max(worst["losses"], 0.0 if loss is None else abs(loss - want) / want)
         if loss is not None and (step % 5 == 4 or step in (0, args.steps - 1)):
-            print(f"step {step + 1}: loss {loss:.4f}, at most {peak / 2**20:.2f} MiB of residuals and pendings on rank {rank}", flush=True)
+            print(
+                f"step {step + 1}: loss {loss:.4f}, at most {peak / 2**20:.2f} MiB of residuals and pendings on rank {rank}",
+                flush=True,
+            )
     found = torch.tensor(list(worst.values()))
     dist.all_reduce(found, dist.ReduceOp.MAX)
     if args.check and rank == 0:
@@ -165,7 +174,9 @@ def work(rank: int, args: argparse.Namespace, data: Tensor, store: str) -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(int(args.check and not bool((found < 1e-12).all())))  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it
+    os._exit(
+        int(args.check and not bool((found < 1e-12).all()))
+    )  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it
 
 
 def plot(args: argparse.Namespace, data: Tensor) -> None:
@@ -185,7 +196,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if args.plot:
         plot(args, data)
-    print(f"{args.made.name}: {args.stages} stages, {args.microbatches} microbatches, {args.ranks} processes\n{args.made}", flush=True)
+    print(
+        f"{args.made.name}: {args.stages} stages, {args.microbatches} microbatches, {args.ranks} processes\n{args.made}", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         try:
             torch.multiprocessing.spawn(work, (args, data, f"{folder}/store"), nprocs=args.ranks)

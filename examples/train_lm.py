@@ -173,7 +173,11 @@ class Run:
 
 def kept_flags(args: Any) -> dict[str, str]:
     """The flags that a resumed run must share with the one that it goes on from."""
-    return {k: str(v) for k, v in vars(args).items() if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph")}
+    return {
+        k: str(v)
+        for k, v in vars(args).items()
+        if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph")
+    }
 
 
 def loop(run: Run) -> None:
@@ -187,7 +191,9 @@ def loop(run: Run) -> None:
             speed = (run.done - first) * a.batch * a.context / max(1e-9, run.seconds - began)
             bar.set_postfix_str(f"loss {row.loss:.3f}, {speed:,.0f} tokens/s")
             if row.val_loss is not None:
-                tqdm.write(f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, {row.seconds:.1f} s of training")
+                tqdm.write(
+                    f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, {row.seconds:.1f} s of training"
+                )
                 run.save()
     run.save()
 

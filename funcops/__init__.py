@@ -2,6 +2,8 @@
 
     y, residuals = linear_fwd(params, x, cfg)
     dparams, dx = linear_bwd(residuals, dy, cfg)
+
+What a forward keeps for its backward is a tree like any other.
 """
 
 from funcops import fused as fused

@@ -120,9 +120,7 @@ def _read(file: Any, name: str, like: Tensor) -> Tensor:
 def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
     found = paths(tree)
     if len(found) != len(leaves(tree)):
-        raise CheckpointError(
-            f"{where}: {name} must be a tree with one leaf a path, got keys with dots that make two equal"
-        )
+        raise CheckpointError(f"{where}: {name} must be a tree with one leaf a path, got keys with dots that make two equal")
     for path, t in found.items():
         if t is not None and not isinstance(t, Tensor):
             raise CheckpointError(f"{where}: {name}.{path} must be a tensor or None, got {describe(t)}")

@@ -67,7 +67,6 @@ def _intern(x: Mask, params: Mask) -> Needs:
     return _interned[x, params]
 
 
-
 def _mask(side: str, value: Any) -> Mask:
     if isinstance(value, bool):
         return value

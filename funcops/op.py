@@ -59,6 +59,7 @@ class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else ""."""
+
     name: str
     config: type
     init: Callable[..., Any]

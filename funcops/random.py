@@ -74,9 +74,7 @@ def bits(key: Tensor, n: int) -> Tensor:
     _check_key("random.bits", key)
     seed, stream = key[0], key[1]
     block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
-    words = philox(
-        (seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW)
-    )
+    words = philox((seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW))
     return torch.stack(words, -1).reshape(-1)[:n]
 
 

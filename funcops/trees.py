@@ -70,9 +70,7 @@ def register_node(
     _register(cls, lambda node: (children(node), context(node), entries(node)), rebuild)
 
 
-def _register(
-    cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild: Callable[[Iterable[Any], Any], Any]
-) -> None:
+def _register(cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild: Callable[[Iterable[Any], Any], Any]) -> None:
     def with_keys(node: Any) -> tuple[list[Any], Any]:
         children, context, entries = flatten(node)
         return [(torch_pytree.MappingKey(e), c) for e, c in zip(entries, children, strict=True)], context

@@ -56,5 +56,7 @@ def test_the_graphed_step_is_the_eager_one():
     """On the recorder; what it saves only a GPU can tell."""
     small = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
     steps = graph.steps(small, torch.float32, "cpu")
-    eager, captured, plain = ([float(steps[name]()) for _ in range(4)] for name in ("funcops eager", "funcops graphed", "torch eager"))
+    eager, captured, plain = (
+        [float(steps[name]()) for _ in range(4)] for name in ("funcops eager", "funcops graphed", "torch eager")
+    )
     assert eager == captured and eager[-1] < eager[0] and eager == pytest.approx(plain, rel=1e-5)

@@ -38,9 +38,7 @@ def same(a, b):
     assert same_structure(a, b)
     other = paths(b)
     for path, t in paths(a).items():
-        assert other[path] is None if t is None else (torch.equal(t, other[path]) and t.dtype is other[path].dtype), (
-            path
-        )
+        assert other[path] is None if t is None else (torch.equal(t, other[path]) and t.dtype is other[path].dtype), path
 
 
 def test_round_trip(tmp_path):

@@ -87,7 +87,9 @@ def made(words, **options):
 def halves(words, needs=Needs.ALL, dtype=torch.bfloat16, device="cuda", **options):
     """The fused pieces, as words joined by plus signs, of each half."""
     found = plan(made(words, **options), needs, device, dtype)
-    return [" ".join("+".join(s.name.rpartition("_")[0] for s in piece.steps) for piece in half if piece.rule) for half in found[:2]]
+    return [
+        " ".join("+".join(s.name.rpartition("_")[0] for s in piece.steps) for piece in half if piece.rule) for half in found[:2]
+    ]
 
 
 TABLE = [
@@ -250,7 +252,9 @@ def test_fused_is_unfused(words):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "bias silu", "add fork ln linear", "add fork rms"])
+@pytest.mark.parametrize(
+    "words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "bias silu", "add fork ln linear", "add fork rms"]
+)
 def test_fused_is_unfused_in_16_bits(words, dtype):
     compare(words, dtype)
 

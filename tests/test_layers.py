@@ -60,7 +60,9 @@ def wrong(package):
 
 
 def test_layers_of_the_package():
-    assert {p.name.removesuffix(".py") for p in (ROOT / "funcops").iterdir() if p.name[0] != "_" and p.suffix != ".typed"} <= set(LAYERS)
+    assert {p.name.removesuffix(".py") for p in (ROOT / "funcops").iterdir() if p.name[0] != "_" and p.suffix != ".typed"} <= set(
+        LAYERS
+    )
     assert list(wrong(ROOT / "funcops")) == []
 
 

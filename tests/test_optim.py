@@ -52,9 +52,7 @@ def gradients(params, seed, dtype=None):
 
 
 def equal(a, b):
-    return all(
-        torch.equal(x, y) if isinstance(x, Tensor) else x is y for x, y in zip(leaves(a), leaves(b), strict=True)
-    )
+    return all(torch.equal(x, y) if isinstance(x, Tensor) else x is y for x, y in zip(leaves(a), leaves(b), strict=True))
 
 
 def close(a, b, tol=2e-6):
@@ -74,9 +72,7 @@ OPTIMISERS = [(adamw_init, adamw_update, ADAMW), *[(sgd_init, sgd_update, cfg) f
 def torch_optimiser(ps, cfg):
     if isinstance(cfg, AdamWConfig):
         return torch.optim.AdamW(ps, lr=cfg.lr, betas=cfg.betas, eps=cfg.eps, weight_decay=cfg.weight_decay, fused=True)
-    return torch.optim.SGD(
-        ps, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, weight_decay=cfg.weight_decay, fused=True
-    )
+    return torch.optim.SGD(ps, lr=cfg.lr, momentum=cfg.momentum, nesterov=cfg.nesterov, weight_decay=cfg.weight_decay, fused=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -129,7 +129,9 @@ def test_pending_keeps_no_output_that_can_be_had_again():
     assert kept["up"].x is None and kept["norm"].x is x
 
 
-@pytest.mark.parametrize("needs", [Needs(x=False), Needs(params=False), Needs(params=["down.weight"]), Needs(x=False, params=["up.weight"])])
+@pytest.mark.parametrize(
+    "needs", [Needs(x=False), Needs(params=False), Needs(params=["down.weight"]), Needs(x=False, params=["up.weight"])]
+)
 def test_recomputing_under_masks(needs):
     cfg = mlp_config(8, 6)
     everything = dataclasses.replace(cfg, recompute=False)
@@ -185,7 +187,9 @@ def test_what_is_dropped_is_missed_where_it_is_read():
     _, kept = op.fwd(params, x, cfg)
     dx, pending = op.dgrad(kept, torch.randn(2, 4), cfg)
     assert dx.shape == x.shape
-    with pytest.raises(ValueError, match="linear_wgrad: pending.x must be kept, as this half of the backward reads it, got dropped"):
+    with pytest.raises(
+        ValueError, match="linear_wgrad: pending.x must be kept, as this half of the backward reads it, got dropped"
+    ):
         op.wgrad(pending, cfg)
     with pytest.raises(ValueError, match="linear_bwd: residuals.x must be kept"):
         op.bwd(kept, torch.randn(2, 4), cfg)
@@ -224,7 +228,9 @@ BOUNDS = {"bf16": lambda t: t.abs() * 2.0**-8, "int8": lambda t: t.abs().amax(-1
           "fp8": lambda t: torch.maximum(t.abs() * 2.0**-4, t.abs().amax(-1, keepdim=True) / 448 * 2.0**-10 * 1.01)}  # fmt: skip
 
 
-@given(st.sampled_from(list(CODECS)), st.integers(0, 5), st.integers(1, 40), st.sampled_from([1e-20, 1.0, 1e20]), st.integers(0, 99))
+@given(
+    st.sampled_from(list(CODECS)), st.integers(0, 5), st.integers(1, 40), st.sampled_from([1e-20, 1.0, 1e20]), st.integers(0, 99)
+)
 def test_codecs_keep_their_bounds(name, rows, columns, size, seed):
     t = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
     t[:, : columns // 3] *= 1e-3
@@ -268,7 +274,11 @@ def test_fit_takes_the_cheapest_that_fits():
     tight = fit(chain, cfg, x, kept["recompute_elementwise"] - 1)
     cost = {one.name: one.extra_flops for one in tight.tried}
     # at 16 tokens attention's products make up for those that an MLP has more: the one that keeps more wins
-    assert cost["recompute attn"] == cost["recompute mlp"] and tight.picked.name == "recompute mlp" and 0 < tight.picked.extra_flops < 0.2
+    assert (
+        cost["recompute attn"] == cost["recompute mlp"]
+        and tight.picked.name == "recompute mlp"
+        and 0 < tight.picked.extra_flops < 0.2
+    )
     assert "> recompute mlp" in str(tight)
     assert fit(chain, cfg, x, kept["minimal"]).picked.name == "minimal"
     with pytest.raises(ValueError, match="fit: budget must be at least .* bytes .policy minimal., got 10"):
@@ -308,7 +318,9 @@ def decoder(ties=(), bias=False, **options):
 LOGITS = Policy({"loss.logits": Recompute()})
 
 
-@pytest.mark.parametrize("needs", [Needs(x=False), Needs(x=False, params=["head.weight"]), Needs(x=False, params=["embed"])], ids=str)
+@pytest.mark.parametrize(
+    "needs", [Needs(x=False), Needs(x=False, params=["head.weight"]), Needs(x=False, params=["embed"])], ids=str
+)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.01, "reduction": "none", "ignore_index": 3}], ids=str)
 @pytest.mark.parametrize("ties", [(), TIES], ids=["free", "tied"])
 def test_a_loss_whose_logits_are_computed_again(ties, options, needs):

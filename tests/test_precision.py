@@ -56,9 +56,7 @@ def test_nothing_is_finite():
 
 
 def test_unscale_widens_what_is_narrow():
-    grads = unscale(
-        {"a": torch.tensor([6e4], dtype=torch.float16), "b": None}, LossScale(torch.tensor(2.0**20), torch.zeros(()))
-    )
+    grads = unscale({"a": torch.tensor([6e4], dtype=torch.float16), "b": None}, LossScale(torch.tensor(2.0**20), torch.zeros(())))
     assert grads["b"] is None and grads["a"].dtype is torch.float32
     torch.testing.assert_close(grads["a"], torch.tensor([6e4]).half().float() / 2**20)
 
@@ -79,8 +77,7 @@ def test_a_bad_step_changes_nothing():
         same, ok = run(params, {"w": torch.tensor([1.0, float("nan"), 1.0]), "b": None}, state)
         assert not ok
         assert all(
-            b is None if a is None else torch.equal(a, b)
-            for a, b in zip(leaves((params, state)), leaves(same), strict=True)
+            b is None if a is None else torch.equal(a, b) for a, b in zip(leaves((params, state)), leaves(same), strict=True)
         )
         (moved, moved_state), ok = run(params, {"w": torch.ones(3), "b": None}, state)
         assert ok and not torch.equal(moved["w"], params["w"]) and moved_state.step.item() == 1

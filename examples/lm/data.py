@@ -12,6 +12,7 @@ Held out is decided by file, never by a position within one, so that no held-out
 the files are ordered by a hash of their path relative to the folder, and the first tenth (at least one) is held out.
 A single file has no such split: its last tenth is held out.
 """
+
 import hashlib
 import sysconfig
 from collections.abc import Iterator

@@ -15,9 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with `sizes`, `dtype` and `device` made into objects; a bad one ends the program with one line."""
-    parser = argparse.ArgumentParser(
-        prog="train_lm.py", description="Train a byte-level language model with a functional loop."
-    )
+    parser = argparse.ArgumentParser(prog="train_lm.py", description="Train a byte-level language model with a functional loop.")
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     parser.add_argument("--out", type=Path, default=Path("runs/lm"), help="where results go (default: %(default)s)")
     for name, value in (("dim", 192), ("layers", 4), ("heads", 3), ("kv-heads", 1), ("hidden", 512)):
@@ -36,7 +34,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
     parser.add_argument("--budget", type=float, help="MiB kept for the backward at most; picks the cheapest policy that fits")
     parser.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
-    parser.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
+    parser.add_argument(
+        "--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument("--stop-at", type=int, help="save and stop after this many steps, as Ctrl-C would")
     parser.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")

@@ -34,7 +34,8 @@ def staged(sizes: Sizes, stages: int) -> ChainConfig:
 def split(params: dict[str, Any], sizes: Sizes, stages: int) -> dict[str, Any]:
     """The params of `model(sizes)` by stage: the same tensors."""
     found: dict[str, Any] = {
-        f"stage{i}": {"blocks": tuple(params["blocks"][layer] for layer in layers)} for i, layers in enumerate(layers_of(sizes, stages))
+        f"stage{i}": {"blocks": tuple(params["blocks"][layer] for layer in layers)}
+        for i, layers in enumerate(layers_of(sizes, stages))
     }
     found["stage0"] = {"embed": params["embed"], **found["stage0"]}
     found[f"stage{stages - 1}"].update({name: params[name] for name in ("norm", "head", "loss")})

@@ -3,6 +3,8 @@
     with funcops.delayed_wgrad() as store:
         loss.backward()             # input gradients alone
     store.run()                     # then the weight gradients
+
+`store.discard()` gives up what waits.
 """
 
 from __future__ import annotations
@@ -47,7 +49,9 @@ class WgradStore:
             raise RuntimeError("delayed_wgrad: must not be entered inside another")
         if _unfinished is not None and _unfinished is not self and _unfinished.waiting:
             left = len(_unfinished.waiting)
-            raise RuntimeError(f"delayed_wgrad: {left} weight gradients of the store before were never run: call its run() or discard()")
+            raise RuntimeError(
+                f"delayed_wgrad: {left} weight gradients of the store before were never run: call its run() or discard()"
+            )
         _current = _unfinished = self
         return self
 
@@ -80,7 +84,9 @@ class WgradStore:
         while self.waiting:
             op, cfg, pending, params, versions = self.waiting.pop(0)
             if versions != _versions(params):
-                raise StaleResidualError(f"delayed_wgrad: params of {op.name} must be as the backward left them: run() before the optimiser")
+                raise StaleResidualError(
+                    f"delayed_wgrad: params of {op.name} must be as the backward left them: run() before the optimiser"
+                )
             with without_autocast(pending):
                 dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
@@ -100,7 +106,6 @@ class WgradStore:
         mean.wait()
         self.done.clear()
 
-
     def reduce_sharded(self, model: Any) -> None:
         """The same for a model under `fully_shard`, whose parameters must still be whole (`set_reshard_after_backward(False)`): each
         process gets its shard of the mean gradient, and the parameters are sharded again."""
@@ -108,7 +113,9 @@ class WgradStore:
         from torch.distributed.tensor import DTensor, Partial
 
         if self.waiting:
-            raise RuntimeError(f"delayed_wgrad: reduce_sharded() must follow run(), got {len(self.waiting)} weight gradients that wait")
+            raise RuntimeError(
+                f"delayed_wgrad: reduce_sharded() must follow run(), got {len(self.waiting)} weight gradients that wait"
+            )
         whole = []
         for module in model.modules():
             for name, p in module._parameters.items():

@@ -79,7 +79,9 @@ class Kernel:
         if self.triton_impl is None and not self.find_triton():
             require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
             return self.torch_impl
-        if tracing() or torch._C._len_torch_dispatch_stack():  # whatever watches operators sees this one, not a launch behind torch's back
+        if (
+            tracing() or torch._C._len_torch_dispatch_stack()
+        ):  # whatever watches operators sees this one, not a launch behind torch's back
             return self.operator()
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             return functools.partial(_on_device, first.device, self.triton_impl)  # type: ignore[arg-type]
@@ -101,9 +103,7 @@ def _on_device(device: torch.device, implementation: Implementation, *args: Any)
         return implementation(*args)
 
 
-def kernel(
-    *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False
-) -> Callable[[Implementation], Any]:
+def kernel(*, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False) -> Callable[[Implementation], Any]:
     """Declare a kernel. `mutates` names the arguments that it writes to; `library` says that torch's own kernels are the
     implementation on every device; `product`, that it is a bare matrix product, which `gemm` may leave to cuBLAS. The
     result is called positionally, and has the decorators `.triton` and `.fake`.

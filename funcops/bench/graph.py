@@ -56,7 +56,9 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Step]:
 def _ours(sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, captured: bool) -> Step:
     cfg, adamw = decoder_config(sizes), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
     weights = {name: t.detach().clone() for name, t in plain.named_parameters()}
-    params = tree_map_with_path(lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta"))
+    params = tree_map_with_path(
+        lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta")
+    )
     state = adamw_init(params, adamw)
     table = rope_table(torch.arange(sizes.context, device=x.device), RopeConfig(sizes.dim // sizes.heads))
 
@@ -92,4 +94,6 @@ def _timed(functions: dict[str, Step], case: str) -> list[Row]:
     rows = [Row("graph", case, name, "median step", statistics.median(values), "ms") for name, values in samples.items()]
     eager = samples["funcops eager"]
     ratios = {name: statistics.median(a / b for a, b in zip(values, eager, strict=True)) for name, values in samples.items()}
-    return rows + [Row("graph", case, name, "ratio to funcops eager", ratio, "") for name, ratio in ratios.items() if name != "funcops eager"]
+    return rows + [
+        Row("graph", case, name, "ratio to funcops eager", ratio, "") for name, ratio in ratios.items() if name != "funcops eager"
+    ]

@@ -94,9 +94,7 @@ def measured_copy_rate(timer: Any) -> float:
     return 2 * source.nbytes / seconds
 
 
-def measure(
-    sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float
-) -> Iterator[Measured]:
+def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
     """A row for each provider that has this kernel, and for each that fails, with the reason."""
     read = nbytes(sample.args)
     copies = [sample.args, *(clones(sample.args) for _ in range(min(MOST_COPIES, COLD_BYTES // max(1, read))))]

@@ -60,13 +60,11 @@ def mlp_config(dim: int, hidden: int, recompute: bool = True) -> ChainConfig:
             Step("up", linear, LinearConfig(dim, 2 * hidden, bias=False)),
             Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
             Step("down", linear, LinearConfig(hidden, dim, bias=False)),
-        )
+        ),
     )
 
 
-def block_config(
-    dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True
-) -> ChainConfig:
+def block_config(dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True) -> ChainConfig:
     """A Llama block; the extra `positions` may be their rotary table."""
     size = dim // heads
 
@@ -78,9 +76,7 @@ def block_config(
         )
         return ChainConfig(steps=steps if turned else steps[:2], extras=("positions",) if turned else ())
 
-    branches = tuple(
-        Step(name, chain, projection(heads if name == "q" else kv_heads or heads, name != "v")) for name in "qkv"
-    )
+    branches = tuple(Step(name, chain, projection(heads if name == "q" else kv_heads or heads, name != "v")) for name in "qkv")
     attn = ChainConfig(
         steps=(
             Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)),

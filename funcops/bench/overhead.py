@@ -57,7 +57,9 @@ def _measure_modules(name: str, ours: nn.Module, theirs: nn.Module) -> list[Row]
     with backward_calls() as count:
         ours(x).backward(dy)
     assert count() == 1, "one node, whose backward is an op's"
-    samples = interleaved({"funcops": lambda: ours(x).backward(dy), "torch.nn": lambda: theirs(x).backward(dy)}, rounds=25, calls=100)
+    samples = interleaved(
+        {"funcops": lambda: ours(x).backward(dy), "torch.nn": lambda: theirs(x).backward(dy)}, rounds=25, calls=100
+    )
     return summary("overhead", name, samples, "funcops")
 
 
@@ -65,7 +67,11 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
     torch.manual_seed(0)
     data, dy = torch.randn(2, LENGTH, DIM), torch.randn(2, LENGTH, DIM)
     params = op.init(cfg, key=random.key(0), dtype=torch.float32)
-    x: Any = WithExtras(data, {"positions": rope_table(torch.arange(LENGTH), RopeConfig(DIM // HEADS))}) if getattr(cfg, "extras", ()) else data
+    x: Any = (
+        WithExtras(data, {"positions": rope_table(torch.arange(LENGTH), RopeConfig(DIM // HEADS))})
+        if getattr(cfg, "extras", ())
+        else data
+    )
     leaf = data.clone().requires_grad_()
     inputs = [leaf, *module.parameters()]
 

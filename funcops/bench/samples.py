@@ -110,9 +110,7 @@ def _norms(make: Maker) -> Iterator[Sample]:
         x, dy, w, b = make.floats(rows, width), make.floats(rows, width), make.floats(width), make.floats(width)
         rstd, mean = make.wide(rows, 1), make.wide(rows, 1)
         yield Sample(norm.rms_norm_fwd, shape, (x, w, 1e-6, False), direct(_rms_norm))
-        yield Sample(
-            norm.rms_norm_bwd, shape, (dy, x, w, rstd, False, True, True), gradient(_rms_norm, wrt=2)
-        )
+        yield Sample(norm.rms_norm_bwd, shape, (dy, x, w, rstd, False, True, True), gradient(_rms_norm, wrt=2))
         yield Sample(norm.layer_norm_fwd, shape, (x, w, b, 1e-6, False), direct(_layer_norm))
         yield Sample(
             norm.layer_norm_bwd, shape, (dy, x, w, mean, rstd, False, True, True, True),

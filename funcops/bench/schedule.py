@@ -75,7 +75,10 @@ def _products() -> list[Row]:
         with Products() as counter:
             forward_and = _torch_split(model, data, dy, lambda: None)
         counts[f"{name}, torch's split"] = counter.count - forward_and
-    return [Row("schedule", f"{LAYERS} llama blocks", name, "matrix products in the backward", float(count), "") for name, count in counts.items()]
+    return [
+        Row("schedule", f"{LAYERS} llama blocks", name, "matrix products in the backward", float(count), "")
+        for name, count in counts.items()
+    ]
 
 
 def _torch_split(model: nn.Module, data: Tensor, dy: Tensor, between: Callable[[], None]) -> int:
@@ -113,9 +116,15 @@ def _bytes() -> list[Row]:
         _torch_split(model, data, dy, lambda: torchs.update({"between I and W": _now(live)}))
     torchs["peak"] = live.peak
     case = f"{LAYERS} llama blocks, {LENGTH} tokens, float32"
-    rows = [Row("schedule", case, name, f"live bytes {when}", value / 2**20, "MiB") for name, values in found.items() for when, value in values.items()]
+    rows = [
+        Row("schedule", case, name, f"live bytes {when}", value / 2**20, "MiB")
+        for name, values in found.items()
+        for when, value in values.items()
+    ]
     ratios = {when: found["funcops"][when] / torchs[when] for when in torchs}
-    return rows + [Row("schedule", case, "funcops", f"live bytes {when}, ratio to torch's split", ratio, "") for when, ratio in ratios.items()]
+    return rows + [
+        Row("schedule", case, "funcops", f"live bytes {when}, ratio to torch's split", ratio, "") for when, ratio in ratios.items()
+    ]
 
 
 def _now(live: Live) -> int:

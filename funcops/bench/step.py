@@ -43,7 +43,10 @@ def funcops_step(
 ) -> Step:  # fmt: skip
     """A step of ours on the plain module's weights; each call trains on and returns the loss."""
     op = with_policy(chain, policy)
-    cfg, adamw = decoder_config(sizes) if fuse else unfused(decoder_config(sizes)), AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY)
+    cfg, adamw = (
+        decoder_config(sizes) if fuse else unfused(decoder_config(sizes)),
+        AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY),
+    )
     weights = {name: t.detach().clone() for name, t in plain.named_parameters()}
     params = tree_map_with_path(
         lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta")
@@ -72,7 +75,9 @@ def unfused(cfg: Any) -> Any:
     return dataclasses.replace(parts, fuse=False) if hasattr(parts, "fuse") else parts
 
 
-def torch_step(module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False, mode: str | None = None) -> Step:
+def torch_step(
+    module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False, mode: str | None = None
+) -> Step:
     """A step of plain PyTorch; each call trains on and returns the loss."""
     master = copy.deepcopy(module)
     compute = master if dtype is torch.float32 else copy.deepcopy(module).to(dtype)
@@ -136,7 +141,10 @@ def measure(dtype: torch.dtype, sizes: Sizes, rounds: int) -> list[Row]:
         low, middle, high = statistics.quantiles(values, n=4)
         rows.append(Row("step", case, name, "median", middle / 1e3, "ms"))
         rows.append(Row("step", case, name, "quartile spread", (high - low) / 1e3, "ms"))
-    pairs = [("funcops", "funcops, unfused"), *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile"))]
+    pairs = [
+        ("funcops", "funcops, unfused"),
+        *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")),
+    ]
     for ours, rival in pairs:
         ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
         for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):

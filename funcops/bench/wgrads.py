@@ -43,12 +43,23 @@ def run(dtypes: list[str], rows: list[int], features: int, device: str) -> list[
 
 def _microbatches(dtype: torch.dtype, tokens: int, features: int, device: str) -> list[Row]:
     cfg = LinearConfig(features, features)
-    return _ratios(f"{COUNT} microbatches of one weight, {tokens} tokens", linear, cfg, [tokens] * COUNT, dtype, features, ("concatenate", None), device)
+    return _ratios(
+        f"{COUNT} microbatches of one weight, {tokens} tokens",
+        linear,
+        cfg,
+        [tokens] * COUNT,
+        dtype,
+        features,
+        ("concatenate", None),
+        device,
+    )
 
 
 def _weights(dtype: torch.dtype, tokens: int, features: int, device: str) -> list[Row]:
     cfg = ChainConfig(steps=tuple(Step(f"l{i}", linear, LinearConfig(features, features)) for i in range(COUNT)))
-    return _ratios(f"{COUNT} weights of one shape, {tokens} tokens", chain, cfg, [tokens], dtype, features, ("batch", "group", None), device)
+    return _ratios(
+        f"{COUNT} weights of one shape, {tokens} tokens", chain, cfg, [tokens], dtype, features, ("batch", "group", None), device
+    )
 
 
 def _ratios(case: str, op: Op, cfg: Any, tokens: list[int], dtype: torch.dtype, features: int, ways: Any, device: str) -> list[Row]:

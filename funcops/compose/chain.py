@@ -123,7 +123,9 @@ def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
             require(name in made, "ChainConfig", f"takes of step {step.name!r}", f"names made before it ({list(made)})", repr(name))
             taken.add(name)
         for name in step.gives:
-            require(name not in made, "ChainConfig", f"gives of step {step.name!r}", "a new name", f"{name!r}, made by {made.get(name)}")
+            require(
+                name not in made, "ChainConfig", f"gives of step {step.name!r}", "a new name", f"{name!r}, made by {made.get(name)}"
+            )
             made[name] = f"step {step.name!r}"
     unused = [name for name in made if name not in taken]
     require(not unused, "ChainConfig", "every extra", "taken by a later step", f"unused {unused}")
@@ -345,6 +347,4 @@ def _collect(found: dict[str, Any], into: Any, cfg: ChainConfig) -> dict[str, An
     return dparams
 
 
-chain: Op = make_op(
-    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd
-)
+chain: Op = make_op("chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd)

@@ -23,9 +23,7 @@ from funcops.errors import require_type
 from funcops.needs import Needs
 
 
-def plan(
-    cfg: ChainConfig, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16
-) -> Plan:
+def plan(cfg: ChainConfig, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Plan:
     """The pieces in which a chain runs: a pure function of its arguments and of the rules that are registered. On device type
     "cpu" every step runs by itself."""
     require_type("plan", "cfg", cfg, ChainConfig)
@@ -53,9 +51,7 @@ class Explained(NamedTuple):
         return "\n".join(f"{path or '(the chain)'}\n  " + str(one).replace("\n", "\n  ") for path, one in self.plans.items())
 
 
-def explain(
-    cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16
-) -> Explained:
+def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
     """What `plan` says of `cfg` and of every chain inside it, with the near misses and their reasons. Inner chains are shown as
     if all their gradients were asked for, unless `needs` is Needs.NONE."""
     found: dict[str, Plan] = {}

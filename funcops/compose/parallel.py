@@ -118,9 +118,7 @@ def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, d
 
 
 @forward(ParallelConfig, dict)
-def parallel_fwd(
-    params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL
-) -> tuple[tuple[Any, ...], Any]:
+def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL) -> tuple[tuple[Any, ...], Any]:
     """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras."""
     _check_names("parallel_fwd", "params", params, cfg)
     main, extras = split_x("parallel_fwd", x, cfg)
@@ -183,9 +181,7 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
         fail("parallel_wgrad", "cfg", "ParallelConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("parallel_wgrad", pending, ParallelPending, cfg)
     sums = _accumulators("parallel_wgrad", into, node, cfg)
-    found = {
-        b.name: b.op.wgrad(None if node is None else part(node, b.name), b.cfg, into=sums[b.name]) for b in cfg.branches
-    }
+    found = {b.name: b.op.wgrad(None if node is None else part(node, b.name), b.cfg, into=sums[b.name]) for b in cfg.branches}
     if node is not None and node is not pending:
         node.empty()
     return found if into is None else into

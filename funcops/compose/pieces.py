@@ -57,7 +57,12 @@ def backward_piece(
     """dy of what comes before the piece; its steps' dparams, or without `sums` their pendings, go into `results`."""
     steps, rule = planned.piece.steps, planned.piece.rule
     found: Any = NotImplemented
-    if rule is not None and dy is not None and (sums is not None or not rule.whole) and all([node[step.name] is not None for step in steps]):
+    if (
+        rule is not None
+        and dy is not None
+        and (sums is not None or not rule.whole)
+        and all([node[step.name] is not None for step in steps])
+    ):
         found = rule.run(steps, [_read(planned, i, node, where) for i in range(len(steps))], dy, gradients)
     if found is NotImplemented:
         for i in reversed(range(len(steps))):

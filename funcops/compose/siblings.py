@@ -91,9 +91,7 @@ def _split_needs(branch: Branch, needs: Needs) -> tuple[Needs, Needs]:
 
 def forward_siblings(found: Siblings, params: dict[str, Any], main: Any, extras: dict[str, Any], kept: Any) -> Any:
     """The y of every branch, their residuals put into `kept`; NotImplemented where the rule will not have the inputs."""
-    own = [
-        params[b.step.name] if b.whole else _child(params[b.step.name], b) for b in found.branches
-    ]
+    own = [params[b.step.name] if b.whole else _child(params[b.step.name], b) for b in found.branches]
     if any(p is NotImplemented for p in own):
         return NotImplemented
     heads = found.rule.run([b.head for b in found.branches], own, main, found.head_needs)

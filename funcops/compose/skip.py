@@ -56,7 +56,10 @@ IN, OUT, STREAM = "skip_in", "skip_out", "skip_stream"
 def _unrolled(body: ChainConfig) -> ChainConfig | None:
     if {IN, OUT} & body.names.keys() or STREAM in body.extras:
         return None
-    first, last = Step(name=IN, op=fork, cfg=ForkConfig(), gives=(STREAM,)), Step(name=OUT, op=add_op, cfg=AddConfig(), takes=(STREAM,))
+    first, last = (
+        Step(name=IN, op=fork, cfg=ForkConfig(), gives=(STREAM,)),
+        Step(name=OUT, op=add_op, cfg=AddConfig(), takes=(STREAM,)),
+    )
     return dataclasses.replace(body, steps=(first, *body.steps, last))
 
 

@@ -92,12 +92,9 @@ class Step:
         params = sub_mask(params, self.name) if self.has_params else False
         if not self.names:
             return Needs(x=live[""], params=params)
-        labels = ["main" if self.passes else "0"] + [
-            f"extras.{n}" if self.passes else str(i + 1) for i, n in enumerate(self.names)
-        ]
+        labels = ["main" if self.passes else "0"] + [f"extras.{n}" if self.passes else str(i + 1) for i, n in enumerate(self.names)]
         wanted = [label for label, name in zip(labels, ("", *self.names), strict=True) if live[name]]
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
-
 
     def with_op(self, op: Op, cfg: Any) -> Step:
         return self if op is self.op and cfg is self.cfg else dataclasses.replace(self, op=op, cfg=cfg)

@@ -54,7 +54,11 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
     if add in by_op:
         residual = extras[steps[by_op[add]].names[0]]
     biased = steps[0].cfg.bias or bias in by_op
-    if (params[0].bias is not None) != steps[0].cfg.bias or (b is not None) != biased or not _fits(steps[0].cfg, main, weight, b, add in by_op, residual):
+    if (
+        (params[0].bias is not None) != steps[0].cfg.bias
+        or (b is not None) != biased
+        or not _fits(steps[0].cfg, main, weight, b, add in by_op, residual)
+    ):
         return NotImplemented
     keep = bool(kind) and bool(needs[by_op[activation]].x)
     y, z = fused_linear_fwd(main, weight, b, residual, kind, factor, keep)

@@ -64,9 +64,7 @@ def _run_backward(steps: list[Any], kept: list[Any], dys: list[Any]) -> Any:
     if not alike(*dys, *weights) or any(d.shape != node.y_shape for d, node in zip(dys, kept, strict=True)):
         return NotImplemented
     dx = sibling_linear_dgrad(*_three(dys), *_three(weights))
-    pendings = [
-        LinearPending.keep(step.cfg, node.needs, x=node.x, dy=dy) for step, node, dy in zip(steps, kept, dys, strict=True)
-    ]
+    pendings = [LinearPending.keep(step.cfg, node.needs, x=node.x, dy=dy) for step, node, dy in zip(steps, kept, dys, strict=True)]
     return dx, pendings
 
 

@@ -14,9 +14,7 @@ from funcops.kernels import norm
 
 
 @kernel()
-def add_rms_norm_fwd(
-    x: Tensor, residual: Tensor, w: Tensor, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm_fwd(x: Tensor, residual: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """stream = x + residual, rounded, and its RMSNorm y. Returns y, stream, rstd."""
     stream = x + residual
     y, rstd = norm.rms_norm_fwd.kernel.torch_impl(stream, w, eps, centred)

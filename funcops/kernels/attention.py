@@ -24,9 +24,7 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     if q.is_cuda:
         out, lse = _cuda_fwd(_heads(q), _repeated(k, q.shape[2]), _repeated(v, q.shape[2]), causal, scale)
     else:
-        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(
-            _heads(q), _heads(k), _heads(v), 0.0, causal, scale=scale
-        )
+        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(_heads(q), _heads(k), _heads(v), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 

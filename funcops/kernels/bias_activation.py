@@ -18,9 +18,7 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
 
 
 @kernel()
-def bias_activation_bwd(
-    dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool
-) -> tuple[Tensor, Optional[Tensor]]:
+def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     """dz = dy f'(x + b), which is the gradient of x; db, the sum of dz over rows, as partial sums [P, D] in the wide dtype.
     Without b, x is the sum already."""
     f, dtype = ACTIVATIONS[kind], wide(x.dtype)

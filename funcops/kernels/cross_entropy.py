@@ -17,9 +17,7 @@ from funcops.backend import kernel, wide
 
 
 @kernel()
-def cross_entropy_fwd(
-    logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
     """losses [N] and logsumexp [N]."""
     t = logits.to(wide(logits.dtype))
     ignored = labels == ignore_index

@@ -22,6 +22,8 @@ GATES = {
     "quick_geglu": "quick_gelu",
     "swiglu": "silu",
 }
+
+
 @kernel()
 def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
     """y = f(gate) * linear, of two tensors [*, H]."""
@@ -104,9 +106,7 @@ def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
 
 
 @kernel()
-def clamped_swiglu_fwd(
-    x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float
-) -> Tensor:
+def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
     """g = min(gate, limit), l = clamp(linear, ±limit): y = g sigmoid(alpha g) (l + offset) (* scales)."""
     gate, linear = _halves(x.to(wide(x.dtype)), first)
     gate = gate.clamp(max=limit)

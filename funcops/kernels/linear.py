@@ -32,9 +32,7 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
 
 
 @kernel(product=True)
-def linear_bwd(
-    dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+def linear_bwd(dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     """dx, dw and db: `linear_dgrad` and `linear_wgrad` in one call."""
     if dy.dim() == 2:  # rows already: nothing to reshape
         return mm(dy, w), None if x is None else mm(dy.mT, x), torch_sum(dy, 0) if bias else None

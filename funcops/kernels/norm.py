@@ -69,9 +69,7 @@ def rms_norm_bwd(
 
 
 @kernel()
-def layer_norm_fwd(
-    x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y = (x - mean) * rstd * w (or 1 + w) + b. Returns y, mean, rstd."""
     dtype = wide(x.dtype)
     shift = None if b is None else _to(b, dtype)
@@ -87,9 +85,7 @@ def layer_norm_bwd(
     None without dx."""
     dtype, size = wide(x.dtype), x.shape[-1]
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
-    d_x, d_w, d_b = _backward(
-        _to(dy, dtype), _to(x, dtype), [size], mean, rstd, scale, scale if db else None, [dx, dw, db]
-    )
+    d_x, d_w, d_b = _backward(_to(dy, dtype), _to(x, dtype), [size], mean, rstd, scale, scale if db else None, [dx, dw, db])
     return _to(d_x, x.dtype) if dx else None, d_w.unsqueeze(0) if dw else None, d_b.unsqueeze(0) if db else None
 
 

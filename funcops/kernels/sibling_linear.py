@@ -23,9 +23,7 @@ def sibling_linear_fwd(
 
 
 @kernel(product=True)
-def sibling_linear_dgrad(
-    dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Tensor, w1: Tensor, w2: Optional[Tensor]
-) -> Tensor:
+def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Tensor, w1: Tensor, w2: Optional[Tensor]) -> Tensor:
     """dx = sum over i of dy_i w_i, each product added to the one before."""
     dx = torch.mm(dy0.reshape(-1, w0.shape[0]), w0)
     dx.addmm_(dy1.reshape(-1, w1.shape[0]), w1)

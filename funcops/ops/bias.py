@@ -48,9 +48,7 @@ class BiasPending:
     dtype: Any = static()
 
 
-def bias_init(
-    cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
-) -> BiasParams:
+def bias_init(cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> BiasParams:
     """Zeros; draws nothing."""
     return BiasParams(torch.zeros(cfg.dim, device=device, dtype=dtype))
 

@@ -53,9 +53,7 @@ def cross_entropy_fwd(
     Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     logits, labels = check_pair("cross_entropy_fwd", x, None, "logits")
     rows = logits.reshape(-1, logits.shape[-1])
-    losses, lse = kernels.cross_entropy_fwd(
-        rows, labels.reshape(-1), cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
-    )
+    losses, lse = kernels.cross_entropy_fwd(rows, labels.reshape(-1), cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
     kept = CrossEntropyResiduals.keep(
         cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(labels.shape), count=count, inputs=Inputs.of(x)

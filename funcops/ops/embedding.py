@@ -67,9 +67,7 @@ def embedding_init(
 
 
 @forward(EmbeddingConfig, EmbeddingParams)
-def embedding_fwd(
-    params: EmbeddingParams, x: Tensor, cfg: EmbeddingConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, Any]:
+def embedding_fwd(params: EmbeddingParams, x: Tensor, cfg: EmbeddingConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """`y = w[ids]`. x: ids [*] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     weight = params.weight
     check("embedding_fwd", "x", x, (...,), torch.int64)

@@ -75,9 +75,7 @@ def layer_norm_init(
 
 
 @forward(LayerNormConfig, LayerNormParams)
-def layer_norm_fwd(
-    params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, Any]:
+def layer_norm_fwd(params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w, b, dim = params.weight, params.bias, cfg.dim
     check_norm("layer_norm_fwd", x, w, dim)
@@ -116,9 +114,7 @@ def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[
     )
     if dx is not None and len(dim) > 1:
         dx = dx.reshape(x.shape)
-    return dx, LayerNormPending.keep(
-        cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype
-    )
+    return dx, LayerNormPending.keep(cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
 
 
 @wgrad_of(LayerNormPending, LayerNormParams)

@@ -150,6 +150,4 @@ def _collected(dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> LinearP
     return into
 
 
-linear = make_op(
-    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd
-)
+linear = make_op("linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd)

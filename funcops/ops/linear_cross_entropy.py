@@ -69,12 +69,8 @@ class LinearCrossEntropyResiduals:
     x: Tensor = saved("[*, I]", alias="x.0", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     weight: Tensor = saved("[V, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
-    logsumexp: Tensor = saved(
-        "[*]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("x", "weight")
-    )
-    count: Tensor | None = saved(
-        "[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",)
-    )
+    logsumexp: Tensor = saved("[*]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("x", "weight"))
+    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
     inputs: Any = static()
 
 

@@ -38,7 +38,13 @@ class QKVSplitConfig:
                 continue
             require(isinstance(value, int) and value >= 1, "QKVSplitConfig", name, "at least 1", value)
         if self.rope is not None:
-            require(type(self.rope) is RopeConfig and self.rope.dim == self.dim, "QKVSplitConfig", "rope", f"a RopeConfig({self.dim})", self.rope)
+            require(
+                type(self.rope) is RopeConfig and self.rope.dim == self.dim,
+                "QKVSplitConfig",
+                "rope",
+                f"a RopeConfig({self.dim})",
+                self.rope,
+            )
 
 
 @residuals

@@ -67,9 +67,7 @@ def rms_norm_init(
 
 
 @forward(RMSNormConfig, RMSNormParams)
-def rms_norm_fwd(
-    params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, Any]:
+def rms_norm_fwd(params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
     """`y = x * rstd * w`. x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w = params.weight
     check_norm("rms_norm_fwd", x, w, cfg.dim)

@@ -92,7 +92,12 @@ class Schedule:
                 if kind == "F":
                     if stage and not forward[place - count]:
                         break
-                    if together and i + 1 < len(actions) and actions[i + 1] in together and not _can_begin(actions[i + 1], last, count, forward, dgrad):
+                    if (
+                        together
+                        and i + 1 < len(actions)
+                        and actions[i + 1] in together
+                        and not _can_begin(actions[i + 1], last, count, forward, dgrad)
+                    ):
                         break
                     forward[place] = 1
                     reader = owner[stage + 1] if stage < last else rank

@@ -25,7 +25,11 @@ def delay_w(
     model = Model.of(schedule, costs, network, "delay_w")
     tried = [_Placing(schedule, model, budget_bytes, patient).run() for patient in (False, True)]
     timed = [(simulate(one, costs, network), one) for one in (*tried, schedule)]
-    within = [(found.time, max(found.peak_bytes), i) for i, (found, _) in enumerate(timed) if max(found.peak_bytes) <= budget_bytes * (1 + 1e-9)]
+    within = [
+        (found.time, max(found.peak_bytes), i)
+        for i, (found, _) in enumerate(timed)
+        if max(found.peak_bytes) <= budget_bytes * (1 + 1e-9)
+    ]
     return timed[min(within)[2]][1]
 
 
@@ -41,7 +45,9 @@ class _Placing:
         self.placed: list[list[Action]] = [[] for _ in self.todo]
         self.held = [0.0] * len(self.todo)
         self.arrival: dict[tuple[int, str, int], float] = {}  # of what a stage is sent: its x for F, its dy for I
-        self.blocked: dict[tuple[int, str, int], tuple[int, float]] = {}  # by what it waits for: the rank, and since when it is free
+        self.blocked: dict[
+            tuple[int, str, int], tuple[int, float]
+        ] = {}  # by what it waits for: the rank, and since when it is free
         self.events = [(0.0, rank) for rank in range(len(self.todo))]
 
     def run(self) -> Schedule:

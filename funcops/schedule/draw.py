@@ -51,6 +51,8 @@ def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
         height = 0.45 if upper or lower else 0.9
         bottom = rank if upper else rank - 0.45
         shade = 1.0 - 0.45 * stages.index(action.stage) / max(1, len(stages) - 1) if len(stages) > 1 else 1.0
-        axes.broken_barh([(start, end - start)], (bottom, height), facecolor=COLOURS[action.kind], alpha=shade, edgecolor="black", linewidth=0.4)
+        axes.broken_barh(
+            [(start, end - start)], (bottom, height), facecolor=COLOURS[action.kind], alpha=shade, edgecolor="black", linewidth=0.4
+        )
         if labelled:
             axes.text((start + end) / 2, bottom + height / 2, action.microbatch, ha="center", va="center", fontsize=6)

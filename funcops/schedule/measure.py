@@ -48,7 +48,9 @@ def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, 
     return Costs(forward, dgrad, wgrad, residual_bytes=kept, pending_bytes=left, output_bytes=nbytes(y))
 
 
-def measure_stages(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5) -> tuple[Costs, ...]:
+def measure_stages(
+    params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
+) -> tuple[Costs, ...]:
     """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`."""
     check_staged("measure_stages", cfg, len(cfg.steps))
     check_names("measure_stages", "params", params, cfg)

@@ -180,7 +180,14 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
 
 
 def _side_by_side(
-    schedule: Schedule, model: Model, rank: int, action: Action, arrival: float, starts: list[array[float]], ends: list[array[float]], forward: array[float]
+    schedule: Schedule,
+    model: Model,
+    rank: int,
+    action: Action,
+    arrival: float,
+    starts: list[array[float]],
+    ends: list[array[float]],
+    forward: array[float],
 ) -> tuple[float, float]:
     """Times of a backward whose gradient comes at `arrival`, and of the forward right before it, which is moved: both begin when both
     can, and end together."""

@@ -29,7 +29,16 @@ class Stage:
     accumulators, or else zeros like params, made when the first comes. `done(index, dparams)` is called after the last of `count`."""
 
     def __init__(
-        self, cfg: ChainConfig, index: int, params: Any, ledger: Ledger, needs: Needs, into: Any = None, *, count: int, done: Done | None = None
+        self,
+        cfg: ChainConfig,
+        index: int,
+        params: Any,
+        ledger: Ledger,
+        needs: Needs,
+        into: Any = None,
+        *,
+        count: int,
+        done: Done | None = None,
     ) -> None:
         self.step, self.index, self.params, self.ledger = cfg.steps[index], index, params, ledger
         self.needs = needs_of_steps(cfg, needs)[index]

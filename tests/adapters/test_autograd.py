@@ -273,7 +273,9 @@ def test_functorch_is_refused(transform):
     frozen = tree_map_tensors(torch.Tensor.detach, params)
     with pytest.raises(RuntimeError, match="linear: must run outside of torch.func transforms"):
         transform(lambda t: differentiable(linear)(frozen, t, LINEAR).sum())(x.detach())
-    compiled = torch.compile(torch.func.grad(lambda t: differentiable(linear)(frozen, t, LINEAR).sum()), backend="eager", fullgraph=True)
+    compiled = torch.compile(
+        torch.func.grad(lambda t: differentiable(linear)(frozen, t, LINEAR).sum()), backend="eager", fullgraph=True
+    )
     if transform is torch.func.grad:
         with pytest.raises(Exception, match="maybe_current_level"):
             compiled(x.detach())

@@ -112,7 +112,9 @@ def test_residuals_have_names_and_split():
 
 def test_in_a_chain():
     cell = op_from_torch(running, init=weights(scale=(5,)), name="running")
-    cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(4, 5)), Step("b", cell, TorchConfig()), Step("c", linear, LinearConfig(5, 1))))
+    cfg = ChainConfig(
+        steps=(Step("a", linear, LinearConfig(4, 5)), Step("b", cell, TorchConfig()), Step("c", linear, LinearConfig(5, 1)))
+    )
     params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
     x = torch.randn(3, 4, dtype=torch.float64)
     y, residuals = chain.fwd(params, x, cfg)

@@ -58,9 +58,13 @@ def kept(model, batch, dtype):
 def hugging_face(name):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+    sizes = dict(
+        vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
     if name == "gpt2":
-        cfg = transformers.GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        cfg = transformers.GPT2Config(
+            vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
         return transformers.GPT2LMHeadModel(cfg)
     kind = {"llama": "Llama", "qwen2": "Qwen2"}[name]
     return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))

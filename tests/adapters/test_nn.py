@@ -29,9 +29,19 @@ PAIRS = {
     "Tanh": lambda lib: lib.Tanh(),
     "GLU": lambda lib: lib.GLU(),
     "Sequential": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 8), lib.GELU(), lib.Linear(8, D)),
-    "Sequential with others": lambda lib: lib.Sequential(lib.Linear(D, 8), nn.Softplus(), lib.GELU(), lib.Linear(8, D), nn.Identity()),
+    "Sequential with others": lambda lib: lib.Sequential(
+        lib.Linear(D, 8), nn.Softplus(), lib.GELU(), lib.Linear(8, D), nn.Identity()
+    ),
     "Sequential with names": lambda lib: lib.Sequential(
-        OrderedDict({"z-1": lib.Linear(D, 8), "norm": lib.RMSNorm(8), "act": lib.SiLU(), "b": lib.Linear(8, D, bias=False), "a": lib.Linear(D, 2)})
+        OrderedDict(
+            {
+                "z-1": lib.Linear(D, 8),
+                "norm": lib.RMSNorm(8),
+                "act": lib.SiLU(),
+                "b": lib.Linear(8, D, bias=False),
+                "a": lib.Linear(D, 2),
+            }
+        )
     ),
     "Sequential of many": lambda lib: lib.Sequential(*(lib.Linear(D, D) for _ in range(12))),
     "Sequential in Sequential": lambda lib: lib.Sequential(lib.Linear(D, 8), lib.Sequential(lib.ReLU(), lib.Linear(8, 2))),
@@ -119,7 +129,9 @@ def test_dropout_draws_from_torch_and_rests_in_eval():
 
 
 @pytest.mark.parametrize("shape", [(5, 7), (7,), (2, 7, 3)])
-@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1, "ignore_index": 1}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "sum"}, {"reduction": "none"}, {"label_smoothing": 0.1, "ignore_index": 1}], ids=str
+)
 def test_cross_entropy(shape, options):
     want, got = nn.CrossEntropyLoss(**options), fnn.CrossEntropyLoss(**options)
     logits = torch.randn(shape, dtype=torch.float64)
@@ -164,7 +176,12 @@ def test_a_sequential_is_one_node_and_ordinary_modules_split_it():
     assert nodes(one(x)) == ["_NodeBackward"]
     _, split = both(PAIRS["Sequential with others"], torch.float32)
     assert nodes(split(x)) == ["_NodeBackward", "SoftplusBackward0", "_NodeBackward"]
-    for register in ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "register_full_backward_pre_hook"):
+    for register in (
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+    ):
         handle = getattr(one[2], register)(lambda *_: None)
         assert nodes(one(x)).count("_NodeBackward") == 3, f"{register}: a hook wants to see its module called"
         handle.remove()
@@ -223,7 +240,13 @@ def test_what_has_no_functional_form_says_so():
 def test_the_op_is_what_runs(monkeypatch):
     ran = []
     real = fnn.Linear.op
-    monkeypatch.setattr(fnn.Linear, "op", real._replace(fwd=lambda *a, **k: ran.append("fwd") or real.fwd(*a, **k), bwd=lambda *a, **k: ran.append("bwd") or real.bwd(*a, **k)))
+    monkeypatch.setattr(
+        fnn.Linear,
+        "op",
+        real._replace(
+            fwd=lambda *a, **k: ran.append("fwd") or real.fwd(*a, **k), bwd=lambda *a, **k: ran.append("bwd") or real.bwd(*a, **k)
+        ),
+    )
     fnn.Linear(D, D)(torch.randn(2, D)).sum().backward()
     assert ran == ["fwd", "bwd"]
 

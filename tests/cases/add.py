@@ -24,6 +24,10 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: add_fwd(None, (torch.ones(2), torch.ones(1)), AddConfig()), match='add_fwd: x.1 must be [2], got [1]'),
-    Error(call=lambda: add_fwd(None, torch.ones(2), AddConfig()), match='add_fwd: x must be a tuple (a, b), got float32[2]', error=TypeError),
+    Error(call=lambda: add_fwd(None, (torch.ones(2), torch.ones(1)), AddConfig()), match="add_fwd: x.1 must be [2], got [1]"),
+    Error(
+        call=lambda: add_fwd(None, torch.ones(2), AddConfig()),
+        match="add_fwd: x must be a tuple (a, b), got float32[2]",
+        error=TypeError,
+    ),
 ]

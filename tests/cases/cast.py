@@ -25,6 +25,10 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: CastConfig(torch.int64), match='CastConfig: dtype must be one of float64'),
-    Error(call=lambda: cast_fwd(None, torch.ones(2, dtype=torch.int64), CastConfig(torch.float64)), match='cast_fwd: x must be float64 or float32 or bfloat16 or float16, got int64', error=TypeError),
+    Error(call=lambda: CastConfig(torch.int64), match="CastConfig: dtype must be one of float64"),
+    Error(
+        call=lambda: cast_fwd(None, torch.ones(2, dtype=torch.int64), CastConfig(torch.float64)),
+        match="cast_fwd: x must be float64 or float32 or bfloat16 or float16, got int64",
+        error=TypeError,
+    ),
 ]

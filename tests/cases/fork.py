@@ -25,5 +25,9 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: fork_bwd(fork_fwd(None, torch.ones(2), ForkConfig())[1], torch.ones(2), ForkConfig()), match='fork_dgrad: dy must be a tuple of 2', error=TypeError),
+    Error(
+        call=lambda: fork_bwd(fork_fwd(None, torch.ones(2), ForkConfig())[1], torch.ones(2), ForkConfig()),
+        match="fork_dgrad: dy must be a tuple of 2",
+        error=TypeError,
+    ),
 ]

@@ -25,6 +25,12 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: identity_fwd(None, 3.0, IdentityConfig()), match='identity_fwd: x must be a tensor [...], got 3.0', error=TypeError),
-    Error(call=lambda: identity_fwd({}, torch.ones(2), IdentityConfig()), match='identity_fwd: params must be None', error=TypeError),
+    Error(
+        call=lambda: identity_fwd(None, 3.0, IdentityConfig()),
+        match="identity_fwd: x must be a tensor [...], got 3.0",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: identity_fwd({}, torch.ones(2), IdentityConfig()), match="identity_fwd: params must be None", error=TypeError
+    ),
 ]

@@ -35,9 +35,7 @@ CASES = [
 @st.composite
 def drawn(draw):
     rows = tuple(draw(st.lists(st.integers(1, 4), max_size=2)))
-    options = dict(
-        chunk_bytes=draw(st.sampled_from([1, 200, 2**20])), reduction=draw(st.sampled_from(["mean", "sum", "none"]))
-    )
+    options = dict(chunk_bytes=draw(st.sampled_from([1, 200, 2**20])), reduction=draw(st.sampled_from(["mean", "sum", "none"])))
     return case(rows, draw(st.integers(1, 5)), draw(st.integers(1, 9)), **options)
 
 

@@ -53,7 +53,9 @@ ERRORS = [
         match="qkv_split_fwd: x.1 (positions) must be [5], got [4]",
     ),
     Error(
-        call=lambda: qkv_split_dgrad(qkv_split_fwd(None, X, QKVSplitConfig(2, 8, kv_heads=1))[1], X, QKVSplitConfig(2, 8, kv_heads=1)),
+        call=lambda: qkv_split_dgrad(
+            qkv_split_fwd(None, X, QKVSplitConfig(2, 8, kv_heads=1))[1], X, QKVSplitConfig(2, 8, kv_heads=1)
+        ),
         match="qkv_split_dgrad: dy must be a tuple (dq, dk, dv)",
         error=TypeError,
     ),

@@ -1,4 +1,5 @@
 """examples/lm/data.py: what is held out, that a step number alone decides its batch, and what the errors say."""
+
 import importlib.util
 import math
 import os

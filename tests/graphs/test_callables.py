@@ -1,6 +1,5 @@
 """make_graphed_callables: modules and functions under autograd give the bits that they give without."""
 
-
 import pytest
 import torch
 
@@ -109,9 +108,16 @@ def test_another_order_raises():
     h = first(given(0, "cpu"))
     with pytest.raises(GraphOrderError, match="step 1 of the order must be 2, got -1"):
         h.sum().backward()
-    for order, text in [([1, -1], "every callable"), ([1, 2, -2], "a backward for each forward"), ([-1, 1], "each backward after its forward"), ([3], "numbers from 1 to 2")]:
+    for order, text in [
+        ([1, -1], "every callable"),
+        ([1, 2, -2], "a backward for each forward"),
+        ([-1, 1], "each backward after its forward"),
+        ([3], "numbers from 1 to 2"),
+    ]:
         with pytest.raises(ValueError, match=text):
-            make_graphed_callables(tuple(made("mixed", "cpu") for _ in range(2)), ((given(0, "cpu"),), (given(0, "cpu"),)), order=order)
+            make_graphed_callables(
+                tuple(made("mixed", "cpu") for _ in range(2)), ((given(0, "cpu"),), (given(0, "cpu"),)), order=order
+            )
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -202,7 +208,9 @@ def test_parameters_written_to_before_backward_dw_are_noticed():
     module(given(1, "cpu")).sum().backward()
     with torch.no_grad():
         module[2].weight.add_(1)
-    with pytest.raises(StaleResidualError, match=r"parameters must be as the backward left them: backward_dw\(\) before the optimiser"):
+    with pytest.raises(
+        StaleResidualError, match=r"parameters must be as the backward left them: backward_dw\(\) before the optimiser"
+    ):
         module.backward_dw()
 
 

@@ -14,7 +14,9 @@ PLANTED = {node.name: node for node in ast.parse("\n".join(SOURCE)).body if isin
 
 
 def wanted(node):
-    found = {i: SOURCE[i - 1].rpartition("# fault: ")[2] for i in range(node.lineno, node.end_lineno + 1) if "# fault: " in SOURCE[i - 1]}
+    found = {
+        i: SOURCE[i - 1].rpartition("# fault: ")[2] for i in range(node.lineno, node.end_lineno + 1) if "# fault: " in SOURCE[i - 1]
+    }
     assert len(found) == 1
     return next(iter(found.items()))
 
@@ -69,5 +71,7 @@ def test_a_result_of_another_structure_is_a_fault():
 
 
 def test_a_returned_number_is_a_fault():
-    (fault,) = check_capturable(lambda x, ids: (x + 1, planted.COUNT.__setitem__(0, planted.COUNT[0] + 1) or planted.COUNT[0]), *inputs())
+    (fault,) = check_capturable(
+        lambda x, ids: (x + 1, planted.COUNT.__setitem__(0, planted.COUNT[0] + 1) or planted.COUNT[0]), *inputs()
+    )
     assert fault.kind == "baked value" and "in every replay" in fault.message

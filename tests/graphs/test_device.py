@@ -17,7 +17,17 @@ class Cuda:
 
     def __init__(self, monkeypatch):
         self.calls, self.stream_now = [], "main"
-        for name in ("synchronize", "set_stream", "current_stream", "stream", "graph", "graph_pool_handle", "memory_snapshot", "Stream", "CUDAGraph"):
+        for name in (
+            "synchronize",
+            "set_stream",
+            "current_stream",
+            "stream",
+            "graph",
+            "graph_pool_handle",
+            "memory_snapshot",
+            "Stream",
+            "CUDAGraph",
+        ):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
 
     def synchronize(self):

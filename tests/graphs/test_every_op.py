@@ -70,7 +70,9 @@ def test_nothing_to_complain_of(case):
 def test_graphs_give_the_same_bits(case):
     params, first = case.make(torch.float32)
     _, second = case.make(torch.float32, seed=1)
-    second = tree_map(lambda a, b: b if isinstance(a, torch.Tensor) and a.is_floating_point() and a.shape == b.shape else a, first, second)
+    second = tree_map(
+        lambda a, b: b if isinstance(a, torch.Tensor) and a.is_floating_point() and a.shape == b.shape else a, first, second
+    )
     xs, want = [first, second], []
     for i, x in enumerate(xs):
         y, residuals = case.op.fwd(params, x, case.cfg)

@@ -105,14 +105,18 @@ def test_a_leaf_that_moved_raises(policy, device):
     captured = graphed(lambda state, x: state + x, state, x, inputs={"0": policy})
     state.mul_(2)
     assert torch.equal(captured(state, x + 1), state + x + 1)
-    with pytest.raises(ValueError, match=rf"input 0 must be the very memory that was captured \({policy}\), got a tensor elsewhere"):
+    with pytest.raises(
+        ValueError, match=rf"input 0 must be the very memory that was captured \({policy}\), got a tensor elsewhere"
+    ):
         captured(state.clone(), x)
 
 
 def test_only_what_is_donated_is_written_to():
     x = torch.ones(3)
     for policy in ("copy", "pinned"):
-        with pytest.raises(CaptureError, match=f"input 0 must not be written to unless it is donated, got an input of policy '{policy}'"):
+        with pytest.raises(
+            CaptureError, match=f"input 0 must not be written to unless it is donated, got an input of policy '{policy}'"
+        ):
             graphed(lambda x: x.add_(1), x, inputs=policy)
 
 

@@ -21,7 +21,9 @@ def add(a, b):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("make", [one_f_one_b, zb_h1, zb_h2, lambda p, m: delay_w(one_f_one_b(p, m), p + 1)], ids=["1f1b", "zb_h1", "zb_h2", "delayed"])
+@pytest.mark.parametrize(
+    "make", [one_f_one_b, zb_h1, zb_h2, lambda p, m: delay_w(one_f_one_b(p, m), p + 1)], ids=["1f1b", "zb_h1", "zb_h2", "delayed"]
+)
 def test_the_orders_of_schedules(make, ranks, device):
     """What the first rank of a schedule does, with as many slots as it has microbatches in flight: of 1F1B and ZB-H1, one to four."""
     params, _ = init(device)
@@ -84,7 +86,9 @@ def test_every_wrong_order_raises():
     with pytest.raises(GraphOrderError, match="must be given residuals, got pending of slot 0"):
         graph.bwd(pending, dy)
     graph.fwd(params, x)
-    with pytest.raises(GraphOrderError, match=r"graphed linear_fwd: a slot must be free, got 2 in flight \(0: pending, 1: residuals\)"):
+    with pytest.raises(
+        GraphOrderError, match=r"graphed linear_fwd: a slot must be free, got 2 in flight \(0: pending, 1: residuals\)"
+    ):
         graph.fwd(params, x)
     graph.wgrad(pending)
     with pytest.raises(GraphOrderError, match="pending of slot 0 must be unused"):
@@ -97,7 +101,9 @@ def test_every_wrong_order_raises():
     other, *_ = small()
     with pytest.raises(GraphOrderError, match="residuals must be of this graph, got those of another"):
         other.dgrad(residuals, dy)
-    with pytest.raises(TypeError, match="graphed linear_dgrad: residuals must be what this graph's fwd or dgrad returned, got float32"):
+    with pytest.raises(
+        TypeError, match="graphed linear_dgrad: residuals must be what this graph's fwd or dgrad returned, got float32"
+    ):
         graph.dgrad(y, dy)
     graph.reset()
     with pytest.raises(GraphOrderError, match=r"must not be called after reset\(\)"):
@@ -126,7 +132,9 @@ def test_what_is_written_to_in_flight_is_noticed():
     graph, params, x, dy = small(1, outputs="borrow")
     y, residuals = graph.fwd(params, x)
     y.add_(1)
-    with pytest.raises(BorrowedError, match="residuals of slot 0 must be as the forward left them, got a buffer that was written to"):
+    with pytest.raises(
+        BorrowedError, match="residuals of slot 0 must be as the forward left them, got a buffer that was written to"
+    ):
         graph.dgrad(residuals, dy)
     graph, params, x, dy = small(1)
     _, residuals = graph.fwd(params, x)

@@ -26,7 +26,9 @@ def two_ranks(mode, tmp_path, codes=(0, 0)):
     for rank in range(2):
         with open(tmp_path / f"out{rank}", "w") as out:
             command = [sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank), str(tmp_path / "store")]
-            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL if mode == "raise" else subprocess.STDOUT))
+            running.append(
+                subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL if mode == "raise" else subprocess.STDOUT)
+            )
     try:
         found = tuple(process.wait(timeout=120) for process in running)
     finally:
@@ -44,7 +46,10 @@ def test_two_ranks_are_one_process(mode, tmp_path):
     """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches: gradients
     within 1e-12, and 20 steps of AdamW on the same curve."""
     for lines in two_ranks(mode, tmp_path):
-        assert len(lines) == {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "reduce": 3, "modules": 12}[mode]
+        assert (
+            len(lines)
+            == {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "reduce": 3, "modules": 12}[mode]
+        )
         for line in lines:
             assert float(line.split()[-1]) < 1e-12, line
 
@@ -133,7 +138,9 @@ def test_what_does_not_fit_is_named(alone, monkeypatch):
     with pytest.raises(ValueError, match="Pipeline.step: dys must be a list of 3, one a microbatch, got 1"):
         pipeline.step(params, xs, [None])
     assert math.isfinite(float(pipeline.step(params, xs).ys[0])), "what is refused before it begins leaves the pipeline whole"
-    with pytest.raises(ValueError, match=r"Pipeline.step: y of stage 0 must be float32\[3, 5, 8\], as for the example x, got float64\[3, 5, 8\]"):
+    with pytest.raises(
+        ValueError, match=r"Pipeline.step: y of stage 0 must be float32\[3, 5, 8\], as for the example x, got float64\[3, 5, 8\]"
+    ):
         pipeline.step(cast(params, torch.float64), xs)
     with pytest.raises(RuntimeError, match="must not be used after a step that failed"):
         pipeline.step(params, xs)

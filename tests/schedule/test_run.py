@@ -106,7 +106,9 @@ def test_done_is_told_once_a_stage_and_when_it_is():
     cfg = decoder(4)
     params, xs = setup(cfg)
     seen = {}
-    ran = run(zb_v(2, M), params, xs, cfg, done=lambda stage, dparams: seen.setdefault(stage, tree_map_tensors(torch.clone, dparams)))
+    ran = run(
+        zb_v(2, M), params, xs, cfg, done=lambda stage, dparams: seen.setdefault(stage, tree_map_tensors(torch.clone, dparams))
+    )
     assert sorted(seen) == [0, 1, 2, 3]
     for stage, dparams in seen.items():
         assert_close(dparams, ran.dparams[f"s{stage}"], dtype=torch.float64)

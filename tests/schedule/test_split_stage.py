@@ -16,7 +16,9 @@ DIM, M = 8, 8
 
 def stages_of_modules(count=4):
     torch.manual_seed(1)
-    return torch.nn.Sequential(*[torch.nn.Sequential(fnn.Linear(DIM, DIM), torch.nn.Tanh(), fnn.Linear(DIM, DIM)) for _ in range(count)]).double()
+    return torch.nn.Sequential(
+        *[torch.nn.Sequential(fnn.Linear(DIM, DIM), torch.nn.Tanh(), fnn.Linear(DIM, DIM)) for _ in range(count)]
+    ).double()
 
 
 def square_error(y, target):
@@ -68,7 +70,9 @@ def test_a_store_open_in_the_dry_run_spoils_the_first_batch(alone, static):
         counts.append(len(own))
         return own.run
 
-    stages = [PipelineStage(m, i, 2, "cpu", *((ex[i], ex[i + 1]) if static else ()), dw_builder=builder) for i, m in enumerate(modules)]
+    stages = [
+        PipelineStage(m, i, 2, "cpu", *((ex[i], ex[i + 1]) if static else ()), dw_builder=builder) for i, m in enumerate(modules)
+    ]
     with store:
         ScheduleZBVZeroBubble(stages, M, loss_fn=square_error).step(x, target=target)
     grads = [p.grad for p in modules.parameters()]

@@ -44,7 +44,9 @@ class Borrowed(Tensor):
 def _check(t: Any) -> None:
     generation, at, path = t.__dict__["_of"]
     if generation.now != at:
-        raise BorrowedError(f"output {path} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'")
+        raise BorrowedError(
+            f"output {path} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'"
+        )
 
 
 def _plain(value: Any) -> Any:

@@ -44,7 +44,13 @@ class GraphCache:
         self, fn: Callable[..., Any], *, sizes: Sequence[int], size_of: Callable[..., int], pad: Callable[[tuple[Any, ...], int], tuple[Any, ...]],
         cut: Callable[[Any, int], Any], capacity: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        require(len(sizes) > 0 and all(isinstance(s, int) and s > 0 for s in sizes), "GraphCache", "sizes", "positive numbers", list(sizes))
+        require(
+            len(sizes) > 0 and all(isinstance(s, int) and s > 0 for s in sizes),
+            "GraphCache",
+            "sizes",
+            "positive numbers",
+            list(sizes),
+        )
         require(capacity is None or capacity >= 1, "GraphCache", "capacity", "at least 1", capacity)
         if options.get("outputs") == "borrow":
             fail("GraphCache", "outputs", "'clone': graphs of one pool write over each other's buffers", "'borrow'")

@@ -34,7 +34,9 @@ class _Slot:
 class _Callable:
     """One captured callable: its slots, its params, and how it is called."""
 
-    def __init__(self, where: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], clone_param_grads: bool, outputs: str) -> None:
+    def __init__(
+        self, where: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], clone_param_grads: bool, outputs: str
+    ) -> None:
         self.where, self.fn, self.clone, self.outputs = where, fn, clone_param_grads, outputs
         self.args, self.kwargs = args, kwargs
         self.structure = structure((args, kwargs))
@@ -55,7 +57,9 @@ class _Callable:
             self.order.take(self.number)
         slot = next((one for one in self.slots if not one.busy), None)
         if slot is None:
-            raise GraphOrderError(f"{self.where}: a slot must be free, got {len(self.slots)} calls whose backward has not run: capture with an order")
+            raise GraphOrderError(
+                f"{self.where}: a slot must be free, got {len(self.slots)} calls whose backward has not run: capture with an order"
+            )
         found = _Graphed.apply(self, slot, *given, *self.params)
         return with_leaves(slot.outputs, _fill(leaves(slot.outputs), found))
 
@@ -67,7 +71,12 @@ class _Callable:
         for leaf, value in zip(self.slots[0].inputs, values, strict=True):
             leaf.check(self.where, value)
             if isinstance(value, Tensor) and value.requires_grad != leaf.static.requires_grad and torch.is_grad_enabled():
-                fail(self.where, f"input {leaf.path}", f"a tensor with requires_grad={leaf.static.requires_grad}", value.requires_grad)
+                fail(
+                    self.where,
+                    f"input {leaf.path}",
+                    f"a tensor with requires_grad={leaf.static.requires_grad}",
+                    value.requires_grad,
+                )
         for p, address in zip(self.params, self.addresses, strict=True):
             if p.data_ptr() != address:
                 fail(self.where, "a parameter", "where it was when it was captured", f"{describe(p)} elsewhere")
@@ -78,7 +87,9 @@ class _Callable:
         while self.waiting:
             slot, versions = self.waiting.pop(0)
             if versions != [p._version for p in self.params]:
-                raise StaleResidualError(f"{self.where}: parameters must be as the backward left them: backward_dw() before the optimiser")
+                raise StaleResidualError(
+                    f"{self.where}: parameters must be as the backward left them: backward_dw() before the optimiser"
+                )
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
                 accumulate(p, gradient.clone())
@@ -132,7 +143,9 @@ class _Graphed(torch.autograd.Function):
         if ctx.token.done:
             raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
         if ctx.versions != [p._version for p in of.params]:
-            raise StaleResidualError(f"{of.where}: parameters must be as the forward left them, got some that were written to since")
+            raise StaleResidualError(
+                f"{of.where}: parameters must be as the forward left them, got some that were written to since"
+            )
         if of.order is not None:
             of.order.take(-of.number)
         wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
@@ -189,9 +202,14 @@ def make_graphed_callables(
     kwargs: Any = ({},) * len(fns) if sample_kwargs is None else (sample_kwargs,) if one else sample_kwargs
     if not len(fns) == len(samples) == len(kwargs):
         fail(where, "sample_args", f"{len(fns)} tuples, one a callable", f"{len(samples)}, and {len(kwargs)} of sample_kwargs")
-    made = [_checked(f"{where}, callable {i}", *of, clone_param_grads, outputs) for i, of in enumerate(zip(fns, samples, kwargs, strict=True))]
+    made = [
+        _checked(f"{where}, callable {i}", *of, clone_param_grads, outputs)
+        for i, of in enumerate(zip(fns, samples, kwargs, strict=True))
+    ]
     counts = _in_flight(where, order, len(fns))
-    capturer = Capturer(where, (samples, kwargs, [c.params for c in made]), pool, Options(stream, capture_error_mode), num_warmup_iters)
+    capturer = Capturer(
+        where, (samples, kwargs, [c.params for c in made]), pool, Options(stream, capture_error_mode), num_warmup_iters
+    )
     for c, count in zip(made, counts, strict=True):
         buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
         try:
@@ -212,7 +230,12 @@ def _checked(where: str, fn: Any, args: Any, kwargs: Any, clone_param_grads: boo
     if not isinstance(args, tuple):
         fail(where, "sample_args", "a tuple", describe(args), TypeError)
     if isinstance(fn, nn.Module):
-        hooks = [name for name in ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks") for m in fn.modules() if getattr(m, name)]
+        hooks = [
+            name
+            for name in ("_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks")
+            for m in fn.modules()
+            if getattr(m, name)
+        ]
         require(not hooks, where, "module", "without hooks (register them afterwards)", ", ".join(sorted(set(hooks))))
         trained = [name for name, b in fn.named_buffers() if b.requires_grad]
         require(not trained, where, "module", "without buffers that require grad", ", ".join(trained))
@@ -275,10 +298,14 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
         found: Any = ()
         slot.held = outs
         if outs and differentiable:
-            slot.graphs["bwd"], (found, store) = capturer.capture(lambda: backward(outs, slot.dys), lambda result: tensors(list(result[0])))
+            slot.graphs["bwd"], (found, store) = capturer.capture(
+                lambda: backward(outs, slot.dys), lambda result: tensors(list(result[0]))
+            )
             if delayed:
                 with torch.no_grad():
-                    slot.graphs["wgrad"], slot.weights = capturer.capture(lambda: _weights(store), lambda pairs: [g for _, g in pairs])
+                    slot.graphs["wgrad"], slot.weights = capturer.capture(
+                        lambda: _weights(store), lambda pairs: [g for _, g in pairs]
+                    )
                 slot.held = outs, [one.pending for one in store.waiting]
                 store.discard()
     by_id = {id(t): g for t, g in zip(differentiable, found, strict=True)} if found else {}

@@ -72,11 +72,21 @@ class _Calls(TorchFunctionMode):
 
     def _fault(self, name: str, args: Any, kwargs: Any) -> tuple[str, str] | None:
         if name in _TO_PYTHON:
-            return SYNC, f"{name} of a tensor waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)"
-        if name in _TO_HOST or (name == "to" and any(value == "cpu" for value in (*args[1:], *kwargs.values()) if isinstance(value, str))):
+            return (
+                SYNC,
+                f"{name} of a tensor waits for the device to read a value: keep it a tensor (torch.where, lerp, a 0-d scale)",
+            )
+        if name in _TO_HOST or (
+            name == "to" and any(value == "cpu" for value in (*args[1:], *kwargs.values()) if isinstance(value, str))
+        ):
             return SYNC, f"{name}() takes a tensor from the device to the host"
-        if name in _FROM_HOST or (name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))):
-            return COPY, f"{name}() takes values from the host to the device: make them there (torch.full, arange), or give them to the function"
+        if name in _FROM_HOST or (
+            name == "to" and any(isinstance(v, str) and v.startswith("cuda") for v in (*args[1:], *kwargs.values()))
+        ):
+            return (
+                COPY,
+                f"{name}() takes values from the host to the device: make them there (torch.full, arange), or give them to the function",
+            )
         return None
 
 
@@ -94,8 +104,18 @@ class _Profile:
         sys.setprofile(self.before)
 
     def _seen(self, frame: Any, event: str, arg: Any) -> None:
-        if event == "c_call" and getattr(arg, "__name__", "") in _FROM_HOST_UNSEEN and str(getattr(arg, "__module__", "") or "torch").startswith("torch"):
-            self.faults.append(Fault(COPY, user_line(), f"{arg.__name__}() takes values from the host: make them on the device, or give them to the function"))
+        if (
+            event == "c_call"
+            and getattr(arg, "__name__", "") in _FROM_HOST_UNSEEN
+            and str(getattr(arg, "__module__", "") or "torch").startswith("torch")
+        ):
+            self.faults.append(
+                Fault(
+                    COPY,
+                    user_line(),
+                    f"{arg.__name__}() takes values from the host: make them on the device, or give them to the function",
+                )
+            )
         elif event == "call" and frame.f_code.co_name in _UNSEEN and frame.f_globals.get("__name__", "").startswith("torch."):
             kind, message = _UNSEEN[frame.f_code.co_name]
             self.faults.append(Fault(kind, user_line(), message))
@@ -153,7 +173,9 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
     other = poisoned(trees)
     second, error = _watched(fn, clones(other), [])
     if error is not None:
-        return _once([*faults, Fault(BAKED, _line_of(error), f"raises for other values: {type(error).__name__}: {_first_line(error)}")])
+        return _once(
+            [*faults, Fault(BAKED, _line_of(error), f"raises for other values: {type(error).__name__}: {_first_line(error)}")]
+        )
     faults += _differences(first, second)
     if not faults:
         faults += _replayed(fn, trees, other)
@@ -172,7 +194,11 @@ def _watched(fn: Callable[..., Any], trees: Any, faults: list[Fault]) -> tuple[l
     if operators.outliving(returned):
         gc.collect()  # a cycle is no reference that stays
     for where in operators.outliving(returned):
-        faults.append(Fault(ESCAPE, where, "a tensor made here outlives the call: its memory is the graph's, and is used for others. Return it"))
+        faults.append(
+            Fault(
+                ESCAPE, where, "a tensor made here outlives the call: its memory is the graph's, and is used for others. Return it"
+            )
+        )
     return operators.steps, None
 
 
@@ -181,13 +207,30 @@ def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
     found: list[Fault] = []
     for a, b in zip(first, second, strict=False):
         if a.name != b.name:
-            return [*found, Fault(BAKED, b.where, f"another run does {b.name} where this one did {a.name}: what is done depends on values, or on state outside")]
+            return [
+                *found,
+                Fault(
+                    BAKED,
+                    b.where,
+                    f"another run does {b.name} where this one did {a.name}: what is done depends on values, or on state outside",
+                ),
+            ]
         if a.constants != b.constants:
-            found.append(Fault(BAKED, a.where, f"a value that changes from run to run is a constant of {a.name}: make it a tensor, and an input"))
+            found.append(
+                Fault(
+                    BAKED,
+                    a.where,
+                    f"a value that changes from run to run is a constant of {a.name}: make it a tensor, and an input",
+                )
+            )
     if len(first) != len(second):
         longer = max(first, second, key=len)
         extra = longer[min(len(first), len(second))]
-        found.append(Fault(BAKED, extra.where, f"only one of two runs does {extra.name}: what is done depends on values, or on state outside"))
+        found.append(
+            Fault(
+                BAKED, extra.where, f"only one of two runs does {extra.name}: what is done depends on values, or on state outside"
+            )
+        )
     return found
 
 
@@ -206,11 +249,23 @@ def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
         want = fn(*given)
     replayed, wanted = paths({"inputs": statics, "result": result}), paths({"inputs": given, "result": want})
     if list(replayed) != list(wanted):
-        return [Fault(BAKED, user_line(), f"the result has other leaves for other values: {', '.join(wanted)} instead of {', '.join(replayed)}")]
+        return [
+            Fault(
+                BAKED,
+                user_line(),
+                f"the result has other leaves for other values: {', '.join(wanted)} instead of {', '.join(replayed)}",
+            )
+        ]
     for path, t in wanted.items():
         got = replayed[path]
         if isinstance(t, Tensor) and not _same(got, t):
-            return [Fault(BAKED, recording.calls[-1].where if recording.calls else user_line(), f"a replay gives another {path} than the function: some of it was computed outside of torch")]
+            return [
+                Fault(
+                    BAKED,
+                    recording.calls[-1].where if recording.calls else user_line(),
+                    f"a replay gives another {path} than the function: some of it was computed outside of torch",
+                )
+            ]
         if not isinstance(t, Tensor) and type(t) in (int, float, bool) and got != t:
             return [Fault(BAKED, user_line(), f"{path} is {got} in every replay, and {t} without: return a tensor")]
     return []

@@ -16,7 +16,14 @@ import funcops
 _OWN = tuple(str(Path(package.__file__ or "").parent) for package in (torch, funcops)) + ("<",)
 _STDLIB = sysconfig.get_path("stdlib")
 
-SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE = "host sync", "dynamic shape", "host copy", "generator", "baked value", "escaping allocation"
+SYNC, DYNAMIC, COPY, RANDOM, BAKED, ESCAPE = (
+    "host sync",
+    "dynamic shape",
+    "host copy",
+    "generator",
+    "baked value",
+    "escaping allocation",
+)
 
 
 class Line(NamedTuple):
@@ -124,4 +131,6 @@ def _copy(name: str, func: Any, args: Any, kwargs: Any) -> tuple[str, str] | Non
 
 
 def _short(name: str) -> str:
-    return {"aten::_local_scalar_dense": "item(), bool(), int() or float() of a tensor", "aten::equal": "torch.equal"}.get(name, name.partition("::")[2])
+    return {"aten::_local_scalar_dense": "item(), bool(), int() or float() of a tensor", "aten::equal": "torch.equal"}.get(
+        name, name.partition("::")[2]
+    )

@@ -123,7 +123,13 @@ def graphed(
 
 
 def _capture(
-    fn: Callable[..., Any], examples: tuple[Any, ...], policies: str | Mapping[str, str], policy: str, debug: bool, capturer: Capturer, warm: bool
+    fn: Callable[..., Any],
+    examples: tuple[Any, ...],
+    policies: str | Mapping[str, str],
+    policy: str,
+    debug: bool,
+    capturer: Capturer,
+    warm: bool,
 ) -> _Slot:
     inputs = Inputs("graphed", examples, policies)
     before = Snapshot(inputs.donated)

@@ -71,7 +71,9 @@ class GraphedOp:
         index = next((i for i, slot in enumerate(self._slots) if slot.state == FREE), None)
         if index is None:
             held = ", ".join(f"{i}: {slot.state}" for i, slot in enumerate(self._slots))
-            raise GraphOrderError(f"graphed {self.op.name}_fwd: a slot must be free, got {len(self._slots)} in flight ({held or 'none, after reset()'})")
+            raise GraphOrderError(
+                f"graphed {self.op.name}_fwd: a slot must be free, got {len(self._slots)} in flight ({held or 'none, after reset()'})"
+            )
         slot = self._slots[index]
         given = slot.inputs.take((params, x))
         slot.graphs["fwd"].replay()
@@ -125,7 +127,9 @@ class GraphedOp:
         if slot.versions[0] != params:
             raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
         if slot.versions[1] != buffers:
-            raise BorrowedError(f"{where}: {kind} of slot {kept.slot} must be as the forward left them, got a buffer that was written to")
+            raise BorrowedError(
+                f"{where}: {kind} of slot {kept.slot} must be as the forward left them, got a buffer that was written to"
+            )
         return slot
 
     def report(self) -> Report:
@@ -223,7 +227,9 @@ def graphed_op(
     return GraphedOp(op, cfg, capturer, made, into)
 
 
-def _capture(op: Op, cfg: Any, slot: _Slot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool) -> tuple[Any, Any, Any]:
+def _capture(
+    op: Op, cfg: Any, slot: _Slot, dy: Any, needs: Needs, into: Any, capturer: Capturer, warm: bool
+) -> tuple[Any, Any, Any]:
     """All graphs of a slot; returns y, dx, and the dx of bwd. The gradients' buffers are made once the shape of y is known."""
 
     def forward() -> Any:

@@ -54,7 +54,11 @@ class Lent(NamedTuple):
         if self.storage.expired():
             return None
         found: Any = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)  # type: ignore[attr-defined]
-        return None if found is None else torch.empty(0, dtype=self.dtype, device=found.device).set_(found, self.offset, self.size, self.stride)
+        return (
+            None
+            if found is None
+            else torch.empty(0, dtype=self.dtype, device=found.device).set_(found, self.offset, self.size, self.stride)
+        )
 
 
 class Call(NamedTuple):
@@ -155,7 +159,9 @@ class _Recorder(TorchDispatchMode):
         if found is not None:
             raise CaptureError(f"{user_line()}: {found[0]}: {found[1]}")
         if draws(func, args, kwargs) and kwargs.get("generator") is not None:
-            raise CaptureError(f"{user_line()}: generator: a generator of one's own is not registered with the graph: use a key (funcops.random)")
+            raise CaptureError(
+                f"{user_line()}: generator: a generator of one's own is not registered with the graph: use a key (funcops.random)"
+            )
         out = func(*args, **kwargs)
         given = {id(t) for t in flat_tensors([args, kwargs])}
         taken_args, taken_kwargs = self._take(args), self._take(kwargs)
@@ -234,7 +240,9 @@ def _resolve(value: Any, values: dict[int, Tensor]) -> Any:
     if type(value) is Lent:
         found = value.get()
         if found is None:
-            raise BorrowedError("a graph reads memory that was given back to its pool after capture, and may be another's by now: hold what was captured")
+            raise BorrowedError(
+                "a graph reads memory that was given back to its pool after capture, and may be another's by now: hold what was captured"
+            )
         return found
     if isinstance(value, (list, tuple)):
         return type(value)(_resolve(v, values) for v in value)

@@ -94,7 +94,9 @@ class Inputs:
         """Raises `CaptureError` where the function wrote to an input that was not donated."""
         for leaf, before, now in zip(self.leaves, self._versions, self.versions(), strict=True):
             if before != now and leaf.policy != "donated":
-                raise CaptureError(f"{self.where}: input {leaf.path} must not be written to unless it is donated, got an input of policy {leaf.policy!r}")
+                raise CaptureError(
+                    f"{self.where}: input {leaf.path} must not be written to unless it is donated, got an input of policy {leaf.policy!r}"
+                )
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,13 @@ from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 
-GATES = {"SiLUActivation": "swiglu", "SiLU": "swiglu", "GELUActivation": "geglu", "GELU": "geglu", "NewGELUActivation": "geglu_tanh"}
+GATES = {
+    "SiLUActivation": "swiglu",
+    "SiLU": "swiglu",
+    "GELUActivation": "geglu",
+    "GELU": "geglu",
+    "NewGELUActivation": "geglu_tanh",
+}
 KINDS = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
 
 

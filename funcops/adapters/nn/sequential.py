@@ -74,7 +74,12 @@ class Sequential(Prepared, nn.Sequential):
         """The groups, made anew when a module, its config or its hooks have changed."""
         now = [m.cfg if _joins(m) else m for m in self._modules.values()]
         cached = self.__dict__.get("_cached")
-        if cached is None or len(cached[0]) != len(now) or any([a is not b for a, b in zip(cached[0], now, strict=True)]) or cached[2] != [*self._modules.values()]:
+        if (
+            cached is None
+            or len(cached[0]) != len(now)
+            or any([a is not b for a, b in zip(cached[0], now, strict=True)])
+            or cached[2] != [*self._modules.values()]
+        ):
             cached = self.__dict__["_cached"] = now, _grouped(dict(self._modules)), [*self._modules.values()]
         return cached[1]  # type: ignore[no-any-return]
 

@@ -12,7 +12,14 @@ from funcops.adapters.pipelining.runtime import check_version
 
 
 def split_stage(
-    module: Any, stage_index: int, num_stages: int, device: Any = "cpu", input_args: Any = None, output_args: Any = None, *, group: Any = None
+    module: Any,
+    stage_index: int,
+    num_stages: int,
+    device: Any = "cpu",
+    input_args: Any = None,
+    output_args: Any = None,
+    *,
+    group: Any = None,
 ) -> Any:
     """A `torch.distributed.pipelining.PipelineStage` for any of torch's schedules. Its backward computes input gradients and leaves weight
     gradients in a store; torch's `dw_builder` takes them out after each, to be run at that microbatch's W (or at once, in a B).

@@ -53,7 +53,12 @@ class Pipeline:
         check_staged("Pipeline", cfg, schedule.stages)
         check_ties("Pipeline", cfg, schedule.rank_of)
         if dist.get_world_size(group) != len(schedule.ranks):
-            fail("Pipeline", "group", f"of {len(schedule.ranks)} processes, one a rank of {schedule.name}", dist.get_world_size(group))
+            fail(
+                "Pipeline",
+                "group",
+                f"of {len(schedule.ranks)} processes, one a rank of {schedule.name}",
+                dist.get_world_size(group),
+            )
         self.schedule, self.cfg, self.needs, self.group, self.device = schedule, cfg, needs, group, torch.device(device)
         self.boundaries = _boundaries(cfg, x, dtype or torch.get_default_dtype())
         self.runtime = Runtime(schedule, [tuple(leaves(b)) for b in self.boundaries], self.device, group)
@@ -71,7 +76,9 @@ class Pipeline:
         or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a wait for the device.
         """
         if self._failed:
-            raise RuntimeError("Pipeline: must not be used after a step that failed: its messages may still be on their way. Make a new one")
+            raise RuntimeError(
+                "Pipeline: must not be used after a step that failed: its messages may still be on their way. Make a new one"
+            )
         for name in self.names:
             for what, tree in (("params", params), ("into", into)):
                 if tree is not None and name not in tree:
@@ -108,7 +115,9 @@ class Pipeline:
 class _Work:
     """A step on this rank: its stages, and the runtime's values as trees."""
 
-    def __init__(self, of: Pipeline, params: Any, mains: list[Any], extras: list[dict[str, Any]], dys: Any, into: Any, done: Done | None) -> None:
+    def __init__(
+        self, of: Pipeline, params: Any, mains: list[Any], extras: list[dict[str, Any]], dys: Any, into: Any, done: Done | None
+    ) -> None:
         self.of, self.mains, self.extras, self.dys = of, mains, extras, dys
         self.last, self.count = of.schedule.stages - 1, len(mains)
         own = {name: params[name] for name in of.names}

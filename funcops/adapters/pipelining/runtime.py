@@ -49,10 +49,17 @@ class Runtime:
         last, rank = schedule.stages - 1, dist.get_rank(group)
         self._stages = {}
         for index in sorted(stage for stage, owner in schedule.rank_of.items() if owner == rank):
-            given, gives = (tuple(t.detach().to("meta").requires_grad_(t.is_floating_point()) for t in boundaries[i]) for i in (index, index + 1))
+            given, gives = (
+                tuple(t.detach().to("meta").requires_grad_(t.is_floating_point()) for t in boundaries[i])
+                for i in (index, index + 1)
+            )
             self._stages[index] = PipelineStage(torch.nn.Module(), index, last + 1, device, given, gives, group=group)
         self._runtime = schedules._PipelineScheduleRuntime(
-            list(self._stages.values()), schedule.microbatches, loss_fn=_no_loss, scale_grads=False, backward_requires_autograd=False
+            list(self._stages.values()),
+            schedule.microbatches,
+            loss_fn=_no_loss,
+            scale_grads=False,
+            backward_requires_autograd=False,
         )
         parse = schedules._Action.from_str
         actions = {r: [parse(cell) for cell in line.split(",")] for r, line in enumerate(schedule.to_csv().splitlines())}

@@ -12,9 +12,7 @@ from funcops.kernels.triton.norm import Norm, gradients, normalise, parts_like
 
 
 @declared.add_rms_norm_fwd.triton
-def add_rms_norm_fwd(
-    x: Tensor, residual: Tensor, w: Tensor, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def add_rms_norm_fwd(x: Tensor, residual: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     y, _, rstd, stream = normalise(x, w, None, Norm(1.0 / x.shape[-1], False, centred, eps), residual)
     assert stream is not None
     return y, stream, rstd

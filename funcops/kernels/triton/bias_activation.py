@@ -72,9 +72,7 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
 
 
 @declared.bias_activation_bwd.triton
-def bias_activation_bwd(
-    dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool
-) -> tuple[Tensor, Optional[Tensor]]:
+def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     x, rows, width = flat_rows(x)
     dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
     if not rows:
@@ -88,9 +86,7 @@ def bias_activation_bwd(
 
 
 @declared.bias_activation_bwd.fake
-def _bias_activation_bwd_fake(
-    dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool
-) -> tuple[Tensor, Optional[Tensor]]:
+def _bias_activation_bwd_fake(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
     return torch.empty_like(x), _room(x) if db else None
 
 

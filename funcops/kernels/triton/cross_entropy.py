@@ -71,9 +71,7 @@ _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
 @declared.cross_entropy_fwd.triton
-def cross_entropy_fwd(
-    logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
     logits, labels = logits.contiguous(), labels.contiguous()
     rows, vocab = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)

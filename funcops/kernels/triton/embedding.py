@@ -19,9 +19,7 @@ BLOCK, RUN = 1024, 32
 
 
 @triton.jit
-def _sum_runs(
-    dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_runs(dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr):
     """parts [tokens / RUN, 2, D]: of the id that comes from before this program's tokens, and of the one that goes on after."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,9 +45,7 @@ def _sum_runs(
 
 
 @triton.jit
-def _sum_parts(
-    ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr
-):
+def _sum_parts(ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr):
     """For every chunk whose last id began in it and goes on after it."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -47,9 +47,7 @@ def epilogue(
 
 
 @triton.jit
-def _row_sum(
-    a_ptr, sums_ptr, m, M, first, last, a_m, a_k, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
-):
+def _row_sum(a_ptr, sums_ptr, m, M, first, last, a_m, a_k, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
     """sums[m] (+)= sum over k in [first, last) of A: the bias gradient, where A is dy^T. What it reads is still in the cache."""
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_M], tl.float32)

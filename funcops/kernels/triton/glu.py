@@ -106,7 +106,14 @@ def _fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool, *constants
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, constants: Any, dx: bool, dscales: bool,
+    dy: Tensor,
+    x: Tensor,
+    scales: Optional[Tensor],
+    kind: str,
+    first: bool,
+    constants: Any,
+    dx: bool,
+    dscales: bool,
     again: bool = False,
 ) -> tuple[Optional[Tensor], Optional[Tensor]]:
     x, rows, width = flat_rows(x)
@@ -167,9 +174,7 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
 
 
 @declared.clamped_swiglu_fwd.triton
-def clamped_swiglu_fwd(
-    x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float
-) -> Tensor:
+def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
     return _fwd(x, scales, "clamped_swiglu", first, limit, alpha, offset)
 
 

@@ -51,7 +51,5 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
 
 
 @declared.linear_bwd.triton
-def linear_bwd(
-    dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool
-) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+def linear_bwd(dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     return linear_dgrad(dy, w), *linear_wgrad(dy, x, bias)

@@ -122,9 +122,7 @@ def _rms_norm_bwd_fake(
 
 
 @declared.layer_norm_fwd.triton
-def layer_norm_fwd(
-    x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     y, mean, rstd, _ = normalise(x, w, b, Norm(1.0 / x.shape[-1], True, centred, eps))
     assert mean is not None
     return y, mean, rstd

@@ -50,9 +50,7 @@ def _move(
 _launch_move = launcher(_move)
 
 
-def _run(
-    joint: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Optional[Tensor], interleaved: bool, back: bool
-) -> None:
+def _run(joint: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Optional[Tensor], interleaved: bool, back: bool) -> None:
     (heads, dim), kv_heads = q.shape[-2:], k.shape[-2]
     if not joint.numel():
         return

@@ -43,17 +43,11 @@ def _fwd(
     columns = second + tl.cdiv(N2, BLOCK_N)
     tile_m, tile_n = tile_of(tl.program_id(0), M, columns * BLOCK_N, BLOCK_M, BLOCK_N, GROUP)
     if tile_n < first:
-        _output_tile(
-            x_ptr, w0_ptr, b0_ptr, y0_ptr, tile_m, tile_n, M, N0, K, BIAS0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        _output_tile(x_ptr, w0_ptr, b0_ptr, y0_ptr, tile_m, tile_n, M, N0, K, BIAS0, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     elif tile_n < second:
-        _output_tile(
-            x_ptr, w1_ptr, b1_ptr, y1_ptr, tile_m, tile_n - first, M, N1, K, BIAS1, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        _output_tile(x_ptr, w1_ptr, b1_ptr, y1_ptr, tile_m, tile_n - first, M, N1, K, BIAS1, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
     elif THIRD:
-        _output_tile(
-            x_ptr, w2_ptr, b2_ptr, y2_ptr, tile_m, tile_n - second, M, N2, K, BIAS2, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        _output_tile(x_ptr, w2_ptr, b2_ptr, y2_ptr, tile_m, tile_n - second, M, N2, K, BIAS2, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K)
 
 
 @triton.jit
@@ -104,9 +98,7 @@ def sibling_linear_fwd(
 
 
 @declared.sibling_linear_dgrad.triton
-def sibling_linear_dgrad(
-    dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Tensor, w1: Tensor, w2: Optional[Tensor]
-) -> Tensor:
+def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Tensor, w1: Tensor, w2: Optional[Tensor]) -> Tensor:
     m, n = dy0.numel() // w0.shape[0], w0.shape[1]
     if _left_to_library(dy0, m, (n,)):
         return declared.sibling_linear_dgrad.kernel.torch_impl(dy0, dy1, dy2, w0, w1, w2)  # type: ignore[no-any-return]
