@@ -6,9 +6,18 @@
 What a forward keeps for its backward is a tree like any other.
 """
 
+from types import ModuleType as _ModuleType
+
+from funcops import checkpoint as checkpoint
 from funcops import fused as fused
-from funcops.adapters import graphs as graphs
-from funcops.adapters import nn as nn
+from funcops import graphs as graphs
+from funcops import nn as nn
+from funcops import optim as optim
+from funcops import precision as precision
+from funcops import random as random
+from funcops import schedule as schedule
+from funcops import testing as testing
+from funcops import trees as trees
 from funcops.adapters.autograd import differentiable as differentiable
 from funcops.adapters.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
@@ -252,3 +261,6 @@ from funcops.residuals import donate as donate
 from funcops.residuals import fetch as fetch
 from funcops.residuals import report as report
 from funcops.residuals import stow as stow
+
+__version__ = "0.1.0"
+__all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

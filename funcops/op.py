@@ -20,7 +20,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, NamedTuple, TypeVar
+
+from typing_extensions import dataclass_transform
 
 from funcops.errors import describe, fail
 from funcops.needs import Needs

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
+from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, StaleResidualError, describe, fail
 from funcops.needs import Needs

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, TypeVar
 
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
+from typing_extensions import dataclass_transform
 
 from funcops.errors import describe, fail
 

@@ -22,6 +22,8 @@ LAYERS = (
     "checkpoint",
     "schedule",
     "adapters",
+    "nn",
+    "graphs",
     "testing",
     "bench",
 )

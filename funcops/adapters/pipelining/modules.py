@@ -3,12 +3,12 @@ gradients run where the schedule says W."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.pipelining import PipelineStage
+
 from funcops.adapters.delayed import WgradStore, delayed_wgrad
-from funcops.adapters.pipelining.runtime import check_version
 
 
 def split_stage(
@@ -29,27 +29,22 @@ def split_stage(
     them torch finds the shapes in a dry run, forward and backward, on made-up values. The store is open in real backwards alone: what
     a dry run left there, the first microbatch's W would add to the gradients.
     """
-    check_version()
-    return _stage_class()(module, stage_index, num_stages, device, input_args, output_args, group=group)
+    return SplitStage(module, stage_index, num_stages, device, input_args, output_args, group=group)
 
 
-@functools.cache
-def _stage_class() -> Any:
-    from torch.distributed.pipelining import PipelineStage
+class SplitStage(PipelineStage):
+    """The stage that `split_stage` makes."""
 
-    class SplitStage(PipelineStage):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self.store = delayed_wgrad()
-            super().__init__(*args, **kwargs | {"dw_builder": self.take})
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.store = delayed_wgrad()
+        super().__init__(*args, **kwargs | {"dw_builder": self.take})
 
-        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-            with self.store:
-                return super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self.store:
+            return super().backward_one_chunk(*args, **kwargs)
 
-        def take(self) -> Callable[[], None]:
-            """What the backward that just ended left, to be run once."""
-            own = WgradStore()
-            own.waiting, self.store.waiting = self.store.waiting, []
-            return own.run
-
-    return SplitStage
+    def take(self) -> Callable[[], None]:
+        """What the backward that just ended left, to be run once."""
+        own = WgradStore()
+        own.waiting, self.store.waiting = self.store.waiting, []
+        return own.run

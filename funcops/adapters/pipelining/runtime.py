@@ -1,5 +1,5 @@
 """All that is not public in torch.distributed.pipelining: its runtime executes a schedule's actions and sends what lies between
-stages; what the actions do comes from here. Checked with the torch versions of `CHECKED`, refused with others."""
+stages; what the actions do comes from here. `private.USED` lists the names, which are looked for when this file is imported."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage, schedules
 
+from funcops.adapters.pipelining.private import check_names
 from funcops.schedule import Schedule
 
-CHECKED = ("2.13",)
+check_names(pipelining)
 
 Values = tuple[Any, ...]
 
@@ -25,13 +29,6 @@ class Work(Protocol):
     def backward(self, stage: int, m: int, gradients: Values | None) -> Values: ...
 
 
-def check_version() -> None:
-    """Raises `RuntimeError` for a torch whose runtime was not checked."""
-    version = ".".join(torch.__version__.split(".")[:2])
-    if version not in CHECKED:
-        raise RuntimeError(f"funcops.adapters.pipelining: torch must be one of {', '.join(CHECKED)}, got {torch.__version__}")
-
-
 def _no_loss(*_: Any) -> Tensor:
     raise AssertionError("the last stage computes its own loss")
 
@@ -41,10 +38,6 @@ class Runtime:
     gives; of the first and the last nothing is sent."""
 
     def __init__(self, schedule: Schedule, boundaries: Sequence[Values], device: torch.device, group: Any) -> None:
-        check_version()
-        import torch.distributed as dist
-        from torch.distributed.pipelining import PipelineStage, schedules
-
         self._wait = schedules._wait_batch_p2p
         last, rank = schedule.stages - 1, dist.get_rank(group)
         self._stages = {}

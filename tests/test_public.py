@@ -1,0 +1,62 @@
+"""The public face: every name that a page uses can be imported both ways, and a star import takes nothing of the user's."""
+
+import importlib
+import re
+import types
+from pathlib import Path
+
+import pytest
+
+import funcops
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = "\n".join(path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+DOTTED = sorted(set(re.findall(r"\bfuncops(?:\.[a-z_A-Z]\w*)+", TEXT)) - {"funcops.md"})
+IMPORTED = sorted(
+    (module, name.partition(" as ")[0].strip())
+    for module, names in re.findall(r"^from (funcops[\w.]*) import \(?([^()\n]+|[^()]+)\)?$", TEXT, re.M)
+    for name in names.split(",")
+    if name.strip()
+)
+
+
+def test_the_pages_name_something():
+    assert len(DOTTED) > 10 and len(IMPORTED) > 30
+
+
+@pytest.mark.parametrize("dotted", DOTTED)
+def test_a_dotted_name_is_a_module_or_an_attribute_of_one(dotted):
+    home, _, name = dotted.rpartition(".")
+    try:
+        importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        assert hasattr(importlib.import_module(home), name)
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(set(IMPORTED)))
+def test_an_imported_name_exists(module, name):
+    assert hasattr(importlib.import_module(module), name)
+
+
+@pytest.mark.parametrize("name", ["nn", "graphs", "optim", "schedule", "precision", "testing", "checkpoint", "random", "trees"])
+def test_a_room_imports_both_ways(name):
+    module = importlib.import_module(f"funcops.{name}")
+    assert getattr(funcops, name) is module
+    public = [n for n in dir(module) if n[0] != "_"]
+    for inner in ("adapters.nn", "adapters.graphs"):
+        if inner.endswith(f".{name}"):
+            home = importlib.import_module(f"funcops.{inner}")
+            assert all(getattr(home, n) is getattr(module, n) for n in public)
+    assert public
+
+
+def test_a_star_import_takes_no_module_from_the_user():
+    scope = {"nn": "mine", "random": "mine", "graphs": "mine"}
+    exec("from funcops import *", scope)
+    assert scope["nn"] == scope["random"] == scope["graphs"] == "mine"
+    assert scope["linear_fwd"] is funcops.linear_fwd and scope["donate"] is funcops.donate
+    assert not any(isinstance(getattr(funcops, name), types.ModuleType) for name in funcops.__all__)
+
+
+def test_the_version_is_that_of_the_metadata():
+    assert re.fullmatch(r"\d+\.\d+\.\d+", funcops.__version__)
