@@ -13,13 +13,13 @@ help:
 	@echo "make check   set up, then lint and type-check"
 	@echo "make clean   remove the environment"
 
-$(VENV)/.ready: pyproject.toml
+$(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[examples,test]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test]'
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.ready
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
 train: $(VENV)/.ready
