@@ -16,6 +16,8 @@ from funcops.optim.adamw import adamw_init as adamw_init
 from funcops.optim.adamw import adamw_update as adamw_update
 from funcops.optim.clip import clip_by_global_norm as clip_by_global_norm
 from funcops.optim.clip import global_norm as global_norm
+from funcops.optim.ema import ema_init as ema_init
+from funcops.optim.ema import ema_update as ema_update
 from funcops.optim.masks import NO_DECAY as NO_DECAY
 from funcops.optim.masks import decay_mask as decay_mask
 from funcops.optim.schedules import warmup_cosine as warmup_cosine

@@ -152,6 +152,18 @@ def test_value_and_grad():
         value_and_grad(CASES[2].op)(*CASES[2].make(torch.float64), TorchConfig())
 
 
+def test_value_and_grad_with_aux():
+    op = op_from_torch(
+        lambda params, x, cfg: ((x * params["w"]).square().sum(), x + params["w"], x[0]), init=weights(w=(3,)), name="both"
+    )
+    params, x = {"w": torch.randn(3, dtype=torch.float64)}, torch.randn(3, dtype=torch.float64)
+    (loss, *aux), dparams = value_and_grad(op, has_aux=True)(params, x, TorchConfig())
+    torch.testing.assert_close(dparams["w"], 2 * x * x * params["w"])  # nothing of aux is in it
+    torch.testing.assert_close([loss, *aux], [(x * params["w"]).square().sum(), x + params["w"], x[0]])
+    with pytest.raises(TypeError, match=r"value_and_grad: y must be tuple, got float64\[3, 5\]"):
+        value_and_grad(CASES[2].op, has_aux=True)(*CASES[2].make(torch.float64), TorchConfig())
+
+
 def test_vjp_may_be_pulled_back_twice():
     case = CASES[4]
     params, x = case.make(torch.float64)

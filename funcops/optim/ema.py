@@ -1,0 +1,67 @@
+"""An exponential moving average of params: the weights that one evaluates with (Polyak averaging, as torch.optim.swa_utils)."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.errors import check, require
+from funcops.optim._rows import Row, dotted, lists_of
+from funcops.trees import paths, tree_map, with_leaves
+
+T = TypeVar("T")
+
+
+def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
+    """The average of nothing yet: copies of params, in `dtype` or a wider one. bfloat16 would lose updates of 1 - decay = 0.001."""
+
+    def copied(t: Any) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        wide = torch.promote_types(t.dtype, dtype) if t.is_floating_point() else t.dtype
+        return t.detach().to(wide, copy=True)
+
+    return tree_map(copied, params)
+
+
+def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool = False) -> T:
+    """The average one step on, leaf by leaf, in the average's dtype:
+
+        a <- decay a + (1 - decay) p
+
+    Leaves that are no float tensors are taken from params. `decay` may be a tensor of one number: there is no host sync. With
+    `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], trees of two structures, or
+    shapes and devices that differ; `TypeError` for a leaf that is a tensor in one of them alone.
+
+    >>> ema_update({"w": torch.zeros(2)}, {"w": torch.ones(2)}, 0.75)
+    {'w': tensor([0.2500, 0.2500])}
+    """
+    if not isinstance(decay, Tensor):
+        require(isinstance(decay, (int, float)) and 0 <= decay <= 1, "ema_update", "decay", "from 0 to 1", decay)
+    ours, given = lists_of("ema_update", {"average": average, "params": params})
+    floats = [i for i, p in enumerate(given) if isinstance(p, Tensor) and p.is_floating_point()]
+    names = list(paths(average))
+    made = [a if in_place else p for a, p in zip(ours, given, strict=True)]
+    with torch.no_grad():
+        for i in floats:
+            check("ema_update", dotted("average", names[i]), ours[i], tuple(given[i].shape), None, given[i])
+        rows = [ours[i] if in_place else ours[i].clone() for i in floats]
+        _blend(rows, [given[i].to(ours[i].dtype) for i in floats], decay)
+        for i, row in zip(floats, rows, strict=True):
+            made[i] = row
+        for i, p in enumerate(given):
+            if in_place and i not in set(floats) and isinstance(p, Tensor):
+                ours[i].copy_(p)
+    return average if in_place else with_leaves(average, made)
+
+
+def _blend(averages: Row, params: Row, decay: float | Tensor) -> None:
+    if not averages:
+        return
+    if isinstance(decay, Tensor):
+        for a, p in zip(averages, params, strict=True):
+            a.lerp_(p, (1 - decay).to(a.dtype))
+    else:
+        torch._foreach_lerp_(averages, params, 1 - decay)
