@@ -18,14 +18,15 @@ from typing import Any
 import torch
 from lm.check import largest_relative_error
 from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
-from lm.flags import parse
-from lm.model import block, init, model, predictor, rotation
-from lm.results import Row, load_run, plot, save_run, text_of
+from lm.flags import CHECKPOINT, parse
+from lm.kept import policy_of, say_what_is_kept
+from lm.model import init, model, predictor, rotation
+from lm.results import Row, RunError, check_writable, load_run, plot, save_run, text_of
 from lm.step import Settings, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
 from tqdm import tqdm
 
-from funcops import WithExtras, chain, chain_fwd, fit, report, with_policy
+from funcops import WithExtras, chain, chain_fwd
 from funcops.adapters.graphs import graphed
 from funcops.needs import Needs
 from funcops.op import Op
@@ -37,11 +38,11 @@ VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
 
 
-def settings_of(args: Any, params: Any) -> Settings:
+def settings_of(args: Any, params: Any, op: Op = chain) -> Settings:
     return Settings(
         sizes=args.sizes,
         model=model(args.sizes),
-        op=policy_of(args, params),
+        op=op,
         optimiser=AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay),
         decay=decay_mask(params, ("*norm.weight",)),
         clip=args.clip,
@@ -49,40 +50,6 @@ def settings_of(args: Any, params: Any) -> Settings:
         delay_wgrad=args.delay_wgrad,
         in_place=not args.compile,
     )
-
-
-def policy_of(args: Any, params: Any) -> Op:
-    """The chain under the policy that the flags ask for. Says how many bytes a step keeps before and after."""
-    cfg = model(args.sizes)
-    if args.policy is None and args.budget is None:
-        return chain
-    ids = torch.zeros(args.batch, args.context, dtype=torch.int64)
-    wide = torch.promote_types(args.dtype, torch.float32)
-    table = rotation(args.context, args.sizes, like=torch.empty(0, dtype=args.dtype)).to(wide)
-    tried = fit(chain, cfg, WithExtras(ids, {"rotation": table, "labels": ids}), 2**62, dtype=args.dtype).tried
-    by_name = {one.name: one for one in tried}
-    if args.budget is not None:
-        chosen = next((one for one in tried if one.kept_bytes <= args.budget * 2**20), None)
-        if chosen is None:
-            least = min(one.kept_bytes for one in tried) / 2**20
-            raise SystemExit(f"train_lm.py: --budget: expected at least {least:.2f} MiB, got {args.budget}")
-    else:
-        chosen = by_name.get(args.policy)
-    before = by_name["recompute_elementwise"].kept_bytes / 2**20
-    op = with_policy(chain, args.policy if chosen is None else chosen.policy)
-    after = "" if chosen is None else f": {chosen.kept_bytes / 2**20:.2f} MiB, {chosen.extra_flops:.1%} more multiplications"
-    print(f"kept for the backward: {before:.2f} MiB by default; policy {args.policy or chosen.name}{after}")
-    op.init(cfg, device="meta")  # works the policy out, before any compiler looks on
-    return op
-
-
-def print_block_report(params: Any, x: Tensor, args: Any) -> None:
-    """What one block keeps for its backward."""
-    compute = cast(params, args.dtype)
-    h = torch.zeros((*x.shape, args.sizes.dim), dtype=args.dtype, device=x.device)
-    given = WithExtras(h, {"rotation": rotation(x.shape[1], args.sizes, like=h)})
-    _, residuals = chain_fwd(compute["blocks"][0], given, block(args.sizes))
-    print(f"One block keeps, for its backward:\n{report(residuals, compute['blocks'][0], given)}\n")
 
 
 def sample(params: Any, prompt: Tensor, args: Any) -> Tensor:
@@ -123,7 +90,8 @@ class Run:
         dtype = torch.promote_types(args.dtype, torch.float32)
         self.args, self.corpus = args, corpus
         self.params = init(args.sizes, seed=args.seed, dtype=dtype, device=args.device)
-        self.s = settings_of(args, self.params)
+        op, self.policy = policy_of(args)
+        self.s = settings_of(args, self.params, op)
         self.state = adamw_init(self.params, self.s.optimiser)
         self.done, self.skipped, self.rows = 0, 0, list[Row]()
         self.seconds = 0.0
@@ -131,8 +99,9 @@ class Run:
             self.params, self.state, self.done, self.rows = load_run(args.out, self.params, self.state, kept_flags(args))
             self.seconds = self.rows[-1].seconds if self.rows else 0.0
         self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
-        self.step_fn = torch.compile(train_step, fullgraph=True, dynamic=False) if args.compile else train_step
+        self.step_fn = train_step
         self.captured: Any = None
+        self.baseline = trigram_loss(corpus.train, corpus.held_out)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args
@@ -167,8 +136,29 @@ class Run:
             print(f"captured: {self.captured.report()}")
         return self.captured(*given)
 
-    def save(self) -> None:
-        save_run(self.args.out, self.params, self.state, self.done, self.rows, kept_flags(self.args))
+    def compile(self) -> None:
+        """Before the clock runs. What the first call gives is thrown away: a compiled step writes to none of its arguments."""
+        a, (x, labels) = self.args, self.batch()
+        print("compiling the step ...", flush=True)
+        began = time.perf_counter()
+        self.step_fn = torch.compile(train_step, fullgraph=True, dynamic=False)
+        self.step_fn(self.params, self.state, x, labels, torch.tensor(a.lr), self.s)
+        print(f"compiled in {time.perf_counter() - began:.1f} s (not counted as training)")
+
+    def save(self) -> bool:
+        """Checkpoint, metrics and picture, each written whole or not at all. Where one cannot be, the run goes on, and what was
+        there before stays; says whether the checkpoint is written."""
+        a, saved = self.args, True
+        try:
+            save_run(a.out, self.params, self.state, self.done, self.rows, kept_flags(a))
+        except OSError as error:
+            saved = False
+            tqdm.write(f"train_lm.py: step {self.done} is not saved: {error}", file=sys.stderr)
+        try:
+            plot(a.out, self.rows, self.baseline)
+        except (OSError, ImportError) as error:
+            tqdm.write(f"train_lm.py: loss.png is not written: {error}", file=sys.stderr)
+        return saved
 
 
 def kept_flags(args: Any) -> dict[str, str]:
@@ -176,14 +166,15 @@ def kept_flags(args: Any) -> dict[str, str]:
     return {
         k: str(v)
         for k, v in vars(args).items()
-        if k not in ("out", "resume", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph")
+        if k not in ("out", "resume", "force", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph")
     }
 
 
-def loop(run: Run) -> None:
-    """Steps until the last one, --stop-at or Ctrl-C, saving on the way and at the end."""
+def loop(run: Run) -> bool:
+    """Steps until the last one, --stop-at or Ctrl-C, saving on the way and at the end; says whether the end is saved."""
     a, first, began = run.args, run.done, run.seconds
     stop_at = a.steps if a.stop_at is None else min(a.stop_at, a.steps)
+    saved = first
     with Interrupt() as interrupt, tqdm(total=a.steps, initial=run.done, unit="step", disable=None) as bar:
         while run.done < stop_at and not interrupt.asked:
             row = run.advance()
@@ -194,32 +185,36 @@ def loop(run: Run) -> None:
                 tqdm.write(
                     f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, {row.seconds:.1f} s of training"
                 )
-                run.save()
-    run.save()
+                saved = run.done if run.save() else saved
+    return saved == run.done or run.save()
 
 
 def train(args: Any) -> int:
     corpus = load_corpus(args.text, context=args.context)
-    print(f"{corpus.source}: {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out")
+    check_writable(args.out)
+    print(f"{corpus.source}: {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out; results go to {args.out}")
     run = Run(args, corpus)
     print(f"{sum(t.numel() for t in tensors(run.params)):,} parameters, {args.batch * args.context} bytes (tokens) a step")
-    print_block_report(run.params, run.batch()[0], args)
-    baseline = trigram_loss(corpus.train, corpus.held_out)
-    print(f"baseline: a trigram table gets {baseline:.3f} nats per byte on the held-out text")
+    say_what_is_kept(run.params, *run.batch(), run.s, run.policy)
+    print(f"baseline: a trigram table gets {run.baseline:.3f} nats per byte on the held-out text")
+    if args.compile:
+        run.compile()
     try:
-        loop(run)
+        saved = loop(run)
     except FloatingPointError as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 1
     if run.done < args.steps:
-        print(f"stopped after step {run.done}; --resume goes on from {args.out / 'checkpoint.safetensors'}")
-        return 0
-    plot(args.out, run.rows, baseline)
+        print(f"stopped after step {run.done}" + (f"; --resume goes on from {args.out / CHECKPOINT}" if saved else ""))
+        return 0 if saved else 1
     last = run.rows[-1]
-    print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {baseline:.3f})")
-    print(f"wrote {args.out / 'loss.png'}, {args.out / 'metrics.csv'} and {args.out / 'checkpoint.safetensors'}")
-    print("sample:\n" + text_of(sample(run.params, corpus.held_out[:64].long(), args)))
-    return 0
+    print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {run.baseline:.3f})")
+    if saved:
+        print(f"wrote {args.out / 'loss.png'}, {args.out / 'metrics.csv'} and {args.out / CHECKPOINT}")
+    if args.sample:
+        prompt = corpus.held_out[:64].long()
+        print(f"prompt, from the held-out text:\n{text_of(prompt)}\nsample:\n{text_of(sample(run.params, prompt, args))}")
+    return 0 if saved else 1
 
 
 def check(args: Any) -> int:
@@ -236,7 +231,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         return check(args) if args.check else train(args)
-    except TextError as error:
+    except (TextError, RunError) as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2
 

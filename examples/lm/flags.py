@@ -13,33 +13,70 @@ from lm.model import Sizes
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
-def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags, with `sizes`, `dtype` and `device` made into objects; a bad one ends the program with one line."""
+RUNS = Path("runs")
+CHECKPOINT = "checkpoint.safetensors"
+
+NUMBERS: dict[str, tuple[tuple[str, type, object, str], ...]] = {
+    "model": (
+        ("dim", int, 192, "width of the residual stream"),
+        ("layers", int, 4, "number of blocks"),
+        ("heads", int, 3, "heads of queries"),
+        ("kv-heads", int, 1, "heads of keys and values; divides --heads"),
+        ("hidden", int, 512, "width of the MLPs"),
+    ),
+    "training": (
+        ("context", int, 256, "bytes (tokens) in a row"),
+        ("batch", int, 8, "rows in a step"),
+        ("steps", int, 1000, "steps in all; the learning rate falls until the last"),
+        ("warmup", int, 50, "steps in which the learning rate rises"),
+        ("lr", float, 3e-3, "largest learning rate"),
+        ("weight-decay", float, 0.1, "AdamW's decay of matrices"),
+        ("clip", float, 1.0, "largest global norm of the gradients"),
+        ("seed", int, 0, "of the weights and of the batches"),
+        ("eval-every", int, 250, "steps between evaluations, each of which saves the run"),
+    ),
+}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="train_lm.py", description="Train a byte-level language model with a functional loop.")
-    parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
-    parser.add_argument("--out", type=Path, default=Path("runs/lm"), help="where results go (default: %(default)s)")
-    for name, value in (("dim", 192), ("layers", 4), ("heads", 3), ("kv-heads", 1), ("hidden", 512)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    for name, value in (("context", 256), ("batch", 8), ("steps", 1000), ("warmup", 50), ("eval-every", 250)):
-        parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--lr", type=float, default=3e-3)
-    parser.add_argument("--weight-decay", type=float, default=0.1)
-    parser.add_argument("--clip", type=float, default=1.0, help="largest global norm of the gradients")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--sample", type=int, default=300, help="bytes of text to sample at the end")
-    parser.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the computation; weights stay float32")
-    parser.add_argument("--delay-wgrad", action="store_true", help="all dgrads first, then all wgrads")
-    parser.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
-    parser.add_argument("--budget", type=float, help="MiB kept for the backward at most; picks the cheapest policy that fits")
-    parser.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
-    parser.add_argument(
-        "--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)"
+    data = parser.add_argument_group("data and results")
+    data.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
+    data.add_argument("--out", type=Path, help="where results go (default: runs/lm, or runs/lm-2, ... where that holds a run)")
+    data.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out (default: in the latest run)")
+    data.add_argument("--force", action="store_true", help="write over the run in --out")
+    data.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step, as Ctrl-C would (default: --steps)"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    parser.add_argument("--stop-at", type=int, help="save and stop after this many steps, as Ctrl-C would")
-    parser.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")
+    data.add_argument("--sample", type=int, default=300, metavar="BYTES", help="text to sample at the end (default: %(default)s)")
+    for title, rows in NUMBERS.items():
+        group = parser.add_argument_group(title)
+        for name, kind, value, text in rows:
+            group.add_argument(f"--{name}", type=kind, default=value, metavar="N", help=f"{text} (default: %(default)s)")
+        if title == "model":
+            group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
+    how = parser.add_argument_group("how a step is computed")
+    how.add_argument("--device", default="cpu", help="as torch names it (default: %(default)s)")
+    how.add_argument(
+        "--dtype", default="float32", choices=DTYPES, help="of the computation; weights stay float32 (default: %(default)s)"
+    )
+    how.add_argument("--delay-wgrad", action="store_true", help="all dgrads first, then all wgrads")
+    how.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
+    how.add_argument(
+        "--budget",
+        type=float,
+        metavar="MIB",
+        help="MiB kept for the backward at most; picks the cheapest policy that fits (default: none)",
+    )
+    how.add_argument("--compile", action="store_true", help="the whole step as one torch.compile graph")
+    how.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
+    how.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")
+    return parser
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The flags, with `sizes`, `dtype`, `device` and `out` made into objects; a bad one ends the program with one line."""
+    parser = _parser()
     args = parser.parse_args(argv)
     for name in ("context", "batch", "steps", "eval_every"):
         if getattr(args, name) < 1:
@@ -56,10 +93,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in ("lr", "clip"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name}: expected a number above 0, got {getattr(args, name)}")
-    if args.out.exists() and not args.out.is_dir():
-        parser.error(f"--out: expected a folder, got {str(args.out)!r}, which is a file")
-    if args.resume and not (args.out / "checkpoint.safetensors").exists():
-        parser.error(f"--resume: expected a checkpoint in --out {str(args.out)!r}, got none")
+    if args.sample < 0:
+        parser.error(f"--sample: expected at least 0, got {args.sample}")
+    if args.stop_at is not None and args.stop_at < 1:
+        parser.error(f"--stop-at: expected at least 1, got {args.stop_at}")
+    _check_out(parser, args)
     try:
         args.device = torch.device(args.device)
         torch.empty(1, device=args.device)
@@ -71,3 +109,34 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(str(error))
     args.dtype = DTYPES[args.dtype]
     return args
+
+
+def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Settle --out: no run is written over unless --force says so."""
+    if args.resume and args.force:
+        parser.error("--force: expected without --resume, which goes on with the run")
+    if args.out is None:
+        found = _runs()
+        fresh = args.force or not (args.resume or found)
+        args.out = RUNS / "lm" if fresh else found[-1] if args.resume else RUNS / f"lm-{_number(found[-1]) + 1}"
+    if args.out.exists() and not args.out.is_dir():
+        parser.error(f"--out: expected a folder, got {str(args.out)!r}, which is a file")
+    holds_run = (args.out / CHECKPOINT).exists()
+    if args.resume and not holds_run:
+        parser.error(f"--resume: expected a checkpoint in --out {str(args.out)!r}, got none")
+    if holds_run and not (args.resume or args.force or args.check):
+        parser.error(
+            f"--out: expected a folder without a run, got {str(args.out)!r}: --resume goes on with it, --force writes over it"
+        )
+
+
+def _runs() -> list[Path]:
+    """The folders runs/lm, runs/lm-2, ... that hold a run, in their order."""
+    found = [path.parent for path in RUNS.glob(f"lm*/{CHECKPOINT}") if _number(path.parent)]
+    return sorted(found, key=_number)
+
+
+def _number(folder: Path) -> int:
+    """1 for lm, 2 for lm-2; 0 for another name."""
+    tail = folder.name.removeprefix("lm")
+    return 1 if not tail else int(tail[1:]) if tail[0] == "-" and tail[1:].isdecimal() else 0

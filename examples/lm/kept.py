@@ -1,0 +1,56 @@
+"""What a step keeps for its backward: which policy the flags ask for, and a report of what comes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import WithExtras, chain, fit, report, with_policy
+from funcops.op import Op
+from funcops.residuals.report import Report
+from funcops.trees import cast
+from lm.model import model, rotation
+from lm.step import NEEDS, Settings, inputs
+
+DEFAULT = "recompute_elementwise"
+
+
+def policy_of(args: Any) -> tuple[Op, str]:
+    """The chain under the policy that the flags ask for, and that policy's name. `SystemExit` where none fits --budget."""
+    cfg = model(args.sizes)
+    if args.budget is None:
+        name = args.policy or DEFAULT
+        op = chain if args.policy is None else with_policy(chain, args.policy)
+    else:
+        ids = torch.zeros(args.batch, args.context, dtype=torch.int64)
+        wide = torch.promote_types(args.dtype, torch.float32)
+        table = rotation(args.context, args.sizes, like=torch.empty(0, dtype=args.dtype)).to(wide)
+        tried = fit(chain, cfg, WithExtras(ids, {"rotation": table, "labels": ids}), 2**62, dtype=args.dtype).tried
+        chosen = next((one for one in tried if one.kept_bytes <= args.budget * 2**20), None)
+        if chosen is None:
+            least = min(one.kept_bytes for one in tried) / 2**20
+            raise SystemExit(f"train_lm.py: --budget: expected at least {least:.2f} MiB, got {args.budget}")
+        name, op = chosen.name, with_policy(chain, chosen.policy)
+    op.init(cfg, device="meta")  # works the policy out, before any compiler looks on
+    return op, name
+
+
+def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str) -> None:
+    """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
+    compute = cast(params, s.dtype)
+    given = inputs(compute, x, labels, s)
+
+    def kept_by(op: Op) -> tuple[Any, Report]:
+        residuals = op.fwd(compute, given, s.model, needs=NEEDS)[1]
+        return residuals, report(residuals, compute, given)
+
+    residuals, whole = kept_by(s.op)
+    block = report(residuals["blocks"][0], compute["blocks"][0], given)
+    print(f"One block keeps, for its backward (policy {name}):\n{block}")
+    after = f"{whole.kept_bytes / 2**20:.2f} MiB"
+    if s.op is chain:
+        print(f"kept for the backward: {after} a step\n")
+    else:
+        print(f"kept for the backward: {kept_by(chain)[1].kept_bytes / 2**20:.2f} MiB by default; policy {name}: {after}\n")

@@ -1,0 +1,170 @@
+"""The command line of train_lm: every flag has its text, and every mistake ends in one line with nothing lost."""
+
+import errno
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import train_lm  # noqa: E402
+from lm import flags, results  # noqa: E402
+
+TINY = "--dim 16 --layers 1 --heads 1 --hidden 16 --context 16 --batch 2 --warmup 1 --eval-every 2 --sample 5".split()
+TEXT = ["--text", str(ROOT / "funcops" / "schema.py")]
+ACTIONS = [action for action in flags._parser()._actions if action.dest != "help"]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch, capsys):
+    """`train(*flags)` in an empty folder: its exit status and all that it said."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*given):
+        try:
+            code = train_lm.main([*TINY, *TEXT, *map(str, given)])
+        except SystemExit as end:
+            code = end.code
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+@pytest.mark.parametrize("action", ACTIONS, ids=lambda a: a.option_strings[0])
+def test_every_flag_has_a_text_a_default_and_a_group(action):
+    assert action.help
+    switch = action.nargs == 0
+    assert switch or action.default is None or "%(default)s" in action.help
+    assert switch or "(default: " in action.help or action.dest in ("text",)
+    shown = flags._parser().format_help()
+    assert action.option_strings[0] in shown and shown.count("\n\n") >= 4
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--tied",), ("--kv-heads", 1), ("--weight-decay", 0), ("--clip", 0.5), ("--seed", 3), ("--lr", 1e-4), ("--sample", 0),
+        ("--device", "cpu"), ("--dtype", "bfloat16"), ("--delay-wgrad",), ("--policy", "minimal"), ("--policy", "compress_fp8"),
+        ("--policy", "offload_block_inputs"), ("--budget", 1), ("--stop-at", 1), ("--out", "here"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_flag_trains(train, given):
+    code, said = train("--steps", 2, *given)
+    assert code == 0, said
+    assert "kept for the backward: " in said and ("sample:" in said) == (given[0] not in ("--sample", "--stop-at"))
+    if given[0] == "--policy":
+        before, after = said.split("kept for the backward: ")[1].split(" MiB by default; policy " + given[1] + ": ")
+        assert float(after.split()[0]) < float(before), "bytes before and after"
+
+
+def test_a_run_is_never_written_over_in_silence(train, tmp_path):
+    assert train("--steps", 2)[0] == 0
+    kept = (tmp_path / "runs/lm" / flags.CHECKPOINT).read_bytes()
+    code, said = train("--steps", 2, "--out", "runs/lm")
+    assert code == 2 and "--resume goes on with it, --force writes over it" in said.splitlines()[-1]
+    assert train("--steps", 2, "--seed", 1)[0] == 0  # without --out: a folder of its own
+    assert (tmp_path / "runs/lm" / flags.CHECKPOINT).read_bytes() == kept
+    assert (tmp_path / "runs/lm-2" / flags.CHECKPOINT).exists()
+    assert train("--steps", 4, "--stop-at", 3, "--out", "runs/lm", "--force")[0] == 0
+    assert (tmp_path / "runs/lm" / flags.CHECKPOINT).read_bytes() != kept
+    assert train("--steps", 4, "--resume", "--out", "runs/lm")[0] == 0
+    code, said = train("--steps", 2, "--seed", 1, "--resume")  # the latest
+    assert code == 0 and "runs/lm-2" in said
+    assert train("--resume", "--force")[0] == 2
+
+
+def test_resume_names_the_flag_that_differs(train):
+    assert train("--steps", 4, "--stop-at", 2)[0] == 0
+    code, said = train("--steps", 9, "--resume")
+    assert code == 2 and said.splitlines()[-1].startswith(
+        "train_lm.py: --resume: expected --steps as in the checkpoint, '4', got '9'"
+    )
+    assert "--stop-at" in said.splitlines()[-1]
+    code, said = train("--steps", 4, "--resume", "--seed", 1)
+    assert code == 2 and "expected --seed as in the checkpoint, '0', got '1'" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"not a checkpoint" * 9, lambda b: b[:8] + b"x" + b[9:]]
+)
+def test_a_corrupt_checkpoint_is_one_line(train, tmp_path, damage):
+    assert train("--steps", 4, "--stop-at", 2)[0] == 0
+    path = tmp_path / "runs/lm" / flags.CHECKPOINT
+    path.write_bytes(damage(path.read_bytes()))
+    code, said = train("--steps", 4, "--resume")
+    assert code == 2 and "--resume: expected a checkpoint of this program, got 'runs/lm/" in said.splitlines()[-1]
+
+
+def test_a_folder_that_cannot_be_written_is_named_before_training(train, tmp_path):
+    (tmp_path / "file").touch()
+    code, said = train("--out", "file/run")
+    assert code == 2 and "--out: expected a folder that can be written to, got 'file/run'" in said.splitlines()[-1]
+    assert "parameters" not in said
+
+
+def test_a_full_disk_loses_nothing(train, tmp_path, monkeypatch):
+    assert train("--steps", 6, "--stop-at", 2)[0] == 0
+    path = tmp_path / "runs/lm" / flags.CHECKPOINT
+    kept = path.read_bytes()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(results, "save", full)
+    code, said = train("--steps", 6, "--resume")
+    assert code == 1 and path.read_bytes() == kept
+    assert "step 4 is not saved: [Errno 28] No space left on device" in said and "held-out loss" in said
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    assert train("--steps", 6, "--resume")[0] == 0
+
+
+def test_a_picture_that_cannot_be_written_is_one_line(train, tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(train_lm, "plot", refuse)
+    code, said = train("--steps", 2)
+    assert code == 0 and "loss.png is not written: [Errno 13] Permission denied" in said
+    assert (tmp_path / "runs/lm" / flags.CHECKPOINT).exists()
+
+
+def test_the_picture_holds_what_there_is(tmp_path):
+    from matplotlib import pyplot
+
+    row = results.Row(1, 5.5, None, 0.0, 1.0, 0.1)
+    results.plot(tmp_path, [row._replace(loss=float("nan"))], 2.0)
+    assert not (tmp_path / "loss.png").exists()
+    before = pyplot.get_fignums()
+    results.plot(tmp_path, [row, row._replace(step=2, loss=9.0, val_loss=8.5)], 2.0)
+    assert (tmp_path / "loss.png").stat().st_size > 5000 and pyplot.get_fignums() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["loss.png"]
+
+
+def test_a_sample_can_be_printed():
+    assert results.text_of(torch.tensor(list(b"a\n\x00\x1b[31m\xff\xc3\xa9"))) == "a\n\\x00\\x1b[31m\\xffé"
+
+
+def test_compiling_comes_before_the_clock_and_leaves_no_trace(train, monkeypatch, tmp_path):
+    assert train("--steps", 2)[0] == 0
+    waited = []
+
+    def compiler(step, **_):
+        def compiled(*given):
+            waited.append(len(waited))
+            return step(*given)
+
+        return compiled
+
+    monkeypatch.setattr(torch, "compile", compiler)
+    code, said = train("--steps", 2, "--compile")
+    assert code == 0 and said.index("compiling the step") < said.index("compiled in") < said.index("step 2:")
+    assert len(waited) == 3, "once before the clock, then once a step"
+    rows = [(tmp_path / run / "metrics.csv").read_text().splitlines()[1:] for run in ("runs/lm", "runs/lm-2")]
+    for eager, compiled in zip(*rows, strict=True):
+        assert float(compiled.split(",")[1]) == pytest.approx(float(eager.split(",")[1]), rel=1e-6)
