@@ -47,7 +47,16 @@ def config(cls: type[T]) -> type[T]:
             return self._hash
 
     made.__hash__ = __hash__
+    # A copy is the config itself; a pickled one is made anew, as hashes and what is computed from fields hold in one process.
+    made.__copy__ = lambda self: self
+    made.__deepcopy__ = lambda self, memo: self
+    names = [f.name for f in dataclasses.fields(made) if f.init]
+    made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
     return made
+
+
+def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
+    return cls(**fields)
 
 
 def positional() -> Any:

@@ -29,14 +29,14 @@ class TorchConfig:
 
 @residuals
 class TorchResiduals:
-    kept: Any = saved("{name: tensor}", needed_by=DGRAD | WGRAD)
+    kept: Any = saved("{name: tensor}", needed_by=DGRAD | WGRAD, tree=True)
     traced: Any = static()
     inputs: Any = static()
 
 
 @pending
 class TorchPending:
-    kept: Any = saved("{name: tensor}", needed_by=WGRAD)
+    kept: Any = saved("{name: tensor}", needed_by=WGRAD, tree=True)
     traced: Any = static()
 
 
