@@ -96,6 +96,14 @@ def _holes(value: Any) -> int:
     return 0 if isinstance(value, Tensor) else sum([leaf is None for leaf in leaves(value)])
 
 
+def _storage(t: Tensor) -> int | None:
+    """What a tensor shares with its views, with the count of writes; None for a wrapper, which has none."""
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
 class Missing(NamedTuple):
     """Stands for the marks of a node that lacks what its backward reads: the first such path, the marks that it would have, and how
     many leaves of each field the forward left out."""
@@ -127,14 +135,18 @@ class Moved(NamedTuple):
         return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes, None))
 
     def to(self, node: Any) -> None:
-        """Mark the new node: a tensor that is the very same keeps its mark, any other is a value of its own, as it is now."""
+        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own, as it
+        is now."""
         if self.gone is not None:
             node._marks = self.gone
             return
-        known = {id(t): mark for ref, mark in self.marks if (t := ref()) is not None}
+        alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
+        known = {id(t): mark for t, mark in alive}
+        views = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}
 
         def read(t: Any) -> Any:
-            return known[id(t)] if id(t) in known else version(t)
+            now = version(t)
+            return known[id(t)] if id(t) in known else views.get((_storage(t), now), now)
 
         if known:
             node._marks = tuple([versions(getattr(node, name), read) for name in node.guarded])

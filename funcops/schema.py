@@ -93,9 +93,10 @@ _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
 class Saved:
     """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields.
 
-    A node remembers a mark for every guarded tensor: its version when the node was made. A tensor that is the same object keeps its
-    mark wherever the tree is moved: mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value
-    of its own and gets a mark of its own; a deep or pickled copy of a stale node is as stale as that.
+    A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
+    mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value of its own, fresh as it is then; a
+    deep or pickled copy of a stale node stays stale. What a node lacks of what the one it was made of had, is missed by name.
+    Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
     """
 
     __slots__ = ()
@@ -164,7 +165,7 @@ class Saved:
         alias = self.fields[path.partition(".")[0]].alias
         raise StaleResidualError(
             f"{where}: {self.kind}.{path} must be as the forward left it, got a tensor that was written to since "
-            f"(it aliases {alias or 'an input'}). Run the backward first, keep a clone, or edit with funcops.trees.replace"
+            f"(it aliases {alias or 'an input'}). Run the backward first, or put a clone in its place with funcops.trees.replace"
         )
 
     def __copy__(self) -> Any:

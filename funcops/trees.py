@@ -239,6 +239,26 @@ def at(tree: Any, path: str) -> Any:
     return node
 
 
+def has(tree: Any, path: str) -> bool:
+    """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree."""
+    node = tree
+    for name in path.split("."):
+        if isinstance(node, dict):
+            key: Any = name if name in node or not name.isdecimal() else int(name)
+            if key not in node:
+                return False
+            node = node[key]
+        elif isinstance(node, (tuple, list)):
+            if not name.isdecimal() or int(name) >= len(node):
+                return False
+            node = node[int(name)]
+        elif type(node) in FIELDS and name in FIELDS[type(node)][0]:
+            node = getattr(node, name)
+        else:
+            return False
+    return True
+
+
 def put(tree: Any, path: str, value: Any) -> Any:
     """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects.
 

@@ -43,7 +43,7 @@ def remat(op: Op, offload: bool = False) -> Op:
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         if needs is not ALL:
-            check_needs(f"{name}_fwd", needs, params)
+            check_needs(f"{name}_fwd", needs, params, x)
         y, _ = op.fwd(params, x, cfg, needs=Needs.NONE)
         if not needs:
             return y, None

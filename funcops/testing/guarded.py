@@ -51,6 +51,7 @@ MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object; but 
     "torch's flatten": _rebuilt_by_torch,
     "copy.copy": copy.copy,
     "stow": lambda tree: fetch(stow(tree, Offload())),
+    "detach": lambda tree: tree_map_tensors(torch.detach, tree),  # another object, the same memory
     "donate": lambda tree: donate(tree_map(lambda t: t, tree)),
 }
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -123,7 +124,7 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
         what = f"{one.kind} after a write to {path}"
         _stale(lambda one=one: one.run(one.tree), what)
         for name, tree in moved.items():
-            if name == "donate" or any([t is leaf for t in tensors(tree)]):
+            if name in ("donate", "detach") or any([t is leaf for t in tensors(tree)]):
                 _stale(lambda one=one, tree=tree: one.run(tree), f"{what}, moved by {name} before")
         for name, tree in copies.items():
             _same(one.run(tree), want, f"{what}, copied by {name} before")
