@@ -13,6 +13,8 @@ by `funcops.testing.check_op`:
 7. Traceable: no graph break, no host sync, no data-dependent control flow.
 8. Edges: zero-size, non-contiguous, odd-sized inputs.
 9. Loud: a bad argument raises before anything runs, naming op, argument, what came and what was expected.
+10. Guarded: residuals and pending that are mapped, rebuilt, edited, copied, saved or given away give the gradients of their
+    forward, or raise: `StaleResidualError` after a write to what they alias, by name where they lack what a backward reads.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing_extensions import dataclass_transform
 from funcops.errors import describe, fail
 from funcops.needs import Needs
 from funcops.schema import open_node
-from funcops.trees import leaves, paths, same_structure
+from funcops.trees import has, leaves, paths, same_structure
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,7 +51,16 @@ def config(cls: type[T]) -> type[T]:
             return self._hash
 
     made.__hash__ = __hash__
+    # A copy is the config itself; a pickled one is made anew, as hashes and what is computed from fields hold in one process.
+    made.__copy__ = lambda self: self
+    made.__deepcopy__ = lambda self, memo: self
+    names = [f.name for f in dataclasses.fields(made) if f.init]
+    made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
     return made
+
+
+def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
+    return cls(**fields)
 
 
 def positional() -> Any:
@@ -101,7 +112,7 @@ def forward(config: type, params: type = NoneType) -> Callable[[F], F]:
             if type(params_) is not params:
                 _bad_type(where, "params", params_, params)
             if needs is not ALL:
-                check_needs(where, needs, params_)
+                check_needs(where, needs, params_, x)
             return fn(params_, x, cfg, needs=needs)
 
         return fwd
@@ -259,8 +270,8 @@ def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
     fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)
 
 
-def check_needs(where: str, needs: Any, params: Any) -> None:
-    """`needs` must be a `Needs`, and every params path in it must exist."""
+def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
+    """`needs` must be a `Needs`, and every path in it must exist."""
     if not isinstance(needs, Needs):
         fail(where, "needs", "a Needs", describe(needs), TypeError)
     if isinstance(needs.params, tuple):
@@ -268,6 +279,9 @@ def check_needs(where: str, needs: Any, params: Any) -> None:
         for path in needs.params:
             if not any(k == path or k.startswith(path + ".") for k in known):
                 fail(where, "needs.params", f"paths among {', '.join(known) or '(no params)'}", repr(path))
+    if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
+        parts = [path for path in paths(x) if path]
+        fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))
 
 
 def accumulate(where: str, gradients: T, into: T | None) -> T:

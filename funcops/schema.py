@@ -6,15 +6,17 @@ that need it are not wanted.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, StaleResidualError, describe, fail
+from funcops.marks import STALE, Gone, Missing, Moved, marks_of, post_init, stale_path, version, versions
 from funcops.needs import Needs
 from funcops.trees import register, show, static
 
@@ -39,6 +41,7 @@ class Field(NamedTuple):
     needed_by: Phase
     of: tuple[str, ...]
     recompute_from: tuple[str, ...]
+    tree: bool = False
 
     def wanted(self, needs: Needs) -> bool:
         sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
@@ -57,12 +60,15 @@ def saved(
     alias: str | None = None,
     of: tuple[str, ...] = (),
     recompute_from: tuple[str, ...] = (),
+    tree: bool = False,
 ) -> Any:
     """A kept tensor: its shape, the phase that reads it, what it aliases (`"x"`, `"params.weight"`), and from which
     other fields it could be recomputed. It is dropped when none of the gradients `of` is needed; `of` follows from
-    `needed_by` (dgrad: x, wgrad: params) where it is not given."""
+    `needed_by` (dgrad: x, wgrad: params) where it is not given. `tree`: a tree of tensors, which may be the caller's own.
+
+    What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
-    field = Field(shape, alias, needed_by, of or sides, recompute_from)
+    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree)
     return dataclasses.field(default=None, metadata={"saved": field})
 
 
@@ -85,53 +91,52 @@ class Inputs(NamedTuple):
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
 
 
-class Gone:
-    """Stands where a donated leaf was; any use of it raises `DonatedError`."""
-
-    __slots__ = ("_path",)
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise DonatedError(f"{self._path} was given away with donate(): it must not be used again")
-
-    def __repr__(self) -> str:
-        return "donated"
-
-
 class Saved:
-    """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields."""
+    """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields.
+
+    A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
+    mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value of its own, fresh as it is then; a
+    deep or pickled copy of a stale node stays stale. What a node lacks of what the one it was made of had, is missed by name.
+    Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
+    """
 
     __slots__ = ()
     fields: ClassVar[dict[str, Field]] = {}
+    guarded: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
     cfg: Any
     needs: Needs
     fresh: Callable[[], bool]
-    _marks: Any
-    _marks_now: Callable[[], tuple[Any, ...]]
+    twin: Callable[[], Any]  # a node of the same leaves and marks
+    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Missing
+
+    __post_init__ = post_init
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
         inputs = getattr(self, "inputs", None)
         return None if inputs is None else inputs.nothing()
 
-    def give(self: T) -> T:
+    def give(self) -> Any:
         """Move all leaves into a new node and leave this one empty."""
-        node: Any = dataclasses.replace(self)  # type: ignore[type-var]
-        node._marks = self._marks  # type: ignore[attr-defined]
-        self.empty()  # type: ignore[attr-defined]
+        node = self.twin()
+        self.empty()
         return node
 
     def copy(self: T, **changes: Any) -> T:
-        """A node like this one but for `changes`, marked anew."""
+        """A node like this one, which must be fresh, but for `changes`."""
         given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
         made: T = self.keep(self.cfg, self.needs, **given | changes)  # type: ignore[attr-defined]
         return made
+
+    def set(self, **changes: Any) -> None:
+        """Change fields in place. They are marked as they are now; the others keep their marks."""
+        for name, value in changes.items():
+            setattr(self, name, value)
+        if type(self._marks) is tuple:
+            pairs = zip(self.guarded, self._marks, strict=True)
+            self._marks = tuple([versions(changes[name], version) if name in changes else mark for name, mark in pairs])
 
     def empty(self) -> None:
         """Drop every leaf."""
@@ -144,19 +149,54 @@ class Saved:
             setattr(self, name, Gone(f"{where}.{name}"))
         self._marks = Gone(where)
 
+    def stale(self) -> str | None:
+        """The path of a leaf that was written to since it was marked."""
+        return stale_path(self) if type(self._marks) is tuple else None
+
     def complain(self, where: str) -> None:
         """Say why this node is not fresh."""
+        name = type(self).__name__
         if isinstance(self._marks, Gone):
-            raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
-        now = self._marks_now()
-        aliases = [name for name, field in self.fields.items() if field.alias]
-        for i, name in enumerate(aliases):
-            if self._marks[i] != now[i]:
-                raise StaleResidualError(
-                    f"{where}: {self.kind}.{name} must be as the forward left it, got a tensor that was written to "
-                    f"since (it aliases {self.fields[name].alias}). Run the backward first, keep a clone, or "
-                    "edit with funcops.trees.replace"
-                )
+            raise DonatedError(f"{where}: {self.kind} must be unused, got {name} given away with donate()")
+        if type(self._marks) is Missing:
+            path = self._marks.path
+            shape = self.fields[path.partition(".")[0]].shape
+            fail(where, f"{self.kind}.{path}", f"a tensor ({shape}), as the forward kept it", None, TypeError)
+        path = self.stale() or self.guarded[0]
+        alias = self.fields[path.partition(".")[0]].alias
+        raise StaleResidualError(
+            f"{where}: {self.kind}.{path} must be as the forward left it, got a tensor that was written to since "
+            f"(it aliases {alias or 'an input'}). Run the backward first, or put a clone in its place with funcops.trees.replace"
+        )
+
+    def __copy__(self) -> Any:
+        return self.twin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copied(type(self), *self._parts("copy.deepcopy", lambda value: copy.deepcopy(value, memo)))
+
+    def __reduce__(self) -> Any:
+        return _copied, (type(self), *self._parts("pickle", lambda value: value))
+
+    def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """Of what a copy is made: fields, statics, the fields that are stale, and what is missing."""
+        if isinstance(self._marks, Gone):
+            self.complain(where)
+        given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
+        given |= {name: value_of(given[name]) for name in self.fields}
+        marks = self._marks if type(self._marks) is tuple else ()
+        now = [versions(getattr(self, name), version) for name in self.guarded]
+        stale = [name for name, mark, new in zip(self.guarded, marks, now, strict=False) if mark != new]
+        return given, stale, tuple(self._marks) if type(self._marks) is Missing else None
+
+
+def _copied(cls: Any, given: dict[str, Any], stale: list[str], missing: Any) -> Any:
+    made = cls(**given)
+    if type(made._marks) is tuple:
+        made._marks = tuple([STALE if name in stale else mark for name, mark in zip(cls.guarded, made._marks, strict=True)])
+    if missing is not None:
+        made._marks = Missing(missing[0], made._marks, missing[2])
+    return made
 
 
 class Donated:
@@ -205,6 +245,8 @@ def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
 
 def _saved_class(cls: Any, kind: str) -> Any:
     cls.__annotations__ = {**cls.__dict__.get("__annotations__", {}), "cfg": Any, "needs": Any, "_marks": Any}
+    cls.__annotations__["_moved"] = dataclasses.InitVar[Any]  # what `replace` and a rebuilt tree hand to a node, see Moved
+    cls._moved = dataclasses.field(default=None, kw_only=True)
     cls.cfg, cls.needs = static(), static(Needs.ALL)
     cls._marks = dataclasses.field(default=None, init=False, metadata={"hidden": True})
     body = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
@@ -214,11 +256,11 @@ def _saved_class(cls: Any, kind: str) -> Any:
     made.fields = {f.name: f.metadata["saved"] for f in dataclasses.fields(made) if "saved" in f.metadata}
     names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
     made.names = tuple(names)
-    written = _write_methods(made, names, [n for n, f in made.fields.items() if f.alias])
-    for name in ("fresh", "_marks_now", "__post_init__"):
-        setattr(made, name, written[name])
-    made.keep = staticmethod(written["keep"])
-    register(made)
+    made.guarded = tuple(n for n, f in made.fields.items() if f.alias or f.tree)
+    for name, method in _write_methods(made).items():
+        setattr(made, name, method)
+    made._moved = property(Moved.of)
+    register(made, aside="_moved")
     return made
 
 
@@ -239,18 +281,16 @@ def keep(cfg, needs{parameters}):
     try:
         self._marks = ({marks})
     except (AttributeError, RuntimeError):
-        self._marks = None
+        self._marks = marks_of(self)
     return self
 
-def _marks_now(self):
-    {reads}
-    return ({marks})
-
-def __post_init__(self):
-    try:
-        self._marks = None if is_compiling() else self._marks_now()
-    except (AttributeError, RuntimeError):
-        self._marks = None
+def twin(self):
+    made = new(cls)
+    {copies}
+    made.cfg = self.cfg
+    made.needs = self.needs
+    made._marks = self._marks
+    return made
 
 def fresh(self):
     marks = self._marks
@@ -258,34 +298,42 @@ def fresh(self):
         return marks is None
     if is_compiling():
         return True
-    {reads}
-    return marks == ({marks})
+    try:
+        {reads}
+        return marks == ({marks})
+    except (AttributeError, RuntimeError):
+        return marks == marks_of(self)
 """
 
 
-def _write_methods(cls: Any, names: list[str], aliases: list[str]) -> dict[str, Any]:
-    """`keep`, `fresh` and the marks, written out as source, as dataclasses do: they run in every forward and backward.
+def _write_methods(cls: Any) -> dict[str, Any]:
+    """`keep`, `twin` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
 
-    A mark is the version of each alias. There is none while compiling, for inference tensors and for
-    leaves that are no tensors. `keep` returns a node with the fields that `needs` asks for, or None.
+    There is no mark while compiling, for inference tensors and for leaves that are no tensors. `keep` returns a node with
+    the fields that `needs` asks for, or None.
     """
 
-    def lines(form: str, of: list[str]) -> str:
+    def lines(form: str, of: Iterable[str]) -> str:
         return "; ".join(form.format(n=n) for n in of) or "pass"
 
+    def mark(name: str) -> str:
+        return f"versions({name}), " if cls.fields[name].tree else f"() if {name} is None else {name}._version, "
+
+    names = cls.names
     source = _SOURCE.format(
         parameters="".join(f", {n}=None" for n in names),
         drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
         assigns=lines("self.{n} = {n}", names),
-        reads=lines("{n} = self.{n}", aliases),
-        marks="".join(f"None if {n} is None else {n}._version, " for n in aliases),
+        copies=lines("made.{n} = self.{n}", names),
+        reads=lines("{n} = self.{n}", cls.guarded),
+        marks="".join(map(mark, cls.guarded)),
     )
     scope: dict[str, Any] = dict(
         is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted
     )
-    scope.update(cls=cls, dropped={})
+    scope.update(cls=cls, dropped={}, versions=versions, marks_of=marks_of)
     exec(source, scope)
-    return scope
+    return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 
 
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...] | None:

@@ -6,6 +6,7 @@ has a path such as `blocks.3.mlp.up.weight`.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -42,8 +43,31 @@ def tree(cls: type[T]) -> type[T]:
     return made
 
 
-def register(cls: type) -> None:
-    """Make a dataclass a pytree node of both libraries. Fields whose metadata says "hidden" are left out."""
+class Aside:
+    """Data that goes along with a tree's structure and is no part of it: equal to any other, so that structures compare as if it
+    were not there. A copy of a structure is without it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any = None) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Aside
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __reduce__(self) -> Any:
+        return Aside, ()
+
+    def __repr__(self) -> str:
+        return "Aside()"
+
+
+def register(cls: type, aside: str = "") -> None:
+    """Make a dataclass a pytree node of both libraries. Fields whose metadata says "hidden" are left out. `aside`: an attribute, an
+    `Aside`, that a node hands to the one rebuilt of its leaves, as an argument of that name."""
     fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")]
     names = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -52,11 +76,13 @@ def register(cls: type) -> None:
     def reading(of: tuple[str, ...]) -> str:
         return "(" + "".join(f"node.{name}, " for name in of) + ")"
 
-    def rebuild(values: Iterable[Any], static_values: tuple[Any, ...]) -> Any:
-        return cls(*values, **dict(zip(statics, static_values, strict=True)))
+    context = (*statics, aside) if aside else statics
+
+    def rebuild(values: Iterable[Any], data: tuple[Any, ...]) -> Any:
+        return cls(*values, **dict(zip(context, data, strict=True)))
 
     # Written out as source, as dataclasses do: every walk over a tree makes this call at every node.
-    flatten = eval(f"lambda node: ({reading(names)}, {reading(statics)}, names)", {"names": names})
+    flatten = eval(f"lambda node: ({reading(names)}, {reading(context)}, names)", {"names": names})
     _register(cls, flatten, rebuild)
 
 
@@ -214,6 +240,26 @@ def at(tree: Any, path: str) -> Any:
     return node
 
 
+def has(tree: Any, path: str) -> bool:
+    """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree."""
+    node = tree
+    for name in path.split("."):
+        if isinstance(node, dict):
+            key: Any = name if name in node or not name.isdecimal() else int(name)
+            if key not in node:
+                return False
+            node = node[key]
+        elif isinstance(node, (tuple, list)):
+            if not name.isdecimal() or int(name) >= len(node):
+                return False
+            node = node[int(name)]
+        elif type(node) in FIELDS and name in FIELDS[type(node)][0]:
+            node = getattr(node, name)
+        else:
+            return False
+    return True
+
+
 def put(tree: Any, path: str, value: Any) -> Any:
     """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects.
 
@@ -223,7 +269,9 @@ def put(tree: Any, path: str, value: Any) -> Any:
     name, _, rest = path.partition(".")
     if isinstance(tree, dict):
         key = name if name in tree else int(name)
-        return {**tree, key: put(tree[key], rest, value) if rest else value}
+        made = {**tree} if type(tree) is dict else copy.copy(tree)
+        made[key] = put(tree[key], rest, value) if rest else value
+        return made
     if isinstance(tree, tuple):
         i = int(name)
         changed = (*tree[:i], put(tree[i], rest, value) if rest else value, *tree[i + 1 :])

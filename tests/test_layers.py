@@ -7,6 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "errors",
     "trees",
+    "marks",
     "needs",
     "schema",
     "backend",

@@ -17,7 +17,7 @@ from funcops.adapters.cut import Graphs, cut
 from funcops.adapters.hollow import gradients, hollow, refill
 from funcops.errors import check, describe, fail
 from funcops.needs import Needs
-from funcops.op import Op, accumulate, config, dgrad_of, make_op
+from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op
 from funcops.schema import DGRAD, WGRAD, open_node, pending, residuals, saved, static
 from funcops.trees import nothing_like, paths
 
@@ -29,14 +29,14 @@ class TorchConfig:
 
 @residuals
 class TorchResiduals:
-    kept: Any = saved("{name: tensor}", needed_by=DGRAD | WGRAD)
+    kept: Any = saved("{name: tensor}", needed_by=DGRAD | WGRAD, tree=True)
     traced: Any = static()
     inputs: Any = static()
 
 
 @pending
 class TorchPending:
-    kept: Any = saved("{name: tensor}", needed_by=WGRAD)
+    kept: Any = saved("{name: tensor}", needed_by=WGRAD, tree=True)
     traced: Any = static()
 
 
@@ -95,6 +95,8 @@ def op_from_torch(
             fail(f"{label}_fwd", "cfg", config.__name__, describe(cfg), TypeError)
         if init is None and params is not None:
             fail(f"{label}_fwd", "params", "None (op_from_torch got no init)", describe(params), TypeError)
+        if needs is not Needs.ALL:
+            check_needs(f"{label}_fwd", needs, params, x)
         own, leaves = traced(params, x, cfg, needs)
         found, count = own.graphs.forward(*leaves), len(own.graphs.outputs)
         values = iter(found[count:])

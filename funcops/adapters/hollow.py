@@ -30,9 +30,6 @@ class Shape(NamedTuple):
     hidden: dict[str, Any]
 
 
-GUARDS = ("_marks", "_versions")  # against writes since the forward: autograd has its own
-
-
 def hollow(node: Any, found: list[Tensor]) -> Any:
     """The shape of a tree; its tensors are added to `found`."""
     if isinstance(node, Tensor):
@@ -52,7 +49,7 @@ def hollow(node: Any, found: list[Tensor]) -> Any:
             type(node),
             {name: hollow(getattr(node, name), found) for name in leaves},
             {name: getattr(node, name) for name in statics},
-            {name: getattr(node, name) for name in hidden if name not in GUARDS},
+            {name: getattr(node, name) for name in hidden if name != "_marks"},  # autograd has its own guard against writes
         )
     return node
 

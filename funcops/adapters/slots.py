@@ -60,8 +60,6 @@ def _visit(at: str, node: Any, lines: _Lines) -> bool:
     name = f"n{len(lines.nodes)}"
     lines.nodes.append(f"{name} = {at}")
     lines.empties.append(f"{name}._marks = None")  # autograd has its own guard against writes
-    if hasattr(node, "_versions"):
-        lines.empties.append(f"{name}._versions = None")
     return all([_slot(f"{name}.{field}", getattr(node, field), lines) for field in node.fields])
 
 

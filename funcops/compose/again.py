@@ -6,13 +6,9 @@ the cheap step read, which is kept anyway. The backward runs that step's forward
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from funcops.compose.step import Step, abstract_params
+from funcops.compose.step import Step
 from funcops.errors import StaleResidualError
 from funcops.needs import Needs
 from funcops.op import ALL, Op
@@ -26,9 +22,8 @@ Places = dict[Any, Any]  # by name: places further down, or whether a dgrad read
 class Recipe:
     """What a cheap step read: its forward gives its output again."""
 
-    params: Any = saved("the step's", needed_by=DGRAD | WGRAD)
-    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | WGRAD)
-    _versions: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})
+    params: Any = saved("the step's", needed_by=DGRAD | WGRAD, tree=True)
+    x: Any = saved("[*]", alias="x", needed_by=DGRAD | WGRAD, tree=True)
 
 
 class Dropped(NamedTuple):
@@ -38,7 +33,6 @@ class Dropped(NamedTuple):
     key: str
     places: Places
     in_dgrad: bool  # whether a dgrad reads it
-    weights: tuple[str, ...]  # the fields of the producer's params
     x_fields: tuple[str, ...]  # of the producer's residuals, in the order of its x
 
     def applies(self, needs: Needs) -> bool:
@@ -53,30 +47,18 @@ class Dropped(NamedTuple):
             source = kept[self.producer.name]
             found = [t for name in self.x_fields if (t := getattr(source, name)) is not None]
             x = found[0] if getattr(source, "inputs", None) is None else tuple(found)
-            kept[self.key] = recipe = Recipe.keep(  # type: ignore[attr-defined]
-                self.producer.cfg, node.needs, params=params, x=x
-            )
-            recipe._versions = self.versions(params)
-
-    def versions(self, params: Any) -> tuple[int, ...] | None:
-        """Of the params; None where there are none: while compiling, and of inference tensors."""
-        if torch.compiler.is_dynamo_compiling():
-            return None
-        try:
-            return tuple([t._version for name in self.weights if (t := getattr(params, name)) is not None])
-        except RuntimeError:
-            return None
+            kept[self.key] = Recipe.keep(self.producer.cfg, node.needs, params=params, x=x)  # type: ignore[attr-defined]
 
     def value(self, where: str, recipe: Any) -> Any:
         """The output, computed again."""
         recipe = recipe.take(where) if type(recipe) is Donated else recipe
         if not recipe.fresh():
+            if (recipe.stale() or "").startswith("params"):
+                raise StaleResidualError(
+                    f"{where}: params of step {self.producer.name!r} must be as the forward left them, got some that were written "
+                    "to since (its output is computed again). Run the backward first, or pass recompute=False to the chain"
+                )
             recipe.complain(where)
-        if recipe._versions is not None and recipe._versions != self.versions(recipe.params):
-            raise StaleResidualError(
-                f"{where}: params of step {self.producer.name!r} must be as the forward left them, got some that were written "
-                "to since (its output is computed again). Run the backward first, or pass recompute=False to the chain"
-            )
         x = tuple(map(unpack, recipe.x)) if type(recipe.x) is tuple else unpack(recipe.x)
         return self.producer.op.fwd(recipe.params, x, self.producer.cfg, needs=Needs.NONE)[0]
 
@@ -93,12 +75,6 @@ class Dropped(NamedTuple):
             _clear(pending, self.places)
         return pending
 
-    def copy(self, recipe: Any) -> Any:
-        """The recipe for a pending, while the residuals keep theirs."""
-        made = recipe.copy()
-        made._marks, made._versions = recipe._marks, recipe._versions
-        return made
-
 
 def dropped(before: Step, step: Step) -> Dropped | None:
     """What `step` need not keep of the output of the step before it."""
@@ -108,8 +84,7 @@ def dropped(before: Step, step: Step) -> Dropped | None:
     x_fields = tuple(n for n, field in before.op.dgrad.node_class.fields.items() if (field.alias or "").partition(".")[0] == "x")  # type: ignore[attr-defined]
     if not places or not x_fields:
         return None
-    fields = getattr(abstract_params(before.op, before.cfg), "__dataclass_fields__", ())
-    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), tuple(fields), x_fields)
+    return Dropped(before, f"{before.name}()", places, _any_dgrad(places), x_fields)
 
 
 def _places(op: Op, cfg: Any) -> Places:
@@ -144,9 +119,7 @@ def _clear(node: Any, places: Places) -> bool:
     if isinstance(node, dict):
         return any([_clear(node[name], further) for name, further in places.items()])
     found = [name for name in places if getattr(node, name, None) is not None]
-    for name in found:
-        setattr(node, name, None)
-    node.__post_init__()
+    node.set(**dict.fromkeys(found))
     return bool(found)
 
 
@@ -155,9 +128,7 @@ def _assign(node: Any, places: Places, value: Any) -> None:
         for name, further in places.items():
             _assign(node[name], further, value)
     elif node is not None:
-        for name in _missing(node, places):
-            setattr(node, name, value)
-        node.__post_init__()
+        node.set(**dict.fromkeys(_missing(node, places), value))
 
 
 def _filled(where: str, node: Any, places: Places, value: Any) -> Any:

@@ -28,11 +28,8 @@ def packed(op: Op, actions: Actions) -> Op:
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         y, node = op.fwd(params, x, cfg, needs=needs)
         if node is not None:
-            for name, action in actions:
-                value = getattr(node, name)
-                if value is not None:
-                    setattr(node, name, pack(value, action))
-            node.__post_init__()
+            values = {name: (getattr(node, name), action) for name, action in actions}
+            node.set(**{name: pack(value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
     names = [name for name, _ in actions]

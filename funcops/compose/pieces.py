@@ -79,7 +79,7 @@ def backward_piece(
         if sums is None:
             results[step.name] = waiting
             if recipe is not None and waiting is not None:
-                results[left_out.key] = recipe if node.donated else left_out.copy(recipe)  # type: ignore[union-attr]
+                results[left_out.key] = recipe if node.donated else recipe.twin()
             continue
         if recipe is not None and waiting is not None:
             waiting = left_out.fill(where, waiting, left_out.value(where, recipe))  # type: ignore[union-attr]
@@ -123,7 +123,7 @@ def backward_step(
         dy, results[name] = run_backward(step.op, step.cfg, kept, dy, whole, into)
         if not whole and results[name] is not None:
             results[name] = left_out.emptied(results[name])
-            results[left_out.key] = recipe if node.donated else left_out.copy(recipe)
+            results[left_out.key] = recipe if node.donated else recipe.twin()
     else:
         dy, results[name] = run_backward(step.op, step.cfg, kept, dy, whole, into)
     return step.split(dy, gradients) if step.names else dy

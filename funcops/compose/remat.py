@@ -7,27 +7,31 @@ Transparent in params, dx and pending. The same kernels on the same inputs: the 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
-
-import torch
 
 from funcops.errors import StaleResidualError
 from funcops.needs import Needs
 from funcops.op import ALL, Op, check_needs
 from funcops.residuals.donate import donate
 from funcops.residuals.policy import on_host
-from funcops.schema import DGRAD, WGRAD, open_node, residuals, saved
-from funcops.trees import tensors, tree_map_tensors
+from funcops.schema import DGRAD, WGRAD, Saved, open_node, residuals, saved
+from funcops.trees import static, tensors, tree_map_tensors
 
 
 @residuals
 class RematResiduals:
-    params: Any = saved("the body's", needed_by=DGRAD | WGRAD)
-    x: Any = saved("the body's", needed_by=DGRAD | WGRAD)
-    _versions: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})
-    _device: Any = dataclasses.field(default=None, init=False, metadata={"hidden": True})
+    params: Any = saved("the body's", needed_by=DGRAD | WGRAD, tree=True)
+    x: Any = saved("the body's", needed_by=DGRAD | WGRAD, tree=True)
+    device: Any = static()  # of x, where that waits in the host's memory
+
+    def complain(self, where: str) -> None:
+        if self.stale():  # type: ignore[attr-defined]
+            raise StaleResidualError(
+                f"{where}: params and x must be as the forward left them, got a tensor that was written to since (the forward "
+                "runs again). Run the backward first, or keep a clone"
+            )
+        Saved.complain(self, where)  # type: ignore[arg-type]
 
 
 @functools.lru_cache(maxsize=256)
@@ -39,26 +43,20 @@ def remat(op: Op, offload: bool = False) -> Op:
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         if needs is not ALL:
-            check_needs(f"{name}_fwd", needs, params)
+            check_needs(f"{name}_fwd", needs, params, x)
         y, _ = op.fwd(params, x, cfg, needs=Needs.NONE)
         if not needs:
             return y, None
-        kept: Any = RematResiduals(params, tree_map_tensors(on_host, x) if offload else x, cfg=cfg, needs=needs)  # type: ignore[call-arg]
-        kept._versions, kept._device = _versions(params, kept.x), tensors(x)[0].device
-        return y, kept
+        device = tensors(x)[0].device if offload else None
+        waiting = tree_map_tensors(on_host, x) if offload else x
+        return y, RematResiduals.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
 
     def opened(where: str, kept: Any, cfg: Any) -> Any:
         """The body's residuals, in a cell of their own."""
         node = open_node(where, kept, RematResiduals, cfg)
-        if node._versions is not None and node._versions != _versions(node.params, node.x):
-            raise StaleResidualError(
-                f"{where}: params and x must be as the forward left them, got a tensor that was written to since (the forward "
-                "runs again). Run the backward first, or keep a clone"
-            )
         params, x, needs = node.params, node.x, node.needs
         if offload:
-            device = node._device
-            x = tree_map_tensors(lambda t: t.to(device, non_blocking=True), x)
+            x = tree_map_tensors(lambda t: t.to(node.device, non_blocking=True), x)
         if node is not kept:
             node.empty()
         return donate(op.fwd(params, x, cfg, needs=needs)[1])
@@ -72,11 +70,3 @@ def remat(op: Op, offload: bool = False) -> Op:
     dgrad.node_class = RematResiduals  # type: ignore[attr-defined]
     return op._replace(name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="")
 
-
-def _versions(params: Any, x: Any) -> tuple[int, ...] | None:
-    if torch.compiler.is_dynamo_compiling():
-        return None
-    try:
-        return tuple([t._version for t in tensors((params, x))])
-    except RuntimeError:
-        return None

@@ -139,7 +139,7 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     """Run the body `times` times. x: what the body takes and gives, in `WithExtras` where it has extras."""
     _check_cfg("repeat_fwd", cfg)
     if needs is not Needs.ALL:
-        check_needs("repeat_fwd", needs, params)
+        check_needs("repeat_fwd", needs, params, x)
     layers = _layers("repeat_fwd", "params", params, cfg)
     main, extras = split_x("repeat_fwd", x, cfg)
     kept = RepeatResiduals(cfg=cfg, needs=needs)

@@ -16,7 +16,7 @@ from funcops.needs import Mask, Needs, sub_mask
 from funcops.op import Op, config, positional
 from funcops.residuals.donate import donate
 from funcops.schema import Donated
-from funcops.trees import leaf, paths, register_node, tensors, tree, tree_map
+from funcops.trees import Aside, leaf, paths, register_node, tensors, tree, tree_map
 
 Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and config
 
@@ -191,19 +191,27 @@ def needs_of(kept: Any) -> Needs:
 class Nested(dict):  # type: ignore[type-arg]
     """Residuals or pending of a combinator: those of its parts by name, None where a part keeps nothing."""
 
-    __slots__ = ("cfg", "donated", "gone", "needs")
+    __slots__ = ("cfg", "donated", "gone", "had", "needs")
     kind: ClassVar[str] = "residuals"
+    had: tuple[str, ...]  # the parts that must not be None, of a node that was made of another
 
     def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
         if parts:
             self.update(parts)
         self.cfg, self.needs = cfg, needs
         self.donated = self.gone = False
+        self.had = ()
 
     def fresh(self) -> bool:
-        return not self.gone
+        return not self.gone and (not self.had or self.missing() is None)
+
+    def missing(self) -> Any:
+        """The name of a part that was there in the node that this one is made of."""
+        return next((name for name in self.had if self.get(name) is None), None)
 
     def complain(self, where: str) -> None:
+        if not self.gone:
+            fail(where, f"{self.kind}.{self.missing()}", "as the forward kept it", None, TypeError)
         raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
 
     def give(self) -> Nested:
@@ -214,7 +222,21 @@ class Nested(dict):  # type: ignore[type-arg]
 
     def empty(self) -> None:
         self.clear()
-        self.gone = True
+        self.gone, self.had = True, ()
+
+    def parts(self) -> tuple[str, ...]:
+        return self.had or tuple([name for name, part in self.items() if part is not None])
+
+    def moved(self, aside: Any) -> Any:
+        """This node, made of another's parts, with what is known of that."""
+        if aside is not None:
+            self.gone, self.had = aside
+        return self
+
+    def __copy__(self) -> Any:
+        made: Any = type(self)(self, cfg=self.cfg, needs=self.needs)
+        made.donated = self.donated
+        return made.moved((self.gone, self.parts()))
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
@@ -238,8 +260,8 @@ def nested(kind: str) -> Callable[[type], type]:
         register_node(
             cls,
             lambda node: tuple(node.values()),
-            lambda node: (node.cfg, node.needs, tuple(node)),
-            lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]),
+            lambda node: (node.cfg, node.needs, tuple(node), Aside((node.gone, node.parts()))),
+            lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
             lambda node: tuple(node),
         )
         return cls

@@ -80,7 +80,7 @@ class LinearCrossEntropyPending:
     labels: Tensor = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
     weight: Tensor = saved("[V, I]", alias="residuals.weight", needed_by=WGRAD)
     logsumexp: Tensor = saved("[*]", alias="residuals.logsumexp", needed_by=WGRAD)
-    dloss: Tensor = saved("[*] or []", needed_by=WGRAD)
+    dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
 
 
 def linear_cross_entropy_init(

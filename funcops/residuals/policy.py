@@ -106,9 +106,9 @@ class Packed:
     device: Any = static()
 
     @property
-    def _version(self) -> int:
-        """Nobody else holds it, so it is never stale."""
-        return 0
+    def _version(self) -> tuple[int, ...]:
+        """Of its parts: it is guarded as the tensor is that it stands for."""
+        return tuple([t._version for t in self.parts])
 
 
 def pack(t: Tensor, action: Action) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from funcops.errors import require_type
 from funcops.residuals.policy import Compress, Offload, Packed, pack, unpack
+from funcops.schema import Saved
 from funcops.trees import tree_map, tree_map_tensors
 
 T = TypeVar("T")
@@ -17,12 +18,26 @@ def stow(kept: T, action: Offload | Compress) -> T:
         waiting = stow(pending, Compress("fp8"))
         dparams = linear_wgrad(fetch(waiting), cfg)
 
-    What a codec loses is stated in `funcops.residuals.codec`. A tree of any kind: residuals, pendings, lists of them.
+    What a codec loses is stated in `funcops.residuals.codec`. A tree of any kind: residuals, pendings, lists of them. Raises
+    `StaleResidualError` where something in it was written to since the forward, as the copy would not show it.
     """
     require_type("stow", "action", action, Offload, Compress)
+    _check_fresh("stow", kept)
     return tree_map_tensors(lambda t: pack(t, action), kept)
 
 
 def fetch(stowed: T) -> T:
-    """The tree as a backward reads it. What was never stowed is the same object."""
+    """The tree as a backward reads it. What was never stowed is the same object. Raises `StaleResidualError` for what was written to."""
+    _check_fresh("fetch", stowed)
     return tree_map(unpack, stowed, is_leaf=lambda value: type(value) is Packed)
+
+
+def _check_fresh(where: str, tree: Any) -> None:
+    """Residuals and pendings in a tree must be fresh: what is made of them could not show it."""
+
+    def check(value: Any) -> bool:
+        if isinstance(value, Saved) and not value.fresh():
+            value.complain(where)
+        return False
+
+    tree_map(lambda leaf: leaf, tree, is_leaf=check)

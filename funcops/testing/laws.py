@@ -17,6 +17,7 @@ from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals import donate
 from funcops.testing.case import FLOATS, Case
+from funcops.testing.guarded import law_guarded
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, nothing_like, paths, same_structure, tensors, tree_map, tree_map_tensors
 
@@ -390,6 +391,7 @@ LAWS: dict[str, Callable[[Case, torch.dtype], None]] = {
         law_traceable,
         law_edges,
         law_loud,
+        law_guarded,
         law_compiles,
     )
 }

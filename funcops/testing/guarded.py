@@ -1,0 +1,166 @@
+"""The law Guarded: wherever residuals and pending go, they give the gradients of the forward that made them, or raise."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as torch_pytree
+from torch import Tensor
+
+from funcops.errors import StaleResidualError
+from funcops.residuals import donate
+from funcops.residuals.policy import Offload
+from funcops.residuals.stow import fetch, stow
+from funcops.testing.case import Case
+from funcops.trees import flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
+
+
+def _rebuilt(tree: Any) -> Any:
+    found, spec = flatten(tree)
+    return unflatten(spec, found)
+
+
+def _rebuilt_by_torch(tree: Any) -> Any:
+    found, spec = torch_pytree.tree_flatten(tree)
+    return torch_pytree.tree_unflatten(found, spec)
+
+
+def _put(tree: Any) -> Any:
+    for path, leaf in paths(tree).items():
+        tree = put(tree, path, leaf)
+    return tree
+
+
+def _saved_and_loaded(tree: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(tree, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object; but where stow copies it
+    "tree_map": lambda tree: tree_map(lambda t: t, tree),
+    "replace": lambda tree: tree.copy() if type(tree) is dict else replace(tree) if hasattr(tree, "fields") else copy.copy(tree),
+    "put": _put,
+    "flatten": _rebuilt,
+    "torch's flatten": _rebuilt_by_torch,
+    "copy.copy": copy.copy,
+    "stow": lambda tree: fetch(stow(tree, Offload())),
+    "detach": lambda tree: tree_map_tensors(torch.detach, tree),  # another object, the same memory
+    "donate": lambda tree: donate(tree_map(lambda t: t, tree)),
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "clone": lambda tree: tree_map_tensors(torch.clone, tree),
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),
+    "torch.save": _saved_and_loaded,
+}
+UNPICKLED = (pickle.PicklingError, AttributeError)  # of a class or a config that no module holds by name
+
+
+class _Waiting:
+    """What waits for one half of a backward, how to run that, and the tensors that others hold too."""
+
+    def __init__(self, kind: str, tree: Any, run: Callable[[Any], Any]) -> None:
+        self.kind, self.tree, self.run = kind, tree, run
+
+
+def _forward(case: Case, params: Any, x: Any, dy: Any) -> list[_Waiting]:
+    op, cfg = case.op, case.cfg
+    _, residuals = op.fwd(params, x, cfg)
+    found = [_Waiting("residuals", residuals, lambda kept: op.bwd(kept, dy, cfg))]
+    for kind, kept in (("pending", residuals), ("pending of donated residuals", donate(tree_map(lambda t: t, residuals)))):
+        pending = op.dgrad(kept, dy, cfg)[1]
+        if pending is not None:
+            found.append(_Waiting(kind, pending, lambda pending: op.wgrad(pending, cfg)))
+    return found
+
+
+def _moved(one: _Waiting, moves: dict[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    found = {}
+    for name, move in moves.items():
+        try:
+            found[name] = move(one.tree)
+        except UNPICKLED:
+            if name not in ("pickle", "torch.save"):
+                raise
+    return found
+
+
+def law_guarded(case: Case, dtype: torch.dtype) -> None:
+    """Residuals and pending that are moved, copied or given away give the same bits, and raise after a write to what they share
+    with others, before the move or after it; and by name where they lack what the backward reads."""
+    if dtype is not case.dtypes[0]:
+        return
+    params, x = case.make(dtype)
+    y, residuals = case.op.fwd(params, x, case.cfg)
+    generator = torch.Generator().manual_seed(7)
+    dy = tree_map(lambda t: torch.randn(t.shape, generator=generator).to(t) if t.is_floating_point() else None, y)
+    for one in _forward(case, params, x, dy):
+        want = one.run(one.tree)
+        for name, tree in _moved(one, MOVES | COPIES).items():
+            _same(one.run(tree), want, f"{one.kind} moved by {name}")
+        _missing(one)
+    shared = {id(t) for one in _forward(case, params, x, dy) for t in tensors(one.tree)}
+    for i, (path, t) in enumerate(paths({"params": params, "x": x, "dy": dy}).items()):
+        if id(t) in shared:
+            _write(case, params, x, dy, i, path)
+
+
+def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
+    """A write to one input, between the forward and what comes after, which must notice it where it shares that tensor."""
+    given = tree_map_tensors(torch.clone, {"params": params, "x": x, "dy": dy})
+    leaf = leaves(given)[i]
+    made = _forward(case, given["params"], given["x"], given["dy"])
+    held = [one for one in made if any([t is leaf for t in tensors(one.tree)])]
+    rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, COPIES)) for one in held]
+    leaf.add_(0)
+    for one, want, moved, copies in rows:
+        what = f"{one.kind} after a write to {path}"
+        _stale(lambda one=one: one.run(one.tree), what)
+        for name, tree in moved.items():
+            if name in ("donate", "detach") or any([t is leaf for t in tensors(tree)]):
+                _stale(lambda one=one, tree=tree: one.run(tree), f"{what}, moved by {name} before")
+        for name, tree in copies.items():
+            _same(one.run(tree), want, f"{what}, copied by {name} before")
+            place = [t is leaf for t in tensors(one.tree)].index(True)
+            tensors(tree)[place].add_(0)
+            _stale(lambda one=one, tree=tree: one.run(tree), f"{what}, and to its copy by {name}")
+        for name in [*moved, *(name for name in copies if name != "clone")]:  # a clone is a value of its own
+            move = (MOVES | COPIES)[name]
+            _stale(lambda one=one, move=move: one.run(move(one.tree)), f"{what}, moved by {name} since")
+
+
+def _missing(one: _Waiting) -> None:
+    """Each tensor exchanged for None must be missed, by name, wherever the tree goes then."""
+    for path, leaf in paths(one.tree).items():
+        for name, move in MOVES.items() if isinstance(leaf, Tensor) else ():
+            try:
+                one.run(move(put(one.tree, path, None)))
+            except (TypeError, ValueError) as error:
+                named = any([part in str(error) for part in path.split(".")])
+                said = named and "must be" in str(error) and "got None" in str(error)
+                assert said, f"{one.kind} without {path}: {str(error)!r} does not say what must be there"
+            else:
+                raise AssertionError(f"{one.kind} without {path}, moved by {name}, went through without an error")
+
+
+def _stale(call: Callable[[], Any], what: str) -> None:
+    try:
+        call()
+    except StaleResidualError as error:
+        assert "must be as the" in str(error) and "got" in str(error), f"{what}: {str(error)!r} says neither what must be nor what came"
+    else:
+        raise AssertionError(f"{what}: went through without an error")
+
+
+def _same(got: Any, want: Any, what: str) -> None:
+    for (path, a), b in zip(paths(want).items(), leaves(got), strict=True):
+        same = a is b is None or (isinstance(a, Tensor) and isinstance(b, Tensor) and a.dtype == b.dtype)
+        same = same and (a is None or torch.equal(torch.nan_to_num(a, 12345.0), torch.nan_to_num(b, 12345.0)))
+        assert same, f"{what}: {path or 'value'} differs"
