@@ -39,7 +39,7 @@ class Gone:
 
 def versions(value: Any, read: Callable[[Any], Any] = operator.attrgetter("_version")) -> Any:
     """What `read` says of a tensor; of a small tree, a tuple of that for its tensors, in the tree's order."""
-    if isinstance(value, Tensor) or hasattr(value, "_version"):
+    if isinstance(value, Tensor):
         return read(value)
     if type(value) in FIELDS:
         return tuple([versions(getattr(value, name), read) for name in FIELDS[type(value)][0]])

@@ -226,37 +226,49 @@ def nbytes(tree: Any) -> int:
 
 def at(tree: Any, path: str) -> Any:
     """The leaf or subtree at a dotted path; `ValueError` names the paths there are when there is none."""
-    node = tree
+    node, rest = tree, path
     try:
-        for name in path.split("."):
+        while rest:
             if isinstance(node, dict):
-                node = node[name] if name in node else node[int(name)]
-            elif isinstance(node, (tuple, list)):
-                node = node[int(name)]
-            else:
-                node = getattr(node, name)
+                key, rest = _key(node, rest)
+                node = node[key]
+                continue
+            name, _, rest = rest.partition(".")
+            node = node[int(name)] if isinstance(node, (tuple, list)) else getattr(node, name)
     except (KeyError, IndexError, ValueError, AttributeError):
         fail("at", "path", f"one of {', '.join(paths(tree)) or '(no leaves)'}", repr(path))
     return node
 
 
+def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
+    """The key of a dict with which a path begins, and the rest. A key may be a number, and hold dots. `ValueError` where there is none."""
+    name, _, rest = path.partition(".")
+    if name in tree:
+        return name, rest
+    for key in tree:
+        if isinstance(key, str) and (path == key or path.startswith(key + ".")):
+            return key, path[len(key) + 1 :]
+    return int(name), rest
+
+
 def has(tree: Any, path: str) -> bool:
     """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree."""
-    node = tree
-    for name in path.split("."):
+    node, rest = tree, path
+    while rest or node is tree:
+        name, _, further = rest.partition(".")
         if isinstance(node, dict):
-            key: Any = name if name in node or not name.isdecimal() else int(name)
-            if key not in node:
+            try:
+                key, further = _key(node, rest)
+                node = node[key]
+            except (KeyError, ValueError):
                 return False
-            node = node[key]
-        elif isinstance(node, (tuple, list)):
-            if not name.isdecimal() or int(name) >= len(node):
-                return False
+        elif isinstance(node, (tuple, list)) and name in map(str, range(len(node))):
             node = node[int(name)]
         elif type(node) in FIELDS and name in FIELDS[type(node)][0]:
             node = getattr(node, name)
         else:
             return False
+        rest = further
     return True
 
 
@@ -266,12 +278,12 @@ def put(tree: Any, path: str, value: Any) -> Any:
     >>> put({"a": (1, 2)}, "a.1", 3)
     {'a': (1, 3)}
     """
-    name, _, rest = path.partition(".")
     if isinstance(tree, dict):
-        key = name if name in tree else int(name)
+        key, rest = _key(tree, path)
         made = {**tree} if type(tree) is dict else copy.copy(tree)
         made[key] = put(tree[key], rest, value) if rest else value
         return made
+    name, _, rest = path.partition(".")
     if isinstance(tree, tuple):
         i = int(name)
         changed = (*tree[:i], put(tree[i], rest, value) if rest else value, *tree[i + 1 :])

@@ -5,9 +5,11 @@ import pickle
 
 import pytest
 import torch
+from test_laws import CASES
 
 from funcops import LinearConfig, LinearParams, Needs, linear_fwd
 from funcops.needs import sub_mask
+from funcops.trees import leaves, paths
 
 
 def test_equal_needs_are_one_object():
@@ -73,3 +75,17 @@ def test_an_unknown_path_is_named():
     params = LinearParams(torch.ones(2, 3), torch.ones(2))
     with pytest.raises(ValueError, match="linear_fwd: needs.params must be paths among weight, bias, got 'wieght'"):
         linear_fwd(params, torch.ones(1, 3), LinearConfig(3, 2), needs=Needs(params="wieght"))
+
+
+INPUTS = {str(case): case for case, _ in CASES}
+
+
+@pytest.mark.parametrize("case", INPUTS.values(), ids=str)
+def test_paths_that_x_does_not_have_are_refused(case):
+    params, x = case.make(case.dtypes[0])
+    known = [path for path in paths(x) if path]
+    for path in ["nonsense", str(len(leaves(x))), "-1", *[f"{path}.0" for path in known], *[f"{path}0" for path in known]]:
+        with pytest.raises(ValueError, match=r"_fwd: needs\.x must be (paths among|a bool).*, got '"):
+            case.op.fwd(params, x, case.cfg, needs=Needs(x=[*known, path]))
+    for path in known:
+        case.op.fwd(params, x, case.cfg, needs=Needs(x=[path]))

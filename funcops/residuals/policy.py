@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import describe, fail, require_type
+from funcops.marks import versions
 from funcops.residuals.codec import codec, smaller
 from funcops.trees import leaf, static, tree
 
@@ -106,9 +107,9 @@ class Packed:
     device: Any = static()
 
     @property
-    def _version(self) -> tuple[int, ...]:
-        """Of its parts: it is guarded as the tensor is that it stands for."""
-        return tuple([t._version for t in self.parts])
+    def _version(self) -> Any:
+        """Those of its parts: it is guarded as the tensor is that it stands for."""
+        return versions(self)
 
 
 def pack(t: Tensor, action: Action) -> Any:

@@ -118,7 +118,8 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
     leaf = leaves(given)[i]
     made = _forward(case, given["params"], given["x"], given["dy"])
     held = [one for one in made if any([t is leaf for t in tensors(one.tree)])]
-    rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, COPIES)) for one in held]
+    copies = {name: copied for name, copied in COPIES.items() if name != "torch.save"}  # which is pickle
+    rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, copies)) for one in held]
     leaf.add_(0)
     for one, want, moved, copies in rows:
         what = f"{one.kind} after a write to {path}"
@@ -139,9 +140,9 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
 def _missing(one: _Waiting) -> None:
     """Each tensor exchanged for None must be missed, by name, wherever the tree goes then."""
     for path, leaf in paths(one.tree).items():
-        for name, move in MOVES.items() if isinstance(leaf, Tensor) else ():
+        for name in ("tree_map", "copy.copy", "donate") if isinstance(leaf, Tensor) else ():
             try:
-                one.run(move(put(one.tree, path, None)))
+                one.run(MOVES[name](put(one.tree, path, None)))
             except (TypeError, ValueError) as error:
                 named = any([part in str(error) for part in path.split(".")])
                 said = named and "must be" in str(error) and "got None" in str(error)
