@@ -142,7 +142,7 @@ class Moved(NamedTuple):
             return
         alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
         known = {id(t): mark for t, mark in alive}
-        views = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}
+        views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}
 
         def read(t: Any) -> Any:
             now = version(t)

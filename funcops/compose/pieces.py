@@ -79,7 +79,7 @@ def backward_piece(
         if sums is None:
             results[step.name] = waiting
             if recipe is not None and waiting is not None:
-                results[left_out.key] = recipe if node.donated else recipe.twin()
+                results[left_out.key] = recipe if node.donated else recipe.twin()  # type: ignore[union-attr]
             continue
         if recipe is not None and waiting is not None:
             waiting = left_out.fill(where, waiting, left_out.value(where, recipe))  # type: ignore[union-attr]

@@ -121,20 +121,23 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
     copies = {name: copied for name, copied in COPIES.items() if name != "torch.save"}  # which is pickle
     rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, copies)) for one in held]
     leaf.add_(0)
-    for one, want, moved, copies in rows:
+    for one, want, moved, copied in rows:
         what = f"{one.kind} after a write to {path}"
-        _stale(lambda one=one: one.run(one.tree), what)
+        _stale(one.run, one.tree, what)
         for name, tree in moved.items():
             if name in ("donate", "detach") or any([t is leaf for t in tensors(tree)]):
-                _stale(lambda one=one, tree=tree: one.run(tree), f"{what}, moved by {name} before")
-        for name, tree in copies.items():
+                _stale(one.run, tree, f"{what}, moved by {name} before")
+        for name, tree in copied.items():
             _same(one.run(tree), want, f"{what}, copied by {name} before")
             place = [t is leaf for t in tensors(one.tree)].index(True)
             tensors(tree)[place].add_(0)
-            _stale(lambda one=one, tree=tree: one.run(tree), f"{what}, and to its copy by {name}")
-        for name in [*moved, *(name for name in copies if name != "clone")]:  # a clone is a value of its own
-            move = (MOVES | COPIES)[name]
-            _stale(lambda one=one, move=move: one.run(move(one.tree)), f"{what}, moved by {name} since")
+            _stale(one.run, tree, f"{what}, and to its copy by {name}")
+        for name in [*moved, *(name for name in copied if name != "clone")]:  # a clone is a value of its own
+            _stale(_then((MOVES | COPIES)[name], one.run), one.tree, f"{what}, moved by {name} since")
+
+
+def _then(move: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda tree: run(move(tree))
 
 
 def _missing(one: _Waiting) -> None:
@@ -143,19 +146,21 @@ def _missing(one: _Waiting) -> None:
         for name in ("tree_map", "copy.copy", "donate") if isinstance(leaf, Tensor) else ():
             try:
                 one.run(MOVES[name](put(one.tree, path, None)))
-            except (TypeError, ValueError) as error:
+            except Exception as error:
                 named = any([part in str(error) for part in path.split(".")])
-                said = named and "must be" in str(error) and "got None" in str(error)
-                assert said, f"{one.kind} without {path}: {str(error)!r} does not say what must be there"
+                said = isinstance(error, (TypeError, ValueError)) and named and "must be" in str(error) and "got None" in str(error)
+                assert said, f"{one.kind} without {path}: {error!r} does not say what must be there"
             else:
                 raise AssertionError(f"{one.kind} without {path}, moved by {name}, went through without an error")
 
 
-def _stale(call: Callable[[], Any], what: str) -> None:
+def _stale(run: Callable[[Any], Any], tree: Any, what: str) -> None:
     try:
-        call()
+        run(tree)
     except StaleResidualError as error:
-        assert "must be as the" in str(error) and "got" in str(error), f"{what}: {str(error)!r} says neither what must be nor what came"
+        assert "must be as the" in str(error) and "got" in str(error), (
+            f"{what}: {str(error)!r} says neither what must be nor what came"
+        )
     else:
         raise AssertionError(f"{what}: went through without an error")
 
