@@ -115,14 +115,17 @@ def _swap(model: nn.Module, policy: Any, done: Replaced, undo: Undo) -> None:
         done.replaced.append(Change(path, before.__name__, f"funcops.nn.{to.__name__}"))
     if not acted:
         fail("from_torch", "policy", "None for a model without an MLP that is known (it says what MLPs keep)", describe(policy))
+    owners: list[str] = []
     for path, module in model.named_modules():
         before = module.loss_function if isinstance(getattr(type(module), "loss_function", None), property) else None
         loss = LOSSES.get(f"{getattr(before, '__module__', '')}.{getattr(before, '__qualname__', '')}")
-        if loss is not None:
-            undo.note(module)
-            module.loss_function = loss  # type: ignore[assignment]
-            name = f"{path}.loss_function" if path else "loss_function"
-            done.replaced.append(Change(name, before.__name__, loss.__name__))  # type: ignore[union-attr]
+        if loss is None or any([not owner or path.startswith(f"{owner}.") for owner in owners]):
+            continue  # the module that holds it computes the loss
+        owners.append(path)
+        undo.note(module)
+        module.loss_function = loss  # type: ignore[assignment]
+        name = f"{path}.loss_function" if path else "loss_function"
+        done.replaced.append(Change(name, before.__name__, loss.__name__))  # type: ignore[union-attr]
 
 
 def _refusal(module: Any) -> str | None:
