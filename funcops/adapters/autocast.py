@@ -108,10 +108,10 @@ def _region() -> _Region | None:
         with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
             if _canary is None:
                 _canary = torch.zeros(1, 1, device="cpu", dtype=torch.float32, requires_grad=True)
-            node = torch.mm(_canary, _canary).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+            product: Any = torch.mm(_canary, _canary).grad_fn
     finally:
         torch.set_autocast_enabled("cpu", before[0])
         torch.set_autocast_dtype("cpu", before[1])
-    found = node.metadata["funcops"] = _Region()
+    found = product.next_functions[0][0].metadata["funcops"] = _Region()
     _current = weakref.ref(found)
     return found

@@ -117,15 +117,15 @@ def _swap(model: nn.Module, policy: Any, done: Replaced, undo: Undo) -> None:
         fail("from_torch", "policy", "None for a model without an MLP that is known (it says what MLPs keep)", describe(policy))
     owners: list[str] = []
     for path, module in model.named_modules():
-        before = module.loss_function if isinstance(getattr(type(module), "loss_function", None), property) else None
-        loss = LOSSES.get(f"{getattr(before, '__module__', '')}.{getattr(before, '__qualname__', '')}")
+        given: Any = module.loss_function if isinstance(getattr(type(module), "loss_function", None), property) else None
+        loss: Any = LOSSES.get(f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', '')}")
         if loss is None or any([not owner or path.startswith(f"{owner}.") for owner in owners]):
             continue  # the module that holds it computes the loss
         owners.append(path)
         undo.note(module)
-        module.loss_function = loss  # type: ignore[assignment]
+        module.loss_function = loss
         name = f"{path}.loss_function" if path else "loss_function"
-        done.replaced.append(Change(name, before.__name__, loss.__name__))  # type: ignore[union-attr]
+        done.replaced.append(Change(name, given.__name__, loss.__name__))
 
 
 def _refusal(module: Any) -> str | None:

@@ -208,7 +208,7 @@ class GPT2MLP(ChainModule):
         (i, h), (_, o) = self.c_fc.weight.shape, self.c_proj.weight.shape
         steps = (
             Step(name="c_fc", op=linear, cfg=LinearConfig(in_features=i, out_features=h)),
-            Step(name="act", op=activation, cfg=ActivationConfig(kind=WITHOUT_GATE[kind_of(self.act)])),
+            Step(name="act", op=activation, cfg=ActivationConfig(kind=WITHOUT_GATE[str(kind_of(self.act))])),
             Step(name="c_proj", op=linear, cfg=LinearConfig(in_features=h, out_features=o)),
         )
         return ChainConfig(steps=steps)
