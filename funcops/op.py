@@ -24,9 +24,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from typing_extensions import dataclass_transform
-
 import torch
+from typing_extensions import dataclass_transform
 
 from funcops.errors import describe, fail
 from funcops.needs import Needs

@@ -80,8 +80,15 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
     key = id(t), dtype, torch.is_grad_enabled()
     found = region.get(key)
     if found is None or found[1] != t._version:
-        found = region[key] = t, t._version, t.to(dtype)
+        made: Any = t.to(dtype)
+        made._cast_of = t
+        found = region[key] = t, t._version, made
     return found[2]  # type: ignore[no-any-return]
+
+
+def cast_from(t: Any) -> Any:
+    """The parameter that a tensor is autocast's cast of; else the tensor."""
+    return getattr(t, "_cast_of", t)
 
 
 class _Region(dict[Any, Any]):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcops import TorchConfig, differentiable, donate, op_from_torch, with_policy
+from funcops import TorchConfig, delayed_wgrad, differentiable, donate, op_from_torch, with_policy
 from funcops import nn as fnn
 from funcops.adapters.autocast import NORM, casts
 from funcops.compose.plan import FEW
@@ -379,3 +379,20 @@ def test_custom_functions_and_backwards_inside_the_region():
     assert_close(found[1][:2], found[0][:2], dtype=torch.float32, length=64)
     assert_close(cast(found[1][2:], torch.bfloat16), cast(found[0][2:], torch.bfloat16), dtype=torch.bfloat16, length=64)
     assert all(isinstance(t, torch.Tensor) for t in leaves(found))
+
+
+def test_delayed_weight_gradients_of_weights_that_were_cast():
+    (_, plain), (_, delayed), store = pair(), pair(), delayed_wgrad()
+    delayed[3].bias.main_grad = torch.zeros(D, dtype=torch.float64)
+    x = torch.randn(64, D)
+    for model, context in ((plain, contextlib.nullcontext()), (delayed, store)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x) + model(x + 1)
+        with context:
+            y.float().square().sum().backward()
+    assert len(store) == 6 and all(p.grad is None for p in delayed.parameters()), "two norms and four products wait"
+    store.run()
+    for want, got in zip(plain.parameters(), delayed.parameters(), strict=True):
+        found = got.grad if got is not delayed[3].bias else got.main_grad
+        assert found.dtype is (torch.float32 if got is not delayed[3].bias else torch.float64)
+        assert_close(found.bfloat16(), want.grad.bfloat16(), dtype=torch.bfloat16, length=64)
