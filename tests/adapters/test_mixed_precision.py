@@ -144,7 +144,11 @@ def outcome(module, x, region, loss=lambda y: y.float().square().mean()):
         y = module(x)
     found = loss(y)
     found.backward()
-    return y.detach(), [x.grad, *[p.grad for p in module.parameters()]], sum(size for size, _ in seen.values())
+    return (
+        y if hasattr(y, "loss") else y.detach(),
+        [x.grad, *[p.grad for p in module.parameters()]],
+        sum(size for size, _ in seen.values()),
+    )
 
 
 def check_follows(want, got, exact, spare=0):
@@ -396,3 +400,54 @@ def test_delayed_weight_gradients_of_weights_that_were_cast():
         found = got.grad if got is not delayed[3].bias else got.main_grad
         assert found.dtype is (torch.float32 if got is not delayed[3].bias else torch.float64)
         assert_close(found.bfloat16(), want.grad.bfloat16(), dtype=torch.bfloat16, length=64)
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("weight", FLOATS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_the_norm_of_decoders(given, weight, enabled):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    model = nn.ModuleList([modeling.LlamaRMSNorm(D).to(weight)])
+    nn.init.normal_(model[0].weight)
+    x, found = torch.randn(5, D, dtype=given), []
+    for swapped in (False, True):
+        if swapped:
+            assert fnn.from_torch(model).replaced
+        t = x.clone().requires_grad_()
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = model[0](t)
+        y.float().square().sum().backward()
+        found.append((y.detach(), t.grad, model[0].weight.grad))
+    coarse = max((given, weight, torch.float32), key=lambda dtype: torch.finfo(dtype).eps)
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    assert_close(cast(found[1], coarse), cast(found[0], coarse), dtype=coarse, length=64)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+def test_decoders_follow(family):
+    """Norms, MLPs, attention and loss together: no further from float32 than torch, and no more kept."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    if family == "GPT2":
+        cfg = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        want = transformers.GPT2LMHeadModel(cfg)
+    else:
+        cfg = getattr(transformers, f"{family}Config")(num_key_value_heads=1, head_dim=16, **sizes)
+        want = getattr(transformers, f"{family}ForCausalLM")(cfg)
+    got, exact = copy.deepcopy(want), copy.deepcopy(want)
+    fnn.from_torch(got)
+    ids = torch.randint(64, (4, 16))
+    found = []
+    for model in (want, got, exact):
+        model.forward = functools.partial(model.forward, labels=ids)
+        region = torch.autocast("cpu", torch.bfloat16, enabled=model is not exact)
+        logits = []
+        loss, gradients, kept = outcome(model, ids, region, loss=lambda y, logits=logits: logits.append(y.logits) or y.loss)
+        found.append((logits[0].detach(), gradients, kept))
+    check_follows(*found)

@@ -81,7 +81,7 @@ class RMSNorm(OpModule):
         if x.dtype is weight.dtype or not (is_plain(x) and is_plain(weight)):
             return super().forward(x)
         dtype = torch.promote_types(x.dtype, weight.dtype)
-        return self.launched([weight.to(dtype)], (x.to(dtype),))
+        return self.launched([weight.to(dtype)], x.to(dtype))
 
     def plain(self, *given: Any) -> Any:
         (x,) = given

@@ -104,8 +104,8 @@ class OpModule(Prepared):
             return run(self.op, self._params(own), given, self.cfg)
 
     def launched(self, own: list[Any], given: Any) -> Any:
-        """The op, with or without autocast, for modules whose forward takes more than x."""
-        kind = given[0].device.type
+        """The op, with or without autocast, for modules with a forward of their own."""
+        kind = (given[0] if type(given) is tuple else given).device.type
         if any_autocast() and is_on(kind):
             return self.followed(own, given, kind)
         return run(self.op, self._params(own), given, self.cfg)
