@@ -24,17 +24,19 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import describe, fail
 from funcops.needs import Needs
 from funcops.schema import open_node
-from funcops.trees import has, leaves, paths, same_structure
+from funcops.trees import has, leaves, paths, same_structure, tensors
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
+_autocast = torch._C._is_any_autocast_enabled
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -111,6 +113,8 @@ def forward(config: type, params: type = NoneType) -> Callable[[F], F]:
                 _bad_type(where, "cfg", cfg, config)
             if type(params_) is not params:
                 _bad_type(where, "params", params_, params)
+            if _autocast():
+                refuse_autocast(where, params_, x)
             if needs is not ALL:
                 check_needs(where, needs, params_, x)
             return fn(params_, x, cfg, needs=needs)
@@ -129,6 +133,8 @@ def dgrad_of(residuals: Any) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def dgrad(residuals_: Any, dy: Any, cfg: Any) -> Any:
+            if _autocast():
+                refuse_autocast(where, residuals_, dy)
             node = residuals_
             if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg)
@@ -154,6 +160,8 @@ def bwd_of(residuals: Any, params: type) -> Callable[[F], F]:
         def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
             if into is not None and type(into) is not params:
                 _bad_type(where, "into", into, params)
+            if _autocast():
+                refuse_autocast(where, residuals_, dy)
             node = residuals_
             if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg, into=into)
@@ -181,6 +189,8 @@ def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
                 _bad_type(where, "into", into, params)
             if pending_ is None:
                 return params() if into is None else into
+            if _autocast():
+                refuse_autocast(where, pending_)
             node = pending_
             if type(node) is pending and node.cfg is cfg and node.fresh():
                 return fn(node, cfg, into=into)
@@ -203,6 +213,8 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None and type(into) is not params:
             _bad_type(where, "into", into, params)
+        if _autocast():
+            refuse_autocast(where, residuals_, dy)
         node = residuals_
         if not (type(node) is residuals and node.cfg is cfg and node.fresh()):
             node = open_node(where, node, residuals, cfg)
@@ -224,6 +236,8 @@ def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
     def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None:
             _bad_type(where, "into", into, NoneType)
+        if _autocast():
+            refuse_autocast(where, residuals_, dy)
         node = residuals_
         if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
             return None, raw_dgrad(node, dy, cfg)[0]
@@ -268,6 +282,18 @@ def _named(fn: Any, name: str, module: str, doc: str) -> Any:
 def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
     wanted = "None (this op has no params)" if expected is NoneType else expected.__name__
     fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)
+
+
+def refuse_autocast(where: str, *trees: Any) -> None:
+    """Raise where `torch.autocast` is on for the device of a tensor in the trees: it would cast inside of the op, in silence."""
+    kinds = {t.device.type for t in tensors([getattr(tree, "_node", tree) for tree in trees])}  # a donated node is no tree
+    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
+    if on or not kinds:
+        raise RuntimeError(
+            f"{where}: must run outside of torch.autocast, got a region where it is on. Leave it with torch.autocast({(on or ['cpu'])[0]!r}, "
+            "enabled=False), and give params and x the dtype that you want with funcops.trees.cast(tree, dtype); the modules of "
+            "funcops.nn follow autocast"
+        )
 
 
 def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:

@@ -1,14 +1,124 @@
-"""Autocast does not reach into an op: its dtype is that of its inputs."""
+"""`torch.autocast` and ops: an op runs outside of it, on what a module has cast as `torch.nn` would."""
 
 from __future__ import annotations
 
+import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from funcops.trees import tensors
 
+LOWER, NORM = "lower", "norm"  # as autocast's lists have them: products; norms
+CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 stays what it is
+any_autocast = torch._C._is_any_autocast_enabled
+_transforms = torch._C._functorch.maybe_current_level
+_compiling = torch.compiler.is_dynamo_compiling
 
-def without_autocast(tree: Any) -> torch.autocast:
+
+class Outside:
+    """A region without autocast on one kind of device. Unlike `torch.autocast(kind, enabled=False)` it costs two calls."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __enter__(self) -> None:
+        torch.set_autocast_enabled(self.kind, False)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_autocast_enabled(self.kind, True)
+
+
+_outside: dict[str, Outside] = {}
+_HERE = nullcontext()
+
+
+def is_on(kind: str) -> bool:
+    """Whether autocast is on for a kind of device; it never is for one that has none, as "meta"."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+
+
+def outside(kind: str) -> Any:
+    """A region without autocast on a kind of device."""
+    if not (any_autocast() and is_on(kind)):
+        return _HERE
+    if _compiling():
+        return torch.autocast(kind, enabled=False)
+    found = _outside.get(kind)
+    if found is None:
+        found = _outside[kind] = Outside(kind)
+    return found
+
+
+def without_autocast(tree: Any) -> Any:
     """A region without autocast on the device of a tree's first tensor."""
-    return torch.autocast(next(t.device.type for t in tensors(tree)), enabled=False)
+    return outside(next(t.device.type for t in tensors(tree)))
+
+
+def casts(rule: str, x: Any, kind: str, own: list[Any]) -> tuple[Any, list[Any]]:
+    """x (a tensor, or a tuple that begins with the one that counts) and parameters in the dtypes that autocast gives them: those of
+    a product in its dtype; norms, except on CPUs, in float32."""
+    dtype = torch.get_autocast_dtype(kind) if rule == LOWER else torch.float32 if rule == NORM and kind != "cpu" else None
+    if dtype is None:
+        return x, own
+    x = (cast(x[0], dtype), *x[1:]) if type(x) is tuple else cast(x, dtype)
+    return x, [None if t is None else cast(t, dtype) for t in own]
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor as autocast casts it. A float32 parameter is cast once in a region."""
+    if t.dtype is dtype or t.dtype not in CAST:
+        return t
+    if _compiling() or type(t) is not nn.Parameter or not t.requires_grad or t.dtype is not torch.float32 or t.is_inference():
+        return t.to(dtype)
+    region = _region()
+    if region is None:
+        return t.to(dtype)
+    key = id(t), dtype, torch.is_grad_enabled()
+    found = region.get(key)
+    if found is None or found[1] != t._version:
+        made: Any = t.to(dtype)
+        made._cast_of = t
+        found = region[key] = t, t._version, made
+    return found[2]  # type: ignore[no-any-return]
+
+
+def cast_from(t: Any) -> Any:
+    """The parameter that a tensor is autocast's cast of; else the tensor."""
+    return getattr(t, "_cast_of", t)
+
+
+class _Region(dict[Any, Any]):
+    """The casts of an autocast region: (parameter, its version, the cast)."""
+
+
+_current: Any = None  # a weak reference to the region that is open
+_canary: Any = None
+
+
+def _region() -> _Region | None:
+    """The casts of this region. torch drops its own at the region's end and tells nobody; so the region hangs on the autograd node of
+    a cast that torch itself has cached, and dies with it."""
+    global _current, _canary
+    found: _Region | None = None if _current is None else _current()
+    if found is not None:
+        return found
+    if not torch.is_autocast_cache_enabled() or torch._C._len_torch_dispatch_stack() or _transforms() is not None:
+        return None
+    before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    torch.set_autocast_enabled("cpu", True)
+    torch.set_autocast_dtype("cpu", torch.bfloat16)
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), saved_tensors_hooks(lambda t: t, lambda t: t):
+            if _canary is None:
+                _canary = torch.zeros(1, 1, device="cpu", dtype=torch.float32, requires_grad=True)
+            product: Any = torch.mm(_canary, _canary).grad_fn
+    finally:
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+    found = product.next_functions[0][0].metadata["funcops"] = _Region()
+    _current = weakref.ref(found)
+    return found

@@ -21,16 +21,14 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters import delayed
-from funcops.adapters.autocast import without_autocast
+from funcops.adapters.autocast import any_autocast, without_autocast
 from funcops.adapters.hollow import Hole, Shape, gradients, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
 from funcops.compose.plan import FEW
 from funcops.errors import require_type
 from funcops.needs import Needs
-from funcops.op import Op
+from funcops.op import Op, refuse_autocast
 from funcops.trees import tensors
-
-_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 class Bound:
@@ -85,7 +83,7 @@ class _Node(Function):
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
         backward_of = _once if torch.is_grad_enabled() else _backward
-        if not _autocast_enabled():
+        if not any_autocast():
             return backward_of(ctx, *dys)
         with without_autocast(dys):  # the forward had none
             return backward_of(ctx, *dys)
@@ -207,8 +205,8 @@ _bound: dict[Any, Bound] = {}
 def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     """`differentiable(op)(params, x, cfg)`. `leaves`: the tensors of params and x, in their trees' order, where the caller has
     them."""
-    if _autocast_enabled():
-        _refuse_autocast(op)
+    if any_autocast():
+        refuse_autocast(op.name, params, x)
     if _transforms() is not None:  # torch.compile would drop the backward of a node in silence
         _refuse_transforms(op)
     if _compiling():
@@ -264,13 +262,6 @@ def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
     """
     require_type("differentiable", "op", op, Op)
     return functools.partial(run, op)
-
-
-def _refuse_autocast(op: Op) -> None:
-    raise RuntimeError(
-        f"{op.name}: must run outside of torch.autocast, got a region where it is on. Cast params and x to the dtype that you want "
-        "(funcops.cast), or leave the region with torch.autocast(device_type, enabled=False)"
-    )
 
 
 def _refuse_transforms(op: Op) -> None:

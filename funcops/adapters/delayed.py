@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.adapters.autocast import without_autocast
+from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.reduce import BucketedMean
 from funcops.errors import StaleResidualError, fail
 from funcops.op import Op
@@ -149,6 +149,7 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any) -> Any:
     """Leave the pending to the store and return absent dparams; or return them, where they are for tensors that are no leaves."""
     if pending is None:
         return op.wgrad(None, cfg)
+    params = tree_map_tensors(cast_from, params)
     if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
         return op.wgrad(pending, cfg)
     free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # of the graph behind it
@@ -161,10 +162,12 @@ def _versions(params: Any) -> tuple[int, ...]:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    main: Any = getattr(parameter, "main_grad", None)
+    if main is None:
+        gradient = gradient.to(parameter.dtype)  # another one where autocast has cast the parameter
     for hook in (parameter._backward_hooks or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
-    main: Any = getattr(parameter, "main_grad", None)
     if main is not None:
         if main.shape != gradient.shape:
             fail("delayed_wgrad", "main_grad", str(list(gradient.shape)), list(main.shape))

@@ -17,9 +17,11 @@ from funcops.adapters.cut import Graphs, cut
 from funcops.adapters.hollow import gradients, hollow, refill
 from funcops.errors import check, describe, fail
 from funcops.needs import Needs
-from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op
+from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op, refuse_autocast
 from funcops.schema import DGRAD, WGRAD, open_node, pending, residuals, saved, static
 from funcops.trees import nothing_like, paths
+
+_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 @config
@@ -95,6 +97,8 @@ def op_from_torch(
             fail(f"{label}_fwd", "cfg", config.__name__, describe(cfg), TypeError)
         if init is None and params is not None:
             fail(f"{label}_fwd", "params", "None (op_from_torch got no init)", describe(params), TypeError)
+        if _autocast_enabled():
+            refuse_autocast(f"{label}_fwd", params, x)
         if needs is not Needs.ALL:
             check_needs(f"{label}_fwd", needs, params, x)
         own, leaves = traced(params, x, cfg, needs)
@@ -126,6 +130,8 @@ def op_from_torch(
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
         if pending is None:
             return nothing_like(init(cfg, key=None, device="meta", dtype=None)) if into is None and init is not None else into
+        if _autocast_enabled():
+            refuse_autocast(f"{label}_wgrad", pending)
         node = open_node(f"{label}_wgrad", pending, TorchPending, cfg)
         own: Traced = node.traced
         found = own.graphs.wgrad(*[node.kept[n] for n in own.graphs.waiting])

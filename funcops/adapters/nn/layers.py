@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from funcops.adapters.autocast import LOWER, NORM
 from funcops.adapters.nn.module import OpModule, prepare
 from funcops.errors import require
 from funcops.ops.activation import ActivationConfig, activation
@@ -25,6 +26,7 @@ class Linear(OpModule, nn.Linear):
     """`torch.nn.Linear` by `funcops.linear`."""
 
     op, params_class, fields, values = linear, LinearParams, ("weight", "bias"), ("in_features", "out_features")
+    autocast = LOWER
 
     def make_cfg(self) -> LinearConfig:
         return LinearConfig(in_features=self.in_features, out_features=self.out_features, bias=self.bias is not None)
@@ -46,6 +48,7 @@ class LayerNorm(OpModule, nn.LayerNorm):
     """`torch.nn.LayerNorm` by `funcops.layer_norm`, with its weight."""
 
     op, params_class, fields, values = layer_norm, LayerNormParams, ("weight", "bias"), ("normalized_shape", "eps")
+    autocast = NORM
 
     def make_cfg(self) -> LayerNormConfig:
         _affine("LayerNorm", self)
@@ -56,6 +59,7 @@ class RMSNorm(OpModule, nn.RMSNorm):
     """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype."""
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
+    autocast = NORM
 
     def make_cfg(self) -> RMSNormConfig:
         _affine("RMSNorm", self)
@@ -141,6 +145,11 @@ class GLU(OpModule, nn.GLU):
     def make_cfg(self) -> GLUConfig:
         require(self.dim == -1, "funcops.nn.GLU", "dim", "-1", self.dim)
         return GLUConfig(kind=self.kind, gate=self.gate)
+
+    def plain(self, *given: Any) -> Any:
+        torchs = (self.kind, self.gate) == ("glu", "second")
+        require(torchs, "funcops.nn.GLU", "x", f"a plain tensor: torch has no {self.kind}", type(given[0]).__name__)
+        return super().plain(*given)
 
     def extra_repr(self) -> str:
         return f"kind={self.kind!r}, gate={self.gate!r}"

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.autograd import run
-from funcops.adapters.nn.module import OpModule, prepare
+from funcops.adapters.autocast import LOWER
+from funcops.adapters.nn.module import OpModule, is_plain, prepare
 from funcops.errors import require
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
@@ -27,8 +27,10 @@ class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
         require(not target.is_floating_point(), "funcops.nn.CrossEntropyLoss", "target", "class indices", str(target.dtype))
+        if not is_plain(input):
+            return super().plain(input, target)
         logits = input.movedim(1, -1) if input.dim() > 2 else input
-        return run(cross_entropy, None, (logits, target), self.cfg)
+        return self.launched([], (logits, target))
 
 
 class LinearCrossEntropyLoss(OpModule):
@@ -38,6 +40,7 @@ class LinearCrossEntropyLoss(OpModule):
     """
 
     op, params_class, fields = linear_cross_entropy, LinearCrossEntropyParams, ("weight",)
+    autocast = LOWER
     values = ("in_features", "num_classes", "ignore_index", "reduction", "label_smoothing")
 
     def __init__(
@@ -60,7 +63,15 @@ class LinearCrossEntropyLoss(OpModule):
         return LinearCrossEntropyConfig(in_features=self.in_features, vocab=self.num_classes, **options)
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
-        return run(self.op, self.op_params(), (input, target), self.cfg)
+        weight = self.weight
+        if not (is_plain(input) and is_plain(weight)):
+            return self.plain(input, target)
+        return self.launched([weight], (input, target))
+
+    def plain(self, *given: Any) -> Any:
+        scores, options = nn.functional.linear(given[0], self.weight), {name: getattr(self, name) for name in self.values[2:]}
+        loss = nn.functional.cross_entropy(scores.flatten(0, -2), given[1].flatten(), **options)
+        return loss.view(given[1].shape) if self.reduction == "none" else loss
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.num_classes}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"

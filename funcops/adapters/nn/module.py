@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.nn.modules import module as hooks
 
+from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd import run
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
+
+PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # and others as they are met
 
 
 class Prepared(nn.Module):
@@ -30,15 +36,19 @@ class Prepared(nn.Module):
         prepare(self)
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
+
 
 class OpModule(Prepared):
     """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. `values`: the attributes that
-    the config is made of; `fields`: the parameters, in the order of `params_class`."""
+    the config is made of; `fields`: the parameters, in the order of `params_class`; `autocast`: which of autocast's lists it is on."""
 
     op: Op
     params_class: Any = None
     values: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
+    autocast: str = ""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -65,22 +75,82 @@ class OpModule(Prepared):
 
     def op_params(self) -> Any:
         """The op's params tree; its leaves are the module's own parameters."""
-        return None if self.params_class is None else self.params_class(*self._own())
+        return self._params(self._own())
 
     def op_input(self, x: Any) -> Any:
         """The op's x for the module's x."""
         return x
 
+    def plain(self, *given: Any) -> Any:
+        """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know."""
+        return super().forward(*given)  # type: ignore[misc]
+
     def forward(self, x: Any) -> Any:
-        own, given = self._own(), self.op_input(x)
-        params = None if self.params_class is None else self.params_class(*own)
+        own = self._own()
+        for t in (x, *own):
+            if not (PLAIN.get(type(t)) or is_plain(t)):
+                return self.plain(x)
+        given = self.op_input(x)
+        if any_autocast() and is_on(x.device.type):
+            return self.followed(own, given, x.device.type)
         leaves = [t for t in own if t is not None]
         leaves += given if type(given) is tuple else (given,)
-        return run(self.op, params, given, self.cfg, leaves)
+        return run(self.op, self._params(own), given, self.cfg, leaves)
+
+    def followed(self, own: list[Any], given: Any, kind: str) -> Any:
+        """The op where autocast is on: outside of it, on what autocast would have cast."""
+        given, own = casts(self.autocast, given, kind, own)
+        with outside(kind):
+            return run(self.op, self._params(own), given, self.cfg)
+
+    def launched(self, own: list[Any], given: Any) -> Any:
+        """The op, with or without autocast, for modules with a forward of their own."""
+        kind = (given[0] if type(given) is tuple else given).device.type
+        if any_autocast() and is_on(kind):
+            return self.followed(own, given, kind)
+        return run(self.op, self._params(own), given, self.cfg)
+
+    def _params(self, own: list[Any]) -> Any:
+        return None if self.params_class is None else self.params_class(*own)
 
     def _own(self) -> list[Any]:
         parameters = self._parameters
         return [parameters[name] if name in parameters else getattr(self, name) for name in self.fields]
+
+
+def is_plain(t: Any) -> bool:
+    """Whether a tensor is torch's own, or a stand-in for one while torch traces; what is no tensor is for the op to refuse."""
+    kind = type(t)
+    found = PLAIN.get(kind)
+    if found is None:
+        found = PLAIN[kind] = not issubclass(kind, Tensor) or issubclass(kind, (FakeTensor, FunctionalTensor, nn.Buffer))
+    return found
+
+
+def untouched(module: Any, fields: tuple[str, ...]) -> bool:
+    """Whether a call of the module is no more than its class's forward on plain parameters of its own. Anything else (a hook, a
+    forward of the instance, a parametrization, a pruned or sharded weight) asks for the call."""
+    state = module.__dict__
+    if (
+        state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
+        or "forward" in state
+    ):  # fmt: skip
+        return False
+    parameters = state["_parameters"]
+    for name in fields:
+        if name not in parameters or not (PLAIN.get(type(parameters[name])) or is_plain(parameters[name])):
+            return False
+    return True
+
+
+def watched() -> bool:
+    """Whether hooks are set on all modules."""
+    return bool(
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+    )
 
 
 def prepare(module: Any) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
 from funcops.adapters.autograd import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, Prepared
+from funcops.adapters.nn.module import OpModule, Prepared, is_plain, untouched, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plan import FEW
 from funcops.compose.step import Step, WithExtras
@@ -29,8 +31,10 @@ class Group:
         self.params: Any = None
 
     def run(self, x: Any) -> Any:
-        if self.cfg is None or self.small is None:
-            return self.modules[0](x)
+        if self.cfg is None or self.small is None or not is_plain(x):
+            return self.one_by_one(x)
+        if any_autocast() and is_on(x.device.type):
+            return self.followed(x, x.device.type)
         own: list[Any] = []
         for module in self.in_order:
             own += module._own()
@@ -40,6 +44,27 @@ class Group:
         if cfg.extras:
             return run(chain, self.params, WithExtras(x, {KEY: drawn_key(x)}), cfg)
         return run(chain, self.params, x, cfg, [*[t for t in own if t is not None], x])
+
+    def one_by_one(self, x: Any) -> Any:
+        for module in self.modules:
+            x = module(x)
+        return x
+
+    def followed(self, x: Any, kind: str) -> Any:
+        """Where autocast is on: one chain where every step of it would run in autocast's dtype."""
+        dtype = torch.get_autocast_dtype(kind)
+        lower = x.dtype is dtype or (x.dtype in CAST and self.modules[0].autocast == LOWER)
+        if not lower or not all([m.autocast == LOWER or not m.fields for m in self.modules]):
+            return self.one_by_one(x)
+        params = {
+            name: m._params([None if t is None else cast(t, dtype) for t in m._own()])
+            for name, m in zip(self.names, self.modules, strict=True)
+        }
+        x = cast(x, dtype)
+        cfg: Any = self.small if x.numel() < FEW else self.cfg
+        given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
+        with outside(kind):
+            return run(chain, params, given, cfg)
 
 
 class Sequential(Prepared, nn.Sequential):
@@ -72,7 +97,8 @@ class Sequential(Prepared, nn.Sequential):
 
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
-        now = [m.cfg if _joins(m) else m for m in self._modules.values()]
+        seen = watched()
+        now = [m if seen or not _joins(m) else m.cfg for m in self._modules.values()]
         cached = self.__dict__.get("_cached")
         if (
             cached is None
@@ -80,21 +106,19 @@ class Sequential(Prepared, nn.Sequential):
             or any([a is not b for a, b in zip(cached[0], now, strict=True)])
             or cached[2] != [*self._modules.values()]
         ):
-            cached = self.__dict__["_cached"] = now, _grouped(dict(self._modules)), [*self._modules.values()]
+            joins = [made is not m for made, m in zip(now, self._modules.values(), strict=True)]
+            cached = self.__dict__["_cached"] = now, _grouped(dict(self._modules), joins), [*self._modules.values()]
         return cached[1]  # type: ignore[no-any-return]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
 
 
 def _joins(module: Any) -> bool:
-    """Whether the module may be a step of a chain: it takes x alone, and nobody looks at what it is given or gives."""
+    """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op."""
     if not isinstance(module, OpModule) or type(module).forward is not OpModule.forward:
         return False
-    return not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+    return untouched(module, module.fields)
 
 
-def _grouped(modules: dict[str, Any]) -> list[Group]:
+def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
     groups: list[Group] = []
     joined: list[tuple[str, Any]] = []
 
@@ -106,7 +130,7 @@ def _grouped(modules: dict[str, Any]) -> list[Group]:
             joined.clear()
 
     for i, (name, module) in enumerate(modules.items()):
-        if _joins(module):
+        if joins[i]:
             joined.append((f"m{i}", module))  # a module's name need not be an identifier
         else:
             close()

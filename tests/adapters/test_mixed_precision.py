@@ -1,0 +1,453 @@
+"""Modules follow torch.autocast as torch.nn does; ops refuse it."""
+
+import contextlib
+import copy
+import functools
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from funcops import TorchConfig, delayed_wgrad, differentiable, donate, op_from_torch, with_policy
+from funcops import nn as fnn
+from funcops.adapters.autocast import NORM, casts
+from funcops.compose.plan import FEW
+from funcops.testing import assert_close
+from funcops.trees import cast, leaves, tensors, tree_map_tensors
+
+D = 8
+
+
+def _loaded():
+    for path in sorted((Path(__file__).parents[1] / "cases").glob("*.py")):
+        spec = importlib.util.spec_from_file_location(f"autocast_{path.stem}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        yield module.CASES[0]
+
+
+CASES = list(_loaded())  # the first of every operator and combinator
+
+
+@contextlib.contextmanager
+def on_for_cuda():
+    """Autocast for CUDA, whether or not there is a device."""
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ops_refuse_autocast(case):
+    """Every function of every op; but not a region that is off, or for another device."""
+    params, x = case.make(torch.float32)
+    op, cfg = case.op, case.cfg
+    y, residuals = op.fwd(params, x, cfg)
+    dy = tree_map_tensors(torch.ones_like, y) if residuals is not None else None
+    calls = {"fwd": lambda: op.fwd(params, x, cfg)}
+    if residuals is not None:
+        pending = op.dgrad(residuals, dy, cfg)[1]
+        calls |= {
+            "dgrad": lambda: op.dgrad(residuals, dy, cfg),
+            "bwd": lambda: op.bwd(residuals, dy, cfg),
+            "bwd, donated": lambda: op.bwd(donate(op.fwd(params, x, cfg)[1]), dy, cfg),
+        }
+        if pending is not None:
+            calls["wgrad"] = lambda: op.wgrad(pending, cfg)
+    for name, call in calls.items():
+        want = call()
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(RuntimeError, match="must run outside of torch.autocast") as error,
+        ):
+            call()
+        assert "funcops.trees.cast(tree, dtype)" in str(error.value) and "torch.autocast('cpu', enabled=False)" in str(error.value)
+        for region in (torch.autocast("cpu", enabled=False), on_for_cuda()):
+            with region:
+                again = call()
+            if name != "fwd":
+                pairs = zip(tensors(again), tensors(want), strict=True)
+                assert all(a.dtype is b.dtype and torch.equal(a, b) for a, b in pairs), name
+    with torch.autocast("cpu"), torch.autocast("cpu", enabled=False):
+        calls["fwd"]()
+
+
+def test_the_remedy_works():
+    case = next(c for c in CASES if c.op.name == "linear")
+    params, x = case.make(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(RuntimeError, match="linear_fwd: must run outside"):
+            with_policy(case.op, "minimal").fwd(params, x, case.cfg)
+        with pytest.raises(RuntimeError, match="linear: must run outside"):
+            differentiable(case.op)(params, x, case.cfg)
+        with torch.autocast("cpu", enabled=False):
+            given = cast((params, x), torch.bfloat16)
+            assert differentiable(case.op)(*given, case.cfg).dtype is torch.bfloat16
+    softplus = op_from_torch(lambda params, x, cfg: nn.functional.softplus(x), name="softplus")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="softplus_fwd: must run outside"):
+        softplus.fwd(None, x, TorchConfig())
+
+
+# What follows, as torch does.
+
+PAIRS = {
+    "Linear": lambda lib: lib.Linear(D, 16),
+    "Linear without bias": lambda lib: lib.Linear(D, 16, bias=False),
+    "LayerNorm": lambda lib: lib.LayerNorm(D),
+    "RMSNorm": lambda lib: lib.RMSNorm(D),
+    "GELU": lambda lib: lib.GELU(),
+    "SiLU": lambda lib: lib.SiLU(),
+    "ReLU": lambda lib: lib.ReLU(),
+    "Sigmoid": lambda lib: lib.Sigmoid(),
+    "Tanh": lambda lib: lib.Tanh(),
+    "GLU": lambda lib: lib.GLU(),
+    "Dropout": lambda lib: lib.Dropout(0.0),
+    "MLP": lambda lib: lib.Sequential(lib.Linear(D, 16), lib.GELU(), lib.Linear(16, D)),
+    "norm and MLP": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 16), lib.SiLU(), lib.Linear(16, D)),
+    "MLP and norm": lambda lib: lib.Sequential(lib.Linear(D, 16), lib.Sigmoid(), lib.Linear(16, D, bias=False), lib.RMSNorm(D)),
+    "activation first": lambda lib: lib.Sequential(lib.Tanh(), lib.Linear(D, 16), lib.GLU()),
+    "dropout within": lambda lib: lib.Sequential(lib.Linear(D, 16), lib.Dropout(0.0), lib.ReLU()),
+    "others within": lambda lib: lib.Sequential(lib.Linear(D, 16), nn.Softplus(), lib.Linear(16, D), nn.Identity()),
+    "in one another": lambda lib: lib.Sequential(lib.RMSNorm(D), lib.Sequential(lib.Linear(D, D), lib.GELU()), lib.Linear(D, D)),
+    "hooked": lambda lib: hooked(lib.Sequential(lib.Linear(D, 16), lib.GELU(), lib.Linear(16, D))),
+    "parametrized": lambda lib: nn.utils.parametrizations.weight_norm(lib.Linear(D, D)),
+    "adaptive": lambda lib: lib.Sequential(lib.Linear(D, D), frozen(lib.Linear(D, D)), lib.GELU(), lib.Linear(D, D)),
+}
+
+
+def hooked(model):
+    model[0].register_forward_hook(lambda m, x, y: y * 2)
+    return model
+
+
+def frozen(model):
+    return model.requires_grad_(False)
+
+
+def outcome(module, x, region, loss=lambda y: y.float().square().mean()):
+    """y, gradients, and the bytes of what autograd keeps, parameters aside."""
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_(x.is_floating_point())
+    parameters, seen = {p.untyped_storage()._cdata for p in module.parameters()}, {}
+
+    def pack(t):
+        if t.untyped_storage()._cdata not in parameters:
+            seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes(), t
+        return t
+
+    with region, saved_tensors_hooks(pack, lambda t: t):
+        y = module(x)
+    found = loss(y)
+    found.backward()
+    return (
+        y if hasattr(y, "loss") else y.detach(),
+        [x.grad, *[p.grad for p in module.parameters()]],
+        sum(size for size, _ in seen.values()),
+    )
+
+
+def check_follows(want, got, exact, spare=0):
+    """As torch: dtypes; no further from the exact numbers; no more kept."""
+    assert got[0].dtype is want[0].dtype
+    assert [g is None for g in got[1]] == [w is None for w in want[1]]
+    for g, w, e in zip([got[0], *got[1]], [want[0], *want[1]], [exact[0], *exact[1]], strict=True):
+        if w is not None:
+            assert g.dtype is w.dtype
+            errors = [(t.double() - e).norm() / (e.norm() + 1e-9) for t in (g, w)]
+            assert errors[0] <= 1.5 * errors[1] + 1e-6, errors
+    assert got[2] <= want[2] + spare, (got[2], want[2])
+
+
+REGIONS = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own RMSNorm
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", REGIONS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_modules_follow(name, dtype, given):
+    torch.manual_seed(0)
+    want = PAIRS[name](nn)
+    got = PAIRS[name](fnn)
+    got.load_state_dict(want.state_dict())
+    exact = copy.deepcopy(want).double()
+    if given is torch.float64:  # autocast leaves it alone
+        want, got = want.double(), got.double()
+    x = torch.randn(FEW // D, D, dtype=given)
+    if name == "hooked":
+        assert len(got[0]._forward_hooks) == 1
+    region = functools.partial(torch.autocast, "cpu", REGIONS[dtype])
+    spare = 16 * ("ropout" in name)  # a key, where torch keeps no mask for p = 0
+    exact = outcome(exact, x.double(), contextlib.nullcontext())
+    check_follows(outcome(want, x, region()), outcome(got, x, region()), exact, spare)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode(), region():
+            assert got(x).dtype is want(x).dtype
+    with region(), region(enabled=False):
+        other = x.float() if given is torch.bfloat16 else x
+        assert got(other).dtype is want(other).dtype is other.dtype
+    with on_for_cuda():
+        assert torch.equal(got(other), got(other)) and got(other).dtype is other.dtype
+
+
+def test_embeddings_and_losses_follow():
+    ids, labels = torch.randint(9, (32,)), torch.randint(16, (32,))
+    torch.manual_seed(0)
+    want = nn.Sequential(nn.Embedding(9, D), nn.Linear(D, 16))
+    got, exact = fnn.Sequential(fnn.Embedding(9, D), fnn.Linear(D, 16)), copy.deepcopy(want).double()
+    got.load_state_dict(want.state_dict())
+    region = functools.partial(torch.autocast, "cpu", torch.bfloat16)
+    for options in ({}, {"label_smoothing": 0.1}, {"reduction": "sum"}):
+        found = []
+        for model, lib in ((want, nn), (got, fnn), (exact, nn)):
+            loss = lib.CrossEntropyLoss(**options)
+            model.zero_grad()
+            with region(enabled=model is not exact):
+                y = loss(model(ids), labels)
+            y.backward()
+            found.append((y.detach(), [p.grad for p in model.parameters()], 0))
+        check_follows(*found)
+        assert found[1][0].dtype is torch.float32
+
+
+def test_the_fused_loss_follows():
+    torch.manual_seed(0)
+    got = fnn.LinearCrossEntropyLoss(D, 32)
+    x, labels = torch.randn(24, D), torch.randint(32, (24,))
+    found = []
+    for module in (lambda t: nn.functional.cross_entropy(nn.functional.linear(t, got.weight), labels), lambda t: got(t, labels)):
+        for enabled in (True, False):
+            got.zero_grad()
+            t = x.clone().requires_grad_()
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                y = module(t)
+            y.backward()
+            found.append((y.detach(), [t.grad, got.weight.grad], 0))
+    check_follows(found[0], found[2], cast(found[1], torch.float64))
+
+
+@pytest.mark.parametrize("kind, want", [("cpu", torch.bfloat16), ("cuda", torch.float32), ("xpu", torch.float32)])
+def test_norms_are_in_float32_except_on_cpus(kind, want):
+    x, (w, none) = casts(NORM, torch.ones(2, D, dtype=torch.bfloat16), kind, [torch.ones(D), None])
+    assert x.dtype is want and w.dtype is torch.float32 and none is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", REGIONS)
+@pytest.mark.parametrize("name", PAIRS)
+def test_modules_follow_on_a_gpu(name, dtype):
+    torch.manual_seed(0)
+    want, got = PAIRS[name](nn).cuda(), PAIRS[name](fnn).cuda()
+    got.load_state_dict(want.state_dict())
+    for given in (torch.float32, REGIONS[dtype]):
+        x, region = torch.randn(64, D, device="cuda", dtype=given), functools.partial(torch.autocast, "cuda", REGIONS[dtype])
+        exact = outcome(copy.deepcopy(want).double(), x.double(), contextlib.nullcontext())
+        check_follows(outcome(want, x, region()), outcome(got, x, region()), exact)
+
+
+def casts_of(parameter, y):
+    """How often a parameter is cast behind y."""
+    seen, stack = set(), [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack += [n for n, _ in node.next_functions]
+    sources = [n.next_functions[0][0] for n in seen if n.name() == "ToCopyBackward0"]
+    return sum(getattr(source, "variable", None) is parameter for source in sources)
+
+
+def test_a_weight_is_cast_once_in_a_region():
+    layer, x = fnn.Linear(D, D), torch.randn(3, D)
+    with torch.autocast("cpu"):
+        y = layer(layer(x))
+        with torch.autocast("cpu", enabled=False):
+            pass
+        with torch.no_grad():
+            assert not layer(x).requires_grad
+        assert casts_of(layer.weight, layer(y)) == 1
+        with torch.autocast("cpu", torch.float16):
+            z = layer(y)
+        assert casts_of(layer.weight, z) == 2, "of another dtype"
+        with torch.no_grad():
+            layer.weight.add_(1.0)
+        torch.testing.assert_close(layer(x), nn.functional.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()))
+        torch.clear_autocast_cache()
+        assert casts_of(layer.weight, layer(y)) == 2
+    with torch.autocast("cpu", cache_enabled=False):
+        assert casts_of(layer.weight, layer(layer(x))) == 2
+    with torch.autocast("cpu"):
+        assert casts_of(layer.weight, layer(y)) == 2, "a region begins anew"
+
+
+def trained(model, steps=6, dtype=torch.bfloat16, scaler=None, wrap=lambda m: m):
+    """The losses of a few steps."""
+    torch.manual_seed(1)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False), []
+    run = wrap(model)
+    for _ in range(steps):
+        x = torch.randn(32, D)
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = nn.functional.mse_loss(run(x).float(), x.flip(-1))
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def pair():
+    torch.manual_seed(0)
+    want = PAIRS["norm and MLP"](nn)
+    got = PAIRS["norm and MLP"](fnn)
+    got.load_state_dict(want.state_dict())
+    return want, got
+
+
+def check_curve(got, want, exact):
+    """Losses are as far from float32's as torch's own, or within one rounding to bfloat16 (2^-8) of them."""
+    assert exact[-1] < exact[0]
+    room = max((want - exact).abs().max(), 2**-8 * exact.max())
+    assert (got - exact).abs().max() <= 1.5 * room, (got, want, exact)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("way", ["plain", "scaled float16", "checkpointed", "compiled"])
+def test_training(way):
+    torch._dynamo.reset()
+    want, got = pair()
+    exact = trained(copy.deepcopy(want), dtype=None)
+    wrap = {"checkpointed": Checkpointed, "compiled": functools.partial(torch.compile, backend="aot_eager", fullgraph=True)}.get(
+        way
+    )
+    options = {"wrap": wrap} if wrap else {}
+    found = []
+    for model in (got, want):
+        if way == "scaled float16":
+            options = {"dtype": torch.float16, "scaler": torch.amp.GradScaler("cpu", init_scale=2.0**10)}
+        found.append(trained(model, **options))
+        assert all(p.dtype is torch.float32 for p in model.parameters())
+    check_curve(*found, exact)
+
+
+class Custom(torch.autograd.Function):
+    """A function that says in which dtype it runs."""
+
+    @staticmethod
+    @functools.partial(torch.amp.custom_fwd, device_type="cpu", cast_inputs=torch.float32)
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return Custom.module(x)
+
+    @staticmethod
+    @functools.partial(torch.amp.custom_bwd, device_type="cpu")
+    def backward(ctx, dy):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(Custom.module(x), x, dy)[0]
+
+
+def test_custom_functions_and_backwards_inside_the_region():
+    want, got = pair()
+    x = torch.randn(4, D)
+    found = []
+    for module in (want, got):
+        t = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            Custom.module = module
+            y = Custom.apply(t)
+            y.sum().backward()
+        u = x.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            module(u).float().sum().backward()
+        found.append((y.detach(), t.grad, u.grad, [p.grad for p in module.parameters()]))
+    assert found[1][0].dtype is torch.float32
+    assert_close(found[1][:2], found[0][:2], dtype=torch.float32, length=64)
+    assert_close(cast(found[1][2:], torch.bfloat16), cast(found[0][2:], torch.bfloat16), dtype=torch.bfloat16, length=64)
+    assert all(isinstance(t, torch.Tensor) for t in leaves(found))
+
+
+def test_delayed_weight_gradients_of_weights_that_were_cast():
+    (_, plain), (_, delayed), store = pair(), pair(), delayed_wgrad()
+    delayed[3].bias.main_grad = torch.zeros(D, dtype=torch.float64)
+    x = torch.randn(64, D)
+    for model, context in ((plain, contextlib.nullcontext()), (delayed, store)):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x) + model(x + 1)
+        with context:
+            y.float().square().sum().backward()
+    assert len(store) == 6 and all(p.grad is None for p in delayed.parameters()), "two norms and four products wait"
+    store.run()
+    for want, got in zip(plain.parameters(), delayed.parameters(), strict=True):
+        found = got.grad if got is not delayed[3].bias else got.main_grad
+        assert found.dtype is (torch.float32 if got is not delayed[3].bias else torch.float64)
+        assert_close(found.bfloat16(), want.grad.bfloat16(), dtype=torch.bfloat16, length=64)
+
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+@pytest.mark.parametrize("weight", FLOATS, ids=str)
+@pytest.mark.parametrize("given", FLOATS, ids=str)
+def test_the_norm_of_decoders(given, weight, enabled):
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    model = nn.ModuleList([modeling.LlamaRMSNorm(D).to(weight)])
+    nn.init.normal_(model[0].weight)
+    x, found = torch.randn(5, D, dtype=given), []
+    for swapped in (False, True):
+        if swapped:
+            assert fnn.from_torch(model).replaced
+        t = x.clone().requires_grad_()
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            y = model[0](t)
+        y.float().square().sum().backward()
+        found.append((y.detach(), t.grad, model[0].weight.grad))
+    coarse = max((given, weight, torch.float32), key=lambda dtype: torch.finfo(dtype).eps)
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    assert_close(cast(found[1], coarse), cast(found[0], coarse), dtype=coarse, length=64)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2"])
+def test_decoders_follow(family):
+    """Norms, MLPs, attention and loss together: no further from float32 than torch, and no more kept."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2)
+    if family == "GPT2":
+        cfg = transformers.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        want = transformers.GPT2LMHeadModel(cfg)
+    else:
+        cfg = getattr(transformers, f"{family}Config")(num_key_value_heads=1, head_dim=16, **sizes)
+        want = getattr(transformers, f"{family}ForCausalLM")(cfg)
+    got, exact = copy.deepcopy(want), copy.deepcopy(want)
+    fnn.from_torch(got)
+    ids = torch.randint(64, (4, 16))
+    found = []
+    for model in (want, got, exact):
+        model.forward = functools.partial(model.forward, labels=ids)
+        region = torch.autocast("cpu", torch.bfloat16, enabled=model is not exact)
+        logits = []
+        loss, gradients, kept = outcome(model, ids, region, loss=lambda y, logits=logits: logits.append(y.logits) or y.loss)
+        found.append((logits[0].detach(), gradients, kept))
+    check_follows(*found)
