@@ -25,7 +25,7 @@ def refuse_autocast(where: str, given: Iterable[Tensor | None]) -> None:
                 fail(
                     where,
                     "the call",
-                    "outside of torch.autocast (funcops.cast gives params and x a dtype)",
+                    "outside of torch.autocast (funcops.trees.cast gives params and x a dtype)",
                     f"autocast on {device}",
                     RuntimeError,
                 )
