@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters import delayed
@@ -31,6 +32,7 @@ from funcops.needs import Needs
 from funcops.op import Op
 from funcops.trees import structure, tensors
 
+_ddp: Any = DistributedDataParallel
 _autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -73,6 +75,8 @@ class _Node(Function):
             kept: list[Tensor] = []
             residuals = hollow(residuals, kept)
             ctx.save_for_backward(*kept)
+        if _ddp._active_ddp_module is not None:
+            ctx.synced = delayed.synced()
         if isinstance(y, Tensor):
             bound.y_shape = None
             ctx.call = bound, trees[0], residuals, bool(slots), again, None
@@ -113,7 +117,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
             dparams, dx = op.bwd(residuals, dy, bound.cfg)
         else:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
-            dparams = delayed.put(store, op, bound.cfg, pending, params)
+            dparams = delayed.put(store, op, bound.cfg, pending, params, getattr(ctx, "synced", False))
     finally:
         if slotted:
             bound.empty(residuals)
@@ -266,6 +270,7 @@ def _traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     params_shape, x_shape, leaves, needs = _taken_apart(params, x)
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    delayed.traced()
     shapes: list[Any] = []
     found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
     return refill(shapes[0], found)
