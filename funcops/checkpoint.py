@@ -13,14 +13,16 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from funcops.errors import describe, require_type, short
+from funcops.errors import describe, fail, require_type, short
 from funcops.trees import leaves, paths, tree_map_with_path
 
 T = TypeVar("T")
@@ -28,8 +30,10 @@ CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
 }  # fmt: skip
+RESERVED = "__metadata__"  # a name that the format keeps for itself
 
 
 class CheckpointError(ValueError):
@@ -37,33 +41,44 @@ class CheckpointError(ValueError):
 
 
 def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> None:
-    """Write every tensor of a tree to `path`, whole or not at all: to a file beside it first, which then takes its name.
+    """Write every tensor of a tree to `path`, whole or not at all: to a file beside it first, which is read back and then takes its
+    name.
 
-    Raises `CheckpointError` for leaves that are neither tensors nor None and for paths that occur twice, `TypeError` for
-    metadata that are not strings, `OSError` where the file cannot be written.
+    Raises before anything is written: `CheckpointError`, which names the path, for leaves that are neither tensors with values in
+    memory nor None, dtypes that the format lacks, and paths that occur twice or cannot be written; `TypeError` for metadata that
+    are not strings; `FileNotFoundError` for a folder that is not there. Raises `OSError` where the file cannot be written.
     """
     safetensors = _safetensors()
     for key, value in (metadata or {}).items():
         require_type("save", "metadata", key, str)
         require_type("save", f"metadata[{key!r}]", value, str)
-    found = _named("save", "tree", tree)
+        for text in (key, value):
+            _check_text(f"metadata[{key!r}]", text)
+    target = Path(os.path.realpath(path))  # a link stays one
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
+    if target.is_dir():
+        raise IsADirectoryError(f"save: path must be a file, got the folder {os.fspath(path)!r}")
+    found = {name: t for name, t in _named("save", "tree", tree).items() if t is not None}
+    for name, t in found.items():
+        _check_writable(name, t)
     entries: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, t in found.items():
-        if t is None:
-            continue
-        kept = t.detach().to("cpu").contiguous()
+        try:
+            kept = t.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        except (RuntimeError, NotImplementedError) as error:  # such as a negative view of a dtype without a negation
+            fail("save", f"tree.{name}", "a tensor that torch can copy", error, CheckpointError)
         if kept.untyped_storage().data_ptr() in storages:
             kept = kept.clone()
         storages.add(kept.untyped_storage().data_ptr())
         entries[name] = kept
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.part")
-    if not target.parent.is_dir():
-        raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
+    beside = target.with_name(f".{secrets.token_hex(8)}.part")  # not of its name, which may be as long as a name can be
     try:
-        safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}))
+        safetensors.torch.save_file(entries, str(beside), metadata=dict(metadata or {}) or None)
         _sync(beside)
+        with _opened("save", beside) as file:
+            _compare("save", path, file, entries)
         os.replace(beside, target)
     except BaseException as error:
         with contextlib.suppress(OSError):
@@ -75,6 +90,27 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
         _sync(target.parent)  # the rename itself
 
 
+def _check_writable(name: str, t: Tensor) -> None:
+    where = f"tree.{name}"
+    if t.layout is not torch.strided or t.is_nested:
+        fail("save", where, "a dense tensor", f"one of layout {t.layout}", CheckpointError)
+    if t.is_meta or is_traceable_wrapper_subclass(t) or type(t).__name__ == "FakeTensor":
+        got = f"{type(t).__name__} on {t.device}"
+        fail("save", where, "a tensor with values of its own (of a DTensor its full_tensor())", got, CheckpointError)
+    if t.dtype not in CODES.values():
+        fail("save", where, f"of a dtype among {', '.join(map(short, CODES.values()))}", short(t.dtype), CheckpointError)
+    if name == RESERVED:
+        fail("save", where, "another name (the format keeps this one for itself)", repr(name), CheckpointError)
+    _check_text(where, name)
+
+
+def _check_text(where: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        fail("save", repr(where), "named by text that can be encoded", ascii(text), CheckpointError)
+
+
 def load(path: str | os.PathLike[str], like: T) -> T:
     """The tree in a file, with the structure, dtypes and devices of `like` (meta or fake tensors will do: then on CPU).
 
@@ -83,26 +119,31 @@ def load(path: str | os.PathLike[str], like: T) -> T:
     """
     wanted = _named("load", "like", like)
     with _opened("load", path) as file:
-        there = set(file.keys())
-        wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
-        for name, t in wanted.items():
-            if t is None:
-                continue
-            if name not in there:
-                wrong["missing"].append(f"{name} {describe(t)}")
-                continue
-            entry = file.get_slice(name)
-            shape, code = list(entry.get_shape()), entry.get_dtype()
-            if shape != list(t.shape):
-                wrong["mis-shaped"].append(f"{name} {list(t.shape)}, got {shape}")
-            if CODES.get(code) is not t.dtype:
-                got = short(CODES[code]) if code in CODES else code
-                wrong["mis-typed"].append(f"{name} {short(t.dtype)}, got {got}")
-        wrong["extra"] = sorted(name for name in there if wanted.get(name) is None)
-        said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
-        if said:
-            raise CheckpointError(f"load: {os.fspath(path)} must hold the tree of like, got{said}")
+        _compare("load", path, file, wanted)
         return tree_map_with_path(lambda name, t: None if t is None else _read(file, name, t), like)
+
+
+def _compare(where: str, path: Any, file: Any, wanted: Mapping[str, Any]) -> None:
+    """Raise `CheckpointError` unless the file holds these tensors, by name, shape and dtype."""
+    there = set(file.keys())
+    wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
+    for name, t in wanted.items():
+        if t is None:
+            continue
+        if name not in there:
+            wrong["missing"].append(f"{name} {describe(t)}")
+            continue
+        entry = file.get_slice(name)
+        shape, code = list(entry.get_shape()), entry.get_dtype()
+        if shape != list(t.shape):
+            wrong["mis-shaped"].append(f"{name} {list(t.shape)}, got {shape}")
+        if CODES.get(code) is not t.dtype:
+            got = short(CODES[code]) if code in CODES else code
+            wrong["mis-typed"].append(f"{name} {short(t.dtype)}, got {got}")
+    wrong["extra"] = sorted(name for name in there if wanted.get(name) is None)
+    said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
+    if said:
+        raise CheckpointError(f"{where}: {os.fspath(path)} must hold the tree of like, got{said}")
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
@@ -120,7 +161,16 @@ def _read(file: Any, name: str, like: Tensor) -> Tensor:
 def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
     found = paths(tree)
     if len(found) != len(leaves(tree)):
-        raise CheckpointError(f"{where}: {name} must be a tree with one leaf a path, got keys with dots that make two equal")
+        every: list[str] = []
+        tree_map_with_path(lambda path, _: every.append(path), tree)
+        twice = ", ".join(sorted(path for path, count in Counter(every).items() if count > 1))
+        fail(
+            where,
+            name,
+            "a tree with one leaf a path",
+            f"keys with dots or of two types that make two equal: {twice}",
+            CheckpointError,
+        )
     for path, t in found.items():
         if t is not None and not isinstance(t, Tensor):
             raise CheckpointError(f"{where}: {name}.{path} must be a tensor or None, got {describe(t)}")

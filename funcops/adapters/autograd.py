@@ -18,17 +18,21 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters import delayed
 from funcops.adapters.autocast import any_autocast, without_autocast
-from funcops.adapters.hollow import Hole, Shape, gradients, hollow, refill
+from funcops.adapters.first_order import first_order
+from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
 from funcops.compose.plan import FEW
-from funcops.errors import require_type
+from funcops.errors import fail, require_type
 from funcops.needs import Needs
 from funcops.op import Op, refuse_autocast
-from funcops.trees import tensors
+from funcops.trees import structure, tensors
+
+_ddp: Any = DistributedDataParallel
 
 
 class Bound:
@@ -70,14 +74,17 @@ class _Node(Function):
             kept: list[Tensor] = []
             residuals = hollow(residuals, kept)
             ctx.save_for_backward(*kept)
+        if _ddp._active_ddp_module is not None:
+            ctx.synced = delayed.synced()
         if isinstance(y, Tensor):
+            bound.y_shape = None
             ctx.call = bound, trees[0], residuals, bool(slots), again, None
             return y
         outputs: list[Tensor] = []
         bound.y_shape = shape = hollow(y, outputs)
         ctx.call = bound, trees[0], residuals, bool(slots), again, shape
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()])
+        ctx.mark_non_differentiable(*[t for t in outputs if not _able(t)])
         return tuple(outputs)
 
     @staticmethod
@@ -109,7 +116,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
             dparams, dx = op.bwd(residuals, dy, bound.cfg)
         else:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
-            dparams = delayed.put(store, op, bound.cfg, pending, params)
+            dparams = delayed.put(store, op, bound.cfg, pending, params, getattr(ctx, "synced", False))
     finally:
         if slotted:
             bound.empty(residuals)
@@ -160,7 +167,16 @@ def backward_calls() -> Iterator[Callable[[], int]]:
     yield lambda: _calls - before
 
 
-_once = once_differentiable(_backward)
+def _once(ctx: Any, *dys: Any) -> Any:
+    """The backward under `create_graph=True`."""
+    op = ctx.call[0].op
+    if delayed._current is not None:
+        fail(f"{op.name}_bwd", "a backward inside delayed_wgrad", "without create_graph", "create_graph=True", RuntimeError)
+    with torch.no_grad():
+        found = _backward(ctx, *dys)
+    return first_order(f"{op.name}_bwd", found)
+
+
 _apply = super(Function, _Node).apply  # Function.apply after its search for functorch's wrappers, which `run` has refused
 
 
@@ -183,7 +199,7 @@ class _TracedNode(Function):
         for t in kept:
             if not any([t is seen for seen in (*leaves, *outputs, *new)]):
                 new.append(t)
-        ctx.mark_non_differentiable(*[t for t in outputs if not t.is_floating_point()], *new)
+        ctx.mark_non_differentiable(*[t for t in outputs if not _able(t)], *new)
         return (*outputs, *new)
 
     @staticmethod
@@ -220,7 +236,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     bound = _bound.get((op.fwd, cfg, asked))
     if bound is None:
-        bound = _bound[op.fwd, cfg, asked] = _bind(op, params, x, cfg)
+        bound = _bind(op, params, x, cfg, asked)
     found = _apply(bound, (params, x), *leaves)
     if bound.y_shape is not None:
         return refill(bound.y_shape, found)
@@ -230,9 +246,14 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     return found
 
 
-def _bind(op: Op, params: Any, x: Any, cfg: Any) -> Bound:
-    params_shape, x_shape, _, needs = _taken_apart(params, x)
-    return Bound(op, cfg, needs, params_shape, x_shape)
+def _bind(op: Op, params: Any, x: Any, cfg: Any, asked: tuple[bool, ...]) -> Bound:
+    key: Any = op.fwd, cfg, asked
+    if getattr(op.fwd, "any_tree", False):  # cfg does not tell the structure
+        key = *key, structure((params, x)), repr(cfg)
+    if key not in _bound:
+        params_shape, x_shape, _, needs = _taken_apart(params, x)
+        _bound[key] = Bound(op, cfg, needs, params_shape, x_shape)
+    return _bound[key]
 
 
 def _taken_apart(params: Any, x: Any) -> tuple[Any, Any, list[Tensor], Needs]:
@@ -248,6 +269,7 @@ def _traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
     params_shape, x_shape, leaves, needs = _taken_apart(params, x)
     if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    delayed.traced()
     shapes: list[Any] = []
     found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
     return refill(shapes[0], found)
@@ -271,25 +293,13 @@ def _refuse_transforms(op: Op) -> None:
     )
 
 
+def _able(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
+
+
 def _asked(shape: Any, leaves: list[Tensor], first: int) -> Any:
     """A mask for `Needs`: which of the leaves require a gradient."""
-    able = [t for t in leaves if t.is_floating_point()]
-    asked = [t.requires_grad for t in able]
+    asked = [t.requires_grad for t in leaves if _able(t)]
     if all(asked):
         return bool(asked)
-    return [path for i, path in _holes(shape, "") if leaves[i - first].requires_grad] if any(asked) else False
-
-
-def _holes(shape: Any, path: str) -> Iterator[tuple[int, str]]:
-    if type(shape) is Hole:
-        yield shape.i, path
-        return
-    parts: Any = shape.leaves if type(shape) is Shape else shape
-    if isinstance(parts, dict):
-        named: Any = parts.items()
-    elif isinstance(parts, (tuple, list)):
-        named = enumerate(parts)
-    else:
-        return
-    for name, child in named:
-        yield from _holes(child, f"{path}.{name}" if path else str(name))
+    return [path for i, path in holes(shape, "") if leaves[i - first].requires_grad] if any(asked) else False

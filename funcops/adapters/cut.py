@@ -8,24 +8,64 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops.errors import fail
+from funcops.errors import describe, fail
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
 _SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.lift_fresh.default)
 
 
 class Like(NamedTuple):
-    """A tensor's shape, dtype and device."""
+    """A tensor's shape, strides, dtype and device."""
 
     shape: tuple[int, ...]
+    stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
+    @staticmethod
+    def of(t: Tensor) -> Like:
+        return Like(tuple(t.shape), tuple(t.stride()), t.dtype, t.device)
+
+    def dense(self) -> Like:
+        """As it is, or contiguous where its elements overlap or leave gaps: how a gradient is laid out."""
+        return self if self.is_dense() else self._replace(stride=torch.empty(self.shape, device="meta").stride())
+
+    def is_dense(self) -> bool:
+        step = 1
+        for stride, n in sorted((stride, n) for stride, n in zip(self.stride, self.shape, strict=True) if n != 1):
+            if stride != step:
+                return False
+            step *= n
+        return True
+
     def zeros(self) -> Tensor:
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+
+    def laid_out(self, where: str, name: str, t: Any) -> Tensor:
+        """t, which has this shape and dtype, in these strides: a graph holds the choices that were made for them. It is copied only
+        where it has others."""
+        if not isinstance(t, Tensor) or t.shape != self.shape or t.dtype is not self.dtype:
+            fail(where, name, describe(torch.empty(self.shape, dtype=self.dtype, device="meta")), describe(t))
+        t = resolved(t)
+        if t.stride() == self.stride or t.numel() == 0:
+            return t
+        extent = 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        flat = torch.empty(extent, dtype=t.dtype, device=t.device)
+        made = flat.as_strided(self.shape, self.stride)
+        if self.is_dense():
+            return made.copy_(t)
+        flat[torch.arange(extent, device=t.device).as_strided(self.shape, self.stride).reshape(-1)] = t.reshape(-1)
+        if not torch.equal(made.nan_to_num(), t.nan_to_num()):
+            fail(where, name, f"equal where the forward's overlapped (strides {list(self.stride)})", "other values")
+        return made
+
+
+def resolved(t: Tensor) -> Tensor:
+    """t without a conjugate or a negative bit, which a graph's views do not read."""
+    return t.resolve_conj().resolve_neg()
 
 
 class Graphs(NamedTuple):
@@ -35,33 +75,52 @@ class Graphs(NamedTuple):
     forward: fx.GraphModule
     dgrad: fx.GraphModule
     wgrad: fx.GraphModule
-    outputs: tuple[Like, ...]
-    kept: tuple[str, ...]
-    waiting: tuple[str, ...]
+    outputs: tuple[Like, ...]  # laid out as their gradients are
+    kept: dict[str, Like]
+    waiting: dict[str, Like]
+    placed: bool  # whether they hold places in storages, and so are for leaves at these offsets alone
 
 
 def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int) -> Graphs:
     """Trace `run(leaves) -> outputs` with its gradients for the leaves that are asked for, the first `params` of which are params."""
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
-        given = [mode.from_tensor(t.detach()) for t in leaves]
-        outputs = [Like(tuple(y.shape), y.dtype, y.device) for y in run(given)]
-
-        def joint(*flat: Tensor) -> tuple[list[Any], list[Any]]:
-            own = [t.detach().requires_grad_() if ask else t for t, ask in zip(flat, asked, strict=False)]
-            ys = run(own)
-            pairs = [(y, dy) for y, dy in zip(ys, flat[len(leaves) :], strict=True) if y.requires_grad]
-            wanted = [t for t, ask in zip(own, asked, strict=True) if ask]
-            if not pairs or not wanted:
-                return ys, [None] * len(wanted)
-            found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
-            return ys, list(found)
-
-        dys = [torch.empty(like.shape, dtype=like.dtype, device=like.device) for like in outputs]
-        traced = make_fx(joint)(*given, *dys)
-        if any(_writes(node) for node in traced.graph.nodes):
-            with torch.no_grad():
-                traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*given, *dys)
+    try:
+        with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+            given = [_stand_in(t) for t in leaves]
+            outputs = [Like.of(y).dense() for y in run(given)]
+            traced = _joint(run, given, outputs, asked)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        fail(where, "fn", "a function whose shapes and steps do not depend on values", error)
+    for node in traced.graph.nodes:
+        if node.op == "get_attr" and getattr(getattr(traced, node.target), "requires_grad", False):
+            fail(where, "fn", "a function that takes what requires grad as params or x", describe(getattr(traced, node.target)))
     return _Cutter(where, traced, len(leaves), len(outputs), asked, params).graphs(tuple(outputs))
+
+
+def _stand_in(t: Tensor) -> Tensor:
+    """A fake tensor where t lies in its storage; of its own, so that no two leaves are taken for one."""
+    size = t.untyped_storage().nbytes() // t.element_size()
+    return torch.empty(size, dtype=t.dtype, device=t.device).as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+def _joint(run: Run, given: list[Tensor], outputs: Sequence[Like], asked: Sequence[bool]) -> fx.GraphModule:
+    """The graph of (outputs, gradients) of (leaves, gradients of the outputs), which writes nothing where that can be had."""
+
+    def joint(*flat: Tensor) -> tuple[list[Any], list[Any]]:
+        own = [t.detach().requires_grad_() if ask else t for t, ask in zip(flat, asked, strict=False)]
+        ys = run(own)
+        pairs = [(y, dy) for y, dy in zip(ys, flat[len(given) :], strict=True) if y.requires_grad]
+        wanted = [t for t, ask in zip(own, asked, strict=True) if ask]
+        if not pairs or not wanted:
+            return ys, [None] * len(wanted)
+        found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
+        return ys, list(found)
+
+    dys = [like.zeros() for like in outputs]
+    traced = make_fx(joint)(*given, *dys)
+    if any(_writes(node) for node in traced.graph.nodes):
+        with torch.no_grad():
+            traced = make_fx(torch.func.functionalize(traced, remove="mutations"))(*given, *dys)
+    return traced
 
 
 def _writes(node: fx.Node) -> bool:
@@ -114,7 +173,8 @@ class _Cutter:
         middle = [n for n in waiting if n in second]
         dgrad = self._part(second, [*kept, *dys], [*self.dx, *middle])
         wgrad = self._part(third, waiting, self.dparams)
-        return Graphs(forward, dgrad, wgrad, outputs, self._named(kept), self._named(waiting))
+        placed = any("as_strided" in str(n.target) for n in self.order)
+        return Graphs(forward, dgrad, wgrad, outputs, self._named(kept), self._named(waiting), placed)
 
     def _drop_aliases(self) -> None:
         for node in list(self.graph.nodes):
@@ -140,8 +200,8 @@ class _Cutter:
         read.update({n: None for n in ends if n is not None})
         return [n for n in read if n not in part and n.op != "get_attr"]
 
-    def _named(self, nodes: Iterable[fx.Node]) -> tuple[str, ...]:
-        return tuple(self.names.get(n, n.name) for n in nodes)
+    def _named(self, nodes: Iterable[fx.Node]) -> dict[str, Like]:
+        return {self.names.get(n, n.name): Like.of(n.meta["val"]) for n in nodes}
 
     def _part(self, part: set[fx.Node], inputs: Sequence[fx.Node], results: Sequence[Any]) -> fx.GraphModule:
         graph, copies = fx.Graph(), {}

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.reduce import BucketedMean
@@ -24,6 +25,33 @@ from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
 
 _current: WgradStore | None = None
 _unfinished: WgradStore | None = None
+_open = False  # whether there is a current one: torch.compile guards on what it reads
+_compiled = False  # whether torch.compile has ever traced an op with gradients
+_seen = 0  # backwards of ops in the current block
+
+
+@torch.compiler.assume_constant_result
+def _note_compiled() -> bool:
+    global _compiled
+    _compiled = True
+    return True
+
+
+def _backwards() -> int:
+    """The number of this run of autograd's engine: by how many it grows, so many backwards there were."""
+    found: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        y = torch.zeros((), requires_grad=True).clone()
+        y.register_hook(lambda dy: found.append(torch._C._current_graph_task_id()))
+        y.backward()
+    return found[0]
+
+
+def traced() -> None:
+    """Called where an op is traced: what is compiled computes its weight gradients in its backward."""
+    if _open:
+        raise RuntimeError("delayed_wgrad: the forward must run outside of torch.compile, got a compiled one")
+    _note_compiled()
 
 
 class Waiting(NamedTuple):
@@ -41,10 +69,11 @@ class WgradStore:
 
     def __init__(self) -> None:
         self.waiting: list[Waiting] = []
+        self.began: int | None = None
         self.done: dict[int, Tensor] = {}  # the params that got a gradient, by id
 
     def __enter__(self) -> WgradStore:
-        global _current, _unfinished
+        global _current, _open, _seen, _unfinished
         if _current is not None:
             raise RuntimeError("delayed_wgrad: must not be entered inside another")
         if _unfinished is not None and _unfinished is not self and _unfinished.waiting:
@@ -53,13 +82,20 @@ class WgradStore:
                 f"delayed_wgrad: {left} weight gradients of the store before were never run: call its run() or discard()"
             )
         _current = _unfinished = self
+        _open, _seen = True, 0
+        self.began = _backwards() if _compiled else None
         return self
 
     def __exit__(self, *error: object) -> None:
-        global _current
-        _current = None
+        global _current, _open
+        _current, _open = None, False
         if error[0] is not None:
             self.discard()
+        elif not _seen and self.began is not None and _backwards() != self.began + 1:
+            fail(
+                "delayed_wgrad", "the backward", "of ops that are not compiled: torch.compile computes weight gradients with the others",
+                "one that delayed nothing", RuntimeError,
+            )  # fmt: skip
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -140,13 +176,29 @@ def delayed_wgrad() -> WgradStore:
 
     They are for parameters, which are leaves; the gradient of a weight that was computed from others is not delayed. After the
     block call `run()`; several backwards, and blocks of one store, add up. Raises `RuntimeError` where a store before this one was
-    left with work, or blocks are nested. Gradients of one process belong to one store at a time, whatever thread runs them.
+    left with work, or blocks are nested; where the model runs under DistributedDataParallel without `no_sync()`; and where the ops are
+    compiled by torch.compile, whose weight gradients cannot wait. Gradients of one process belong to one store at a time, whatever thread runs them.
     """
     return WgradStore()
 
 
-def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any) -> Any:
-    """Leave the pending to the store and return absent dparams; or return them, where they are for tensors that are no leaves."""
+def synced() -> bool:
+    """Whether the forward that runs is inside a DistributedDataParallel that will reduce the gradients of its backward."""
+    ddp: Any = DistributedDataParallel._active_ddp_module
+    return ddp is not None and ddp.require_backward_grad_sync
+
+
+def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: bool = False) -> Any:
+    """Leave the pending to the store and return absent dparams; or return them, where they are for tensors that are no leaves.
+
+    Raises `RuntimeError` where the forward ran `synced`."""
+    global _seen
+    _seen += 1
+    if synced:
+        fail(
+            "delayed_wgrad", f"the forward of {op.name}", "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()",
+            "one whose gradients it reduces in the backward, before there are any", RuntimeError,
+        )  # fmt: skip
     if pending is None:
         return op.wgrad(None, cfg)
     params = tree_map_tensors(cast_from, params)

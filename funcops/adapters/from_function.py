@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.adapters.cut import Graphs, cut
-from funcops.adapters.hollow import gradients, hollow, refill
+from funcops.adapters.cut import Graphs, Like, cut, resolved
+from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.errors import check, describe, fail
 from funcops.needs import Needs
 from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op, refuse_autocast
@@ -70,8 +70,10 @@ def op_from_torch(
     """An `Op` of `fn(params, x, cfg) -> y`, which torch's autograd can differentiate.
 
     params, x and y are trees of tensors. The function is traced once for the shapes, strides and dtypes that it meets: Python
-    control flow over values is not seen. `init(cfg, *, key, device, dtype)` makes params; without it the op has none. Raises
-    `TypeError` for a y that holds anything but tensors, `ValueError` for a function that cannot be traced without writes.
+    control flow over values is not seen. A dy, or a residual that was moved, in other strides than those traced is copied into
+    them. `init(cfg, *, key, device, dtype)` makes params; without it the op has none. Raises `TypeError` for a y that holds
+    anything but tensors, `ValueError` for a function that cannot be traced without writes, whose shapes depend on values, or that
+    captures a tensor which requires grad, and `RuntimeError` under autocast.
 
         softplus = op_from_torch(lambda params, x, cfg: torch.nn.functional.softplus(x), name="softplus")
         y, residuals = softplus.fwd(None, x, TorchConfig())
@@ -84,13 +86,17 @@ def op_from_torch(
         params_shape = hollow(params, leaves)
         count = len(leaves)
         x_shape = hollow(x, leaves)
-        for path, t in paths({"params": params, "x": x}).items():
-            if isinstance(t, Tensor):
-                check(f"{label}_fwd", path, t, (...,))
-        key = cfg, needs, count, repr((params_shape, x_shape)), tuple([(t.shape, t.stride(), t.dtype, t.device) for t in leaves])
-        if key not in memo:
-            memo[key] = _trace(label, fn, cfg, needs, params_shape, x_shape, leaves, count)
-        return memo[key], leaves
+        _check_leaves(f"{label}_fwd", params, x)
+        flat = [resolved(t) for t in leaves]
+        # The reprs are there because 1 == 1.0 == True and 0.0 == -0.0, which a function may tell apart.
+        key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
+        found = memo.get(key)
+        if found is not None and found.graphs.placed:
+            key = *key, tuple([t.storage_offset() for t in flat])
+            found = memo.get(key)
+        if found is None:
+            found = memo[key] = _trace(label, fn, cfg, needs, params_shape, x_shape, flat, count)
+        return found, leaves
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         if type(cfg) is not config:
@@ -102,7 +108,7 @@ def op_from_torch(
         if needs is not Needs.ALL:
             check_needs(f"{label}_fwd", needs, params, x)
         own, leaves = traced(params, x, cfg, needs)
-        found, count = own.graphs.forward(*leaves), len(own.graphs.outputs)
+        found, count = own.graphs.forward(*map(resolved, leaves)), len(own.graphs.outputs)
         values = iter(found[count:])
         kept = {n: leaves[int(n[6:])] if n.startswith("input.") else next(values) for n in own.graphs.kept}
         node: Any = TorchResiduals
@@ -115,17 +121,18 @@ def op_from_torch(
         for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
             if d is not None:
                 check(f"{label}_dgrad", "dy" if len(outputs) == 1 else f"dy.{i}", d, like.shape, like.dtype)
-        dys = [like.zeros() if d is None else d for d, like in zip(values, outputs, strict=True)]
-        found = own.graphs.dgrad(*[residuals.kept[n] for n in own.graphs.kept], *dys)
+        dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
+        kept = {n: like.laid_out(f"{label}_dgrad", f"residuals.kept.{n}", residuals.kept[n]) for n, like in own.graphs.kept.items()}
+        found = own.graphs.dgrad(*kept.values(), *dys)
         count = sum(own.asked[own.params :])
         dx = refill(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
         if not residuals.needs.params:
             return dx, None
-        middle, kept = iter(found[count:]), {}
+        middle, waiting = iter(found[count:]), {}
         for n in own.graphs.waiting:
-            kept[n] = residuals.kept[n] if n in residuals.kept else dys[int(n[3:])] if n.startswith("dy.") else next(middle)
+            waiting[n] = residuals.kept[n] if n in kept else dys[int(n[3:])] if n.startswith("dy.") else next(middle)
         node: Any = TorchPending
-        return dx, node.keep(cfg, residuals.needs, kept=kept, traced=own)
+        return dx, node.keep(cfg, residuals.needs, kept=waiting, traced=own)
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
         if pending is None:
@@ -134,7 +141,8 @@ def op_from_torch(
             refuse_autocast(f"{label}_wgrad", pending)
         node = open_node(f"{label}_wgrad", pending, TorchPending, cfg)
         own: Traced = node.traced
-        found = own.graphs.wgrad(*[node.kept[n] for n in own.graphs.waiting])
+        waiting = [like.laid_out(f"{label}_wgrad", f"pending.kept.{n}", node.kept[n]) for n, like in own.graphs.waiting.items()]
+        found = own.graphs.wgrad(*waiting)
         dparams = refill(own.params_shape, own.spread(found, 0, own.params))
         if node is not pending:
             node.empty()
@@ -148,19 +156,31 @@ def op_from_torch(
         return None
 
     wgrad.node_class, wgrad.params_class = TorchPending, object  # type: ignore[attr-defined]
+    fwd.any_tree = True  # type: ignore[attr-defined]
     return make_op(label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+
+
+def _defaults() -> tuple[Any, ...]:
+    """What a function reads of torch's own state while it is traced."""
+    return torch.get_default_dtype(), torch.get_default_device(), torch.are_deterministic_algorithms_enabled()
+
+
+def _check_leaves(where: str, params: Any, x: Any) -> None:
+    for path, t in paths({"params": params, "x": x}).items():
+        if isinstance(t, Tensor):
+            check(where, path, t, (...,))
+        elif t is not None and type(t) not in (bool, int, float, complex, str):
+            fail(where, path, "a tensor", describe(t), TypeError)
 
 
 def _trace(
     label: str, fn: Any, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any, leaves: list[Tensor], count: int
 ) -> Traced:
-    names = list(paths({"p": refill(params_shape, leaves), "x": refill(x_shape, leaves)}).items())
-    by_id = {id(t): path for path, t in names}
     asked = []
-    for i, t in enumerate(leaves):
-        path = by_id[id(t)][2:]
-        wanted = needs.param(path) if i < count else (needs.input(path) if path else bool(needs.x))
-        asked.append(bool(t.is_floating_point() and wanted))
+    for shape_, side in ((params_shape, needs.param), (x_shape, needs.input)):
+        for i, path in holes(shape_, ""):
+            wanted = side(path) if path else bool(needs.params if i < count else needs.x)
+            asked.append(bool(wanted and (leaves[i].is_floating_point() or leaves[i].is_complex())))
     shape: list[Any] = []
 
     def run(flat: Any) -> Any:

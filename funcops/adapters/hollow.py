@@ -6,7 +6,7 @@ compiled function cannot be used in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,3 +89,19 @@ def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
         for i, child in enumerate(shape):
             gradients(child, None if tree is None else tree[i], found)
     return found
+
+
+def holes(shape: Any, path: str) -> Iterator[tuple[int, str]]:
+    """The number and the path of each hole, in order."""
+    if type(shape) is Hole:
+        yield shape.i, path
+        return
+    parts: Any = shape.leaves if type(shape) is Shape else shape
+    if isinstance(parts, dict):
+        named: Any = parts.items()
+    elif isinstance(parts, (tuple, list)):
+        named = enumerate(parts)
+    else:
+        return
+    for name, child in named:
+        yield from holes(child, f"{path}.{name}" if path else str(name))

@@ -45,7 +45,8 @@ from funcops.trees import at, paths, put
 @config
 class ChainConfig:
     """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `ties` maps a path to the
-    path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's.
+    path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's, under whose path
+    alone `Needs` asks for it. A tie to a tied path is one to that path's source.
     `recompute`: the outputs of cheap steps (norms, activations, GLUs) are computed again in the backward, not kept; a tuple
     of step names for some of them. `funcops.with_policy` says more. `fuse`: on devices where Triton runs, steps go to fused
     kernels as `funcops.explain` says."""
@@ -57,8 +58,6 @@ class ChainConfig:
     fuse: bool = True
 
     def __post_init__(self) -> None:
-        ties = self.ties.items() if isinstance(self.ties, Mapping) else self.ties
-        object.__setattr__(self, "ties", tuple(sorted(ties)))
         require(len(self.steps) > 0, "ChainConfig", "steps", "at least one Step", "none")
         for step in self.steps:
             require_type("ChainConfig", "steps", step, Step)
@@ -79,8 +78,8 @@ class ChainConfig:
         object.__setattr__(self, "forwards", {})
         object.__setattr__(self, "plans", {})
         known = paths(_init_all(self, None, "meta", None))
-        for path in (p for tie in self.ties for p in tie):
-            require(path in known, "ChainConfig", "ties", f"paths among {', '.join(known)}", repr(path))
+        object.__setattr__(self, "ties", resolved_ties("ChainConfig", self.ties, known))
+        object.__setattr__(self, "known", tuple(path for path, t in known.items() if t is not None))
         needs_of_steps(self, Needs.ALL)
         needs_of_steps(self, Needs.NONE)
 
@@ -90,6 +89,7 @@ class ChainConfig:
         return dataclasses.replace(self, steps=steps, **changes)
 
     keys: ClassVar[tuple[str, ...]]
+    known: ClassVar[tuple[str, ...]]  # the paths of params that are there
     names: ClassVar[dict[str, None]]
     routed: ClassVar[tuple[Step | None, ...]]  # the steps that take or give extras
     dropped: ClassVar[tuple[Dropped | None, ...]]  # by step, what it does not keep of the one before
@@ -151,8 +151,8 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
         return cfg.step_needs[needs]
     live = live_inputs(needs.x, cfg.extras)
     params, found = needs.params, []
-    if isinstance(params, tuple):
-        params = (*params, *(path for path, source in cfg.ties if needs.param(source)))
+    if cfg.ties and isinstance(params, tuple):
+        params = _with_tied("chain_fwd", needs, params, cfg)
     for step in cfg.steps:
         wanted = step.needs(live, params)
         found.append(wanted)
@@ -160,6 +160,46 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
             live[name] = bool(wanted)
     cfg.step_needs[needs] = tuple(found)
     return cfg.step_needs[needs]
+
+
+def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConfig) -> tuple[str, ...]:
+    """The mask over the steps' own leaves: a tied one is wanted where its source is, and not for its own path."""
+    sources, found = dict(cfg.ties), []
+    for path in params:
+        below = [one for one in cfg.known if one == path or one.startswith(path + ".")]
+        own = [one for one in below if one not in sources]
+        if below and not own:
+            fail(where, "needs.params", "paths that are not tied", f"{path!r}, tied to {sources[below[0]]!r}")
+        found += [path] if len(own) == len(below) else own
+    return (*found, *(path for path, source in cfg.ties if needs.param(source)))
+
+
+def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Pairs of a path and its source, which is not tied itself. Raises `ValueError` for what is no pair of paths, a path tied twice,
+    to itself (also by way of others), or to a leaf of another shape or dtype."""
+    sources: dict[str, str] = {}
+    leaves = {path: t for path, t in known.items() if isinstance(t, Tensor)}
+    for tie in ties.items() if isinstance(ties, Mapping) else ties:
+        right = isinstance(tie, tuple) and len(tie) == 2 and all(isinstance(path, str) for path in tie)
+        require(right, where, "ties", "pairs of a path and its source", repr(tie))
+        for path in tie:
+            require(path in leaves, where, "ties", f"paths among {', '.join(leaves)}", repr(path))
+        require(tie[0] not in sources, where, "ties", "one source for each path", f"two for {tie[0]!r}")
+        sources[tie[0]] = tie[1]
+    found = []
+    for path, source in sources.items():
+        through = [path]
+        while source in sources and source not in through:
+            through.append(source)
+            source = sources[source]
+        require(
+            source not in through, where, "ties", "to other paths", f"{path!r} tied to itself ({' -> '.join([*through, source])})"
+        )
+        a, b = leaves[path], leaves[source]
+        same = a.shape == b.shape and a.dtype is b.dtype
+        require(same, where, "ties", "between leaves of one shape and dtype", f"{path} {describe(a)} and {source} {describe(b)}")
+        found.append((path, source))
+    return tuple(sorted(found))
 
 
 def _init_all(cfg: ChainConfig, key: Tensor | None, device: Any, dtype: Any) -> dict[str, Any]:

@@ -133,3 +133,78 @@ def test_a_forgotten_store_warns():
     with pytest.warns(ResourceWarning, match="1 weight gradients were never run"):
         del store
         gc.collect()
+
+
+COMPILED = {"in parts": dict(backend="eager"), "whole": dict(backend="aot_eager", fullgraph=True)}
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["forward inside", "backward alone"])
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_a_compiled_model_delays_or_raises(options, inside):
+    torch._dynamo.reset()
+    plain, compiled = model(), model()
+    run = torch.compile(compiled, **options)
+    x, store = batches(1)[0], delayed_wgrad()
+    plain(x).square().sum().backward()
+    loss = None if inside else run(x).square().sum()
+    try:
+        with store:
+            (run(x).square().sum() if inside else loss).backward()
+    except RuntimeError as error:
+        assert "delayed_wgrad" in str(error)
+        assert len(store) == 0
+        return
+    assert len(store) == 1 and all(p.grad is None for p in compiled.parameters())
+    store.run()
+    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(compiled), strict=True))
+    assert inside, "what was compiled before the block cannot wait"
+
+
+def test_blocks_without_a_backward_and_with_a_plain_one_beside_compiled_ops():
+    torch._dynamo.reset()
+    x = batches(1)[0]
+    torch.compile(model(), backend="eager")(x).sum().backward()
+    for _ in range(2):
+        with delayed_wgrad():
+            pass
+    weight = torch.ones(D, dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match="delayed_wgrad: the backward must be of ops that are not compiled"), delayed_wgrad():
+        (x * weight).sum().backward()
+    with delayed_wgrad() as store:
+        model()(x).sum().backward()
+    store.run()
+
+
+@pytest.fixture
+def alone(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+WRAPPED = {
+    "whole": lambda ddp: ddp,
+    "a part": lambda ddp: torch.nn.Sequential(fnn.Linear(D, D).double(), ddp, fnn.Linear(D, D).double()),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}], ids=str)
+def test_a_distributed_model_must_not_reduce(alone, wrap, options):
+    ddp = torch.nn.parallel.DistributedDataParallel(model(), **options)
+    run, x = wrap(ddp), batches(1)[0]
+    for outside in (True, False):  # DistributedDataParallel decides in the forward
+        loss = run(x).square().sum() if outside else None
+        store = delayed_wgrad()
+        with pytest.raises(RuntimeError, match=r"delayed_wgrad: the forward of chain must be under no_sync\(\)"), store:
+            (loss if outside else run(x).square().sum()).backward()
+        assert len(store) == 0
+    ddp.zero_grad(set_to_none=True)
+    plain = model()
+    plain.load_state_dict(ddp.module.state_dict())
+    with ddp.no_sync(), delayed_wgrad() as store:
+        ddp(x).square().sum().backward()
+    store.run()
+    store.reduce()
+    plain(x).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(ddp), strict=True))

@@ -1,0 +1,192 @@
+"""A gradient under `create_graph=True` serves as a first derivative, and raises when it is differentiated: every face, every penalty."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from funcops import (
+    ActivationConfig,
+    LayerNormConfig,
+    LayerNormParams,
+    LinearConfig,
+    LinearParams,
+    TorchConfig,
+    activation,
+    delayed_wgrad,
+    differentiable,
+    layer_norm,
+    linear,
+    op_from_torch,
+)
+from funcops import nn as fnn
+
+D = 4
+
+
+def weights(*shape):
+    return nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+
+
+class Pure(nn.Module):
+    """An op through `differentiable`."""
+
+    def __init__(self, op, cfg, params=None):
+        super().__init__()
+        self.run, self.cfg, self.tree = differentiable(op), cfg, params
+        self.own = nn.ParameterList([] if params is None else [p for p in params_of(params) if p is not None])
+
+    def forward(self, x):
+        return self.run(self.tree, x, self.cfg)
+
+
+def params_of(tree):
+    return tree.values() if isinstance(tree, dict) else [tree.weight, tree.bias]
+
+
+def plain_function(params, x, cfg):
+    return F.group_norm(x, 2) * params["w"]
+
+
+def init(cfg, *, key=None, device=None, dtype=None):
+    return {"w": torch.ones(D, device=device, dtype=dtype)}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, D))
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def swapped():
+    model = Mlp()
+    assert fnn.from_torch(model).replaced
+    return model
+
+
+def hugging_face():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    model = LlamaMLP(transformers.LlamaConfig(hidden_size=D, intermediate_size=8, num_attention_heads=2))
+    assert fnn.from_torch(model).replaced
+    return model
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = fnn.Linear(D, D)
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+FACES = {
+    "linear": lambda: Pure(linear, LinearConfig(D, D), LinearParams(weights(D, D), weights(D))),
+    "layer_norm": lambda: Pure(layer_norm, LayerNormConfig(D), LayerNormParams(weights(D), weights(D))),
+    "activation": lambda: Pure(activation, ActivationConfig("gelu")),
+    "op_from_torch": lambda: Pure(op_from_torch(plain_function, init=init), TorchConfig(), {"w": weights(D)}),
+    "module": lambda: fnn.Linear(D, D),
+    "sequential": lambda: fnn.Sequential(fnn.LayerNorm(D), fnn.Linear(D, 8), fnn.GELU(), fnn.Linear(8, D)),
+    "from_torch": swapped,
+    "llama_mlp": hugging_face,
+    "checkpoint": Checkpointed,
+}
+
+
+def gradient(y, inputs, dy=None):
+    return torch.autograd.grad(y, inputs, dy, create_graph=True)
+
+
+def wgan_gp(model, x, inputs):
+    return (gradient(model(x).sum(), inputs)[0].norm(dim=-1) - 1).square().mean()
+
+
+def r1(model, x, inputs):
+    return gradient(model(x).sum(), inputs)[0].square().sum() / 2
+
+
+def expanded(model, x, inputs):
+    y = model(x)
+    return gradient(y, inputs, torch.ones((), dtype=y.dtype).expand(y.shape))[0].sum()
+
+
+def hessian_vector(model, x, inputs):
+    found = gradient(model(x).square().sum(), inputs)
+    return sum((g * torch.ones_like(g)).sum() for g in found)
+
+
+def backward_graph(model, x, inputs):
+    model(x).sum().backward(create_graph=True)
+    return inputs[0].grad.sum()
+
+
+PENALTIES = [wgan_gp, r1, expanded, hessian_vector, backward_graph]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("asked", ["x", "params", "both"])
+@pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: p.__name__)
+@pytest.mark.parametrize("face", FACES)
+def test_penalties_raise(face, penalty, asked):
+    torch.manual_seed(0)
+    model = FACES[face]().double()
+    own = list(model.parameters())
+    if asked == "params" and not own:
+        return
+    x = torch.randn(3, D, dtype=torch.float64, requires_grad=asked != "params")
+    for p in own:
+        p.requires_grad_(asked != "x")
+    value = penalty(model, x, own[-2:] if asked == "params" else [x])
+    assert value.requires_grad
+    extra = torch.ones((), dtype=torch.float64, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"_bwd: a gradient must be differentiated no further"):
+        (value + extra).backward()  # a loss beside it hides that the penalty has no gradient
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_first_derivatives_are_the_same(face):
+    torch.manual_seed(0)
+    model = FACES[face]().double()
+    x, seen = torch.randn(3, D, dtype=torch.float64, requires_grad=True), []
+    inputs = [x, *model.parameters()]
+    want = torch.autograd.grad(model(x).square().sum(), inputs)
+    for p in inputs:
+        p.register_hook(lambda g: seen.append(g.detach()))
+    y = model(x).square().sum()
+    for _ in range(2):  # the graph is kept
+        for a, b in zip(gradient(y, inputs), want, strict=True):
+            torch.testing.assert_close(a.detach(), b)
+    assert len(seen) == 2 * len(inputs)
+    y.backward()
+    for p, b in zip(inputs, want, strict=True):
+        torch.testing.assert_close(p.grad, b)
+        assert not p.grad.requires_grad
+
+
+def test_delayed_weight_gradients_refuse_create_graph():
+    model = fnn.Linear(D, D).double()
+    with (
+        pytest.raises(RuntimeError, match="linear_bwd: a backward inside delayed_wgrad must be without create_graph"),
+        delayed_wgrad(),
+    ):
+        gradient(model(torch.randn(2, D, dtype=torch.float64)).sum(), list(model.parameters()))
+
+
+def test_a_distributed_model_steps_under_create_graph(tmp_path):
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(FACES["sequential"]().double())
+        x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+        model(x).square().sum().backward()
+        want = [p.grad.clone() for p in model.parameters()]
+        for a, b in zip(gradient(model.module(x).square().sum(), list(model.parameters())), want, strict=True):
+            torch.testing.assert_close(a.detach(), b)
+    finally:
+        dist.destroy_process_group()
