@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from test_laws import CASES
+from test_laws import MODULES
+from tiers import drawn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import random
@@ -14,10 +15,15 @@ from funcops.testing.tolerances import assert_close
 pytest.importorskip("triton")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HELD = ("split", "pure", "mirror", "frugal", "right", "edges")
-ROWS = [(case, dtype) for case, dtype in CASES if dtype in DTYPES]
+EVERY = [case for module in MODULES.values() for case in module.CASES]
 
 
-@pytest.mark.parametrize(("case", "dtype"), ROWS, ids=str)
+def rows():
+    """Every case, in each of DTYPES that it has: in one of them in the first tier, each in turn."""
+    return [row for row in drawn(EVERY, DTYPES) if row.values[1] in row.values[0].dtypes]
+
+
+@pytest.mark.parametrize(("case", "dtype"), rows())
 def test_laws_on_triton(case, dtype):
     with backend("triton"):
         for law in HELD:
