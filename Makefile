@@ -4,12 +4,14 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train test gpu check clean
+.PHONY: help train test test-rest test-all gpu aot check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
-	@echo "make test    set up, then run all tests that need no GPU (ARGS=... for pytest's)"
+	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
+	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
 	@echo "make gpu     the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
+	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make check   set up, then lint and type-check"
 	@echo "make clean   remove the environment"
 
@@ -25,13 +27,24 @@ $(VENV)/.dev: $(VENV)/.ready
 train: $(VENV)/.ready
 	$(PY) examples/train_lm.py $(ARGS)
 
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+
 test: $(VENV)/.ready
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 -m "not gpu" $(ARGS)
+	$(PYTEST) -m "not gpu and not slow" $(ARGS)
+
+test-rest: $(VENV)/.ready
+	$(PYTEST) -m "not gpu and slow" $(ARGS)
+
+test-all: $(VENV)/.ready
+	$(PYTEST) -m "not gpu" $(ARGS)
 
 gpu:
 	$(PYTHON) -m pytest -q -m gpu $(ARGS) && status=0 || status=$$?; \
 	$(PYTHON) -m funcops.bench kernels --seconds 240 --json $(RESULTS)/kernels.json --liger-csv $(RESULTS)/kernels-liger.csv \
 		--plot $(RESULTS)/kernels.png && $(PYTHON) -m funcops.bench graph --json $(RESULTS)/graph.json && exit $$status
+
+aot: $(VENV)/.ready
+	$(PY) -m funcops.bench aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
@@ -15,7 +16,9 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    config.stash[COLLECTED] = list(items)
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     for item in items:
         if absent and item.get_closest_marker("gpu"):

@@ -66,7 +66,8 @@ def test_one_launch_for_all_tensors(monkeypatch):
 
 
 def test_a_table_is_made_once_for_the_same_addresses(monkeypatch):
-    params, grads = made(torch.float32, 0), made(torch.float32, 1)
+    monkeypatch.setattr(launching, "KEPT", 3)
+    params, grads = made(torch.float32, 0, [(3, 5), (0, 4)]), made(torch.float32, 1, [(3, 5), (0, 4)])
     launching._tables.clear()
     updated("triton", params, [grads] * 3, 3, in_place=True)
     assert len(launching._tables) == 1

@@ -7,6 +7,7 @@ from funcops.bench import graph, memory, residuals, schedule, step
 from funcops.bench.models import Sizes
 
 
+@pytest.mark.slow
 def test_peak_memory_is_no_higher_than_autograds():
     rows = memory.run()
     ratios = {row.case: row.value for row in rows if row.metric == "ratio to autograd"}

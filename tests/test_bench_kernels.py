@@ -9,6 +9,8 @@ import time
 
 import pytest
 import torch
+from tiers import drawn
+from tiny_samples import names, tiny
 
 from funcops.backend import backend
 from funcops.bench import kernels
@@ -16,11 +18,9 @@ from funcops.bench.device import Replay
 from funcops.bench.liger import COLUMNS, write_liger_csv
 from funcops.bench.measure import write_csv, write_json
 from funcops.bench.plot import draw
-from funcops.bench.samples import Maker, samples
 from funcops.testing.tolerances import FACTOR, ROUNDOFF
 
 pytest.importorskip("triton")
-TINY = 4096
 
 
 class HostTimer:
@@ -43,18 +43,13 @@ class HostTimer:
         return 0.0, 0.0
 
 
-def tiny(dtype):
-    return list(samples(Maker("cpu", dtype, shrink=TINY)))
-
-
 def measured(sample, dtype, providers=("funcops",)):
     torch.manual_seed(0)
     with backend("triton"):
         return list(kernels.measure(sample, dtype, providers, HostTimer(), 1e9))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("i", range(len(tiny(torch.float32))), ids=lambda i: f"{tiny(torch.float32)[i].name}-{i}")
+@pytest.mark.parametrize(("i", "dtype"), drawn(range(len(names())), (torch.bfloat16, torch.float32), names()))
 def test_every_sample_measures(i, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     (row,) = measured(tiny(dtype)[i], dtype)

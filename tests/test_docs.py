@@ -31,6 +31,7 @@ def test_code_blocks_run(page, monkeypatch):
 PROGRAMS = [(page, program) for page in PAGES for program in re.findall(r"<<'END'\n(.*?)^END", page.read_text(), re.S | re.M)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "program"), PROGRAMS, ids=[page.name for page, _ in PROGRAMS])
 def test_shell_programs_run(page, program):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

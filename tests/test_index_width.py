@@ -74,10 +74,15 @@ print(json.dumps([len(wrong_addresses(launched)) for launched in launches]))
 """
 
 
+pytestmark = pytest.mark.slow
+
+
 def run(folder, program):
     path = folder / "program.py"
     path.write_text(program)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(Path(__file__).parent)}
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
+        "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))
+    }
     found = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-3000:]
     return json.loads(found.stdout)

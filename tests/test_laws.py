@@ -25,6 +25,15 @@ def _load(path):
 MODULES = {path.stem: _load(path) for path in FILES}
 CASES = [(case, dtype) for m in MODULES.values() for case in m.CASES for dtype in case.dtypes]
 FIRST = [m.CASES[0] for m in MODULES.values()]
+DRAWN = ("traceable",)  # a trace is the same in every dtype but for the dtypes: the first tier has one for each case
+ELSEWHERE = ("compiles", *DRAWN, "finite_differences")
+
+
+def turns():
+    """Every case and dtype, those marked slow whose turn is not theirs: the dtypes take turns from case to case."""
+    for i, case in enumerate(case for m in MODULES.values() for case in m.CASES):
+        for j, dtype in enumerate(case.dtypes):
+            yield pytest.param(case, dtype, marks=() if i % len(case.dtypes) == j else pytest.mark.slow)
 
 
 def test_every_exported_op_has_a_case():
@@ -33,11 +42,24 @@ def test_every_exported_op_has_a_case():
     assert exported == set(MODULES)
 
 
-@pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
+@pytest.mark.parametrize("law", [name for name in LAWS if name not in ELSEWHERE])
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=lambda v: str(v))
 def test_law(law, case, dtype):
     if law not in case.exempt:
         LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("law", DRAWN)
+@pytest.mark.parametrize(("case", "dtype"), list(turns()), ids=lambda v: str(v))
+def test_law_in_turns(law, case, dtype):
+    if law not in case.exempt:
+        LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("case", [case for case, dtype in CASES if dtype is torch.float64], ids=str)
+def test_finite_differences(case):
+    if "finite_differences" not in case.exempt:
+        LAWS["finite_differences"](case, torch.float64)
 
 
 @pytest.mark.parametrize("case", FIRST, ids=str)
@@ -49,6 +71,7 @@ def test_compiles(case):
 @pytest.mark.parametrize(("backend", "dynamic"), [("eager", True), ("aot_eager", True), ("inductor", True), ("inductor", False)])
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_compiles_by_every_backend(case, backend, dynamic):
+    """`test_compiles` is this by aot_eager for static shapes. Inductor compiles what it is given by aot_eager."""
     LAWS["compiles"](case, torch.float32, backend, dynamic)
 
 

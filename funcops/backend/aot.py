@@ -28,9 +28,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from funcops.backend.fingerprint import fingerprint
 from funcops.backend.launch import Launched
 from funcops.errors import short
 
+COMPILER = f"triton {triton.__version__}"
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 MATRIX = re.compile(r"^(?:[A-Z]*MMA|v_mfma)")  # HMMA, HGMMA, QGMMA, UTCHMMA, ...; v_mfma_f32_32x32x8_bf16
 
@@ -52,7 +54,8 @@ TARGETS = {
 
 
 class Build(NamedTuple):
-    """What one kernel, specialised for one launch, became on one target. `spills`: bytes of local memory a thread."""
+    """What one kernel, specialised for one launch, became on one target. `spills`: bytes of local memory a thread. `hash` and
+    `compiler`: what it was compiled from (`fingerprint`), and by."""
 
     kernel: str
     config: str
@@ -63,6 +66,8 @@ class Build(NamedTuple):
     spills: int
     matrix: str
     instructions: int
+    hash: str
+    compiler: str
 
 
 class _Read(NamedTuple):
@@ -130,8 +135,8 @@ def inspect(launched: Launched, target: str) -> Build:
     matrix = ", ".join(sorted(opcode for opcode in found.opcodes if MATRIX.match(opcode)))
     metadata = compiled.metadata
     return Build(
-        name_of(launched.kernel), _config(launched), target, metadata.num_warps, found.registers, metadata.shared,
-        found.spills, matrix, found.instructions,
+        name_of(launched.kernel), config_of(launched), target, metadata.num_warps, found.registers, metadata.shared,
+        found.spills, matrix, found.instructions, fingerprint(launched, target), COMPILER,
     )  # fmt: skip
 
 
@@ -144,7 +149,7 @@ def takes_descriptors(kernel: Any) -> bool:
     return "make_tensor_descriptor" in kernel.src or any(parameter.name.endswith("_desc") for parameter in kernel.params)
 
 
-def _config(launched: Launched) -> str:
+def config_of(launched: Launched) -> str:
     """The dtypes of the tensors, the values of the constexprs, and which integers Triton knows to be multiples of 16."""
     found = []
     for parameter in launched.kernel.params:

@@ -14,13 +14,13 @@ together with num_warps, num_stages and the device. A miss compiles and launches
 the compiled kernel. Where launch hooks are set (a profiler's), and in the interpreter, every call goes through Triton.
 
 `compiled_launches` collects what is compiled in its block: with a stubbed driver that is how every kernel is built, just as it
-is launched, for a device that is not there (`funcops.backend.aot`).
+is launched, for a device that is not there (`funcops.backend.aot`). `planned_launches` collects the same and compiles nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -41,30 +41,47 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
 
 
 class Launched(NamedTuple):
-    """A kernel as it was compiled for one launch."""
+    """A kernel as it was compiled for one launch, or only planned: then `compiled` is None. `key`: all it is specialised on,
+    warps and stages included, but for the device."""
 
     kernel: Any
     grid: tuple[int, int, int]
     arguments: dict[str, Any]
+    key: tuple[Any, ...]
     compiled: Any
+
+    def compile(self) -> Launched:
+        """The same on the driver that is active now. Triton launches what it compiles: the driver must be stubbed."""
+        *_, num_warps, num_stages = self.key
+        return self._replace(compiled=self.kernel[self.grid](*self.arguments.values(), num_warps=num_warps, num_stages=num_stages))
 
 
 _launchers: list[tuple[Any, dict[Any, Any]]] = []  # kernels and their caches
 _collected: list[Launched] | None = None
+_planning = False
+
+
+def compiled_launches() -> AbstractContextManager[list[Launched]]:
+    """The launches of the block, one for each specialisation, with all caches empty at its start and its end."""
+    return _collecting(planning=False)
+
+
+def planned_launches() -> AbstractContextManager[list[Launched]]:
+    """The same, but nothing is compiled and nothing runs: what the block writes to is left as it was."""
+    return _collecting(planning=True)
 
 
 @contextmanager
-def compiled_launches() -> Iterator[list[Launched]]:
-    """The launches of the block, one for each specialisation, with all caches empty at its start and its end."""
-    global _collected
-    before, found = _collected, []  # type: ignore[var-annotated]
-    _collected = found
+def _collecting(*, planning: bool) -> Iterator[list[Launched]]:
+    global _collected, _planning
+    before, found = (_collected, _planning), []  # type: ignore[var-annotated]
+    _collected, _planning = found, planning
     for _, cache in _launchers:
         cache.clear()
     try:
         yield found
     finally:
-        _collected = before
+        _collected, _planning = before
         for _, cache in _launchers:
             cache.clear()
 
@@ -84,10 +101,13 @@ def launcher(kernel: Any) -> Callable[..., None]:
     names = [parameter.name for parameter in kernel.params]
 
     def miss(key: Any, grid: Any, arguments: Any, num_warps: int, num_stages: int) -> None:
-        compiled = kernel[grid](*arguments, num_warps=num_warps, num_stages=num_stages)
+        launched = Launched(kernel, grid, dict(zip(names, arguments, strict=True)), key[:-1], None)
+        if not _planning:
+            launched = launched.compile()
         if _collected is not None and key not in cache:
-            _collected.append(Launched(kernel, grid, dict(zip(names, arguments, strict=True)), compiled))
-        cache[key] = compiled.run, compiled.function, compiled.packed_metadata
+            _collected.append(launched)
+        compiled = launched.compiled
+        cache[key] = (_nothing, None, None) if _planning else (compiled.run, compiled.function, compiled.packed_metadata)
 
     source = _SOURCE.format(parameters=", ".join(names), key=", ".join(map(_key_of, kernel.params)))
     scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
@@ -100,6 +120,10 @@ def launcher(kernel: Any) -> Callable[..., None]:
     launch: Any = scope["launch"]
     launch.cache = cache
     return launch
+
+
+def _nothing(*_: Any) -> None:
+    """What a planned launch runs."""
 
 
 def _key_of(parameter: Any) -> str:

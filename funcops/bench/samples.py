@@ -180,7 +180,7 @@ def _glus(make: Maker) -> Iterator[Sample]:
 
 def _ropes(make: Maker) -> Iterator[Sample]:
     for interleaved in (False, True):
-        tokens, heads = make.sizes(8192, 32)
+        (tokens,), heads = make.sizes(8192), max(2, 32 // make.shrink)
         x = make.floats(2, tokens, heads, 128)
         positions = torch.arange(tokens, device=make.device)
         table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
@@ -223,7 +223,7 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
     (width,) = make.sizes(768)
     layer = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,), (width,), (width,),
              (4 * width, width), (4 * width,), (width, 4 * width), (width,)]  # fmt: skip
-    shapes = [make.sizes(50257, 768), make.sizes(1024, 768), *layer * 12, (width,), (width,)]
+    shapes = [make.sizes(50257, 768), make.sizes(1024, 768), *layer * max(1, 12 // make.shrink), (width,), (width,)]
     p, g, m = ([make.floats(*shape) for shape in shapes] for _ in range(3))
     v = [make.floats(*shape).square() for shape in shapes]
     steps = [make.wide().fill_(3.0) for _ in shapes]

@@ -251,9 +251,15 @@ def test_the_op_is_what_runs(monkeypatch):
     assert ran == ["fwd", "bwd"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-@pytest.mark.parametrize("dynamic", [False, True])
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [("aot_eager", False), slow("eager", False), *(slow(name, True) for name in ("eager", "aot_eager")),
+     slow("inductor", False), slow("inductor", True)],
+)  # fmt: skip
 def test_compiles(backend, dynamic):
     torch._dynamo.reset()
     model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 16), fnn.SwiGLU(), fnn.Linear(8, D), nn.Softplus(), fnn.LayerNorm(D))

@@ -1,6 +1,7 @@
-"""Ten steps of the example's decoder on two processes: `python two_processes.py MODE RANK FILE`. Prints the distance from one process.
+"""Ten steps of the example's decoder on two processes: `python two_processes.py MODES RANK FILE`. Prints for each mode its distance
+from one process.
 
-Modes: ddp, ddp-delayed, fsdp, fsdp-delayed.
+MODES, with commas between: ddp, ddp-delayed, fsdp, fsdp-delayed.
 """
 
 import copy
@@ -45,9 +46,7 @@ def train(model, part=slice(None), backward=None, parameters=None):
     return losses
 
 
-def main(mode, rank, path):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(seconds=90))
+def compare(mode, rank):
     single = made()
     whole = train(single)
     model = made()
@@ -87,7 +86,14 @@ def main(mode, rank, path):
     error = max((final[n] - p).abs().max().item() for n, p in single.named_parameters())
     curve = (mean / 2 - torch.stack(whole)).abs().max().item()
     moved = max((p - q).abs().max().item() for p, q in zip(single.parameters(), copy.deepcopy(made()).parameters(), strict=True))
-    print(f"{error:.3e} {curve:.3e} {moved:.3e}")
+    print(f"{mode} {error:.3e} {curve:.3e} {moved:.3e}")
+
+
+def main(modes, rank, path):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(minutes=10))
+    for mode in modes.split(","):
+        compare(mode, rank)
     dist.destroy_process_group()
 
 

@@ -20,61 +20,67 @@ SCRIPT = Path(__file__).with_name("two_ranks.py")
 SCHEDULES = 8
 
 
-def two_ranks(mode, tmp_path, codes=(0, 0)):
-    """What both ranks print, by rank; each line's last word is a number."""
+def two_ranks(modes, folder, codes=(0, 0)):
+    """What each rank prints, by mode."""
     running = []
     for rank in range(2):
-        with open(tmp_path / f"out{rank}", "w") as out:
-            command = [sys.executable, "-W", "ignore", str(SCRIPT), mode, str(rank), str(tmp_path / "store")]
-            running.append(
-                subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL if mode == "raise" else subprocess.STDOUT)
-            )
+        with open(folder / f"out{rank}", "w") as out, open(folder / f"err{rank}", "w") as err:
+            command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(modes), str(rank), str(folder / "store")]
+            running.append(subprocess.Popen(command, stdout=out, stderr=err))
     try:
-        found = tuple(process.wait(timeout=120) for process in running)
+        found = tuple(process.wait(timeout=600) for process in running)
     finally:
         for process in running:
             process.kill()
             process.wait()
-    texts = [(tmp_path / f"out{rank}").read_text() for rank in range(2)]
-    assert found == codes, texts
-    return [[line for line in text.splitlines() if not line.startswith("[")] for text in texts]
+    texts = [(folder / f"out{rank}").read_text() for rank in range(2)]
+    assert found == codes, [*texts, *((folder / f"err{rank}").read_text()[-3000:] for rank in range(2))]
+    parts = [dict(zip(modes, text.split("== ")[1:], strict=True)) for text in texts]
+    return {mode: [part[mode].splitlines()[1:] for part in parts] for mode in modes}
+
+
+LINES = {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "reduce": 3, "modules": 12}
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """All modes in one pair of processes: to import torch takes longer than most of them."""
+    return two_ranks([*LINES, "nan"], tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["gradients", "curve", "tied", "frozen", "reduce", "modules"])
-def test_two_ranks_are_one_process(mode, tmp_path):
+@pytest.mark.parametrize("mode", LINES)
+def test_two_ranks_are_one_process(mode, ranks):
     """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches: gradients
     within 1e-12, and 20 steps of AdamW on the same curve."""
-    for lines in two_ranks(mode, tmp_path):
-        assert (
-            len(lines)
-            == {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "reduce": 3, "modules": 12}[mode]
-        )
+    for lines in ranks[mode]:
+        assert len(lines) == LINES[mode]
         for line in lines:
             assert float(line.split()[-1]) < 1e-12, line
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others(tmp_path):
-    lines = two_ranks("kill", tmp_path, codes=(0, 9))
-    assert lines[0][0].startswith(("RuntimeError", "DistBackendError")) and float(lines[0][0].split()[-1]) < 12
-
-
-@pytest.mark.slow
-def test_a_nan_ends_all_ranks(tmp_path):
-    for lines in two_ranks("nan", tmp_path):
+def test_a_nan_ends_all_ranks(ranks):
+    for lines in ranks["nan"]:
         assert lines[0].startswith("FloatingPointError Pipeline.step: ys and gradients must be finite, got")
+
+
+def test_a_killed_rank_ends_the_others(tmp_path):
+    """In the first tier, with the gradients of a schedule of two ranks and its first step."""
+    found = two_ranks(["frozen", "kill"], tmp_path, codes=(0, 9))
+    assert all(float(line.split()[-1]) < 1e-12 for (line,) in found["frozen"])
+    assert found["kill"][0][0].startswith(("RuntimeError", "DistBackendError"))
 
 
 @pytest.mark.slow
 def test_an_exception_ends_the_others_by_their_timeout(tmp_path):
     """The rank that raised stays alive: the other ends by itself. The error says where it was raised."""
-    waiting, raised = two_ranks("raise", tmp_path)
+    waiting, raised = two_ranks(["raise"], tmp_path)["raise"]
     assert "rms_norm_fwd: params.weight must be [8], got [1]" in raised[0]
     if sys.version_info >= (3, 11):
         assert "in the forward of stage 1 (s1), microbatch 0" in raised[0]
-    assert waiting[0].startswith(("RuntimeError", "DistBackendError")) and 1 < float(waiting[0].split()[-1]) < 12
-    assert all("again Pipeline: must not be used after a step that failed" in lines[1] for lines in (waiting, raised))
+    assert waiting[0].startswith(("RuntimeError", "DistBackendError"))
+    assert all("RuntimeError Pipeline: must not be used after a step that failed" in lines[1] for lines in (waiting, raised))
 
 
 @pytest.fixture

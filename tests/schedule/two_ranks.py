@@ -1,12 +1,14 @@
-"""A rank of two that run a pipeline: `python two_ranks.py MODE RANK FILE`. Prints a line of numbers a case, or fails.
+"""A rank of two that run a pipeline: `python two_ranks.py MODES RANK FILE`. Prints a line of numbers a case, or fails.
 
-Modes: gradients (for every schedule), curve (for six); tied; frozen; modules; kill, nan, raise (rank 1 goes wrong in its second step); reduce.
+MODES, with commas between: gradients (for every schedule), curve (for six); tied; frozen; reduce; modules; nan, kill, raise (rank 1
+goes wrong in its second step). Each says `== MODE` first.
 """
 
 import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -31,7 +33,8 @@ from funcops.schedule import (
 )
 from funcops.trees import paths, tree_map, tree_map_tensors
 
-M, TIMEOUT = 8, 4
+M = 8
+LONG, SHORT = timedelta(minutes=10), timedelta(seconds=20)
 
 
 SCHEDULES = {
@@ -124,36 +127,58 @@ def frozen():
     assert all(bool((t == 1).all()) for t in still)
 
 
-def wrong(mode):
-    """Rank 1 goes wrong in its second step. Rank 0 must end with an error within the timeout; so must rank 1, but for a kill."""
-    rank = dist.get_rank()
+def fails(pipeline, own, xs):
+    """A step that raises, and what it said, with where."""
+    try:
+        pipeline.step(own, xs)
+    except Exception as error:
+        print(type(error).__name__, str(error).splitlines()[0], *getattr(error, "__notes__", []), flush=True)
+        return
+    raise AssertionError("no error")
+
+
+def second_step():
+    """A pipeline whose first step went well on both ranks."""
     cfg, params, xs = setup(cfg=decoder(4))
     pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64)
     own = local(pipeline, params)
     pipeline.step(own, xs)
-    if rank == 1 and mode == "kill":
-        os._exit(9)
-    if rank == 1 and mode == "nan":
+    return pipeline, own, xs
+
+
+def nan():
+    pipeline, own, xs = second_step()
+    if dist.get_rank() == 1:
         next(t for t in paths(own).values() if t is not None)[0] = float("nan")
-    if rank == 1 and mode == "raise":
+    fails(pipeline, own, xs)
+
+
+def kill():
+    """Rank 0 must end with an error, though its timeout is long."""
+    pipeline, own, xs = second_step()
+    if dist.get_rank() == 1:
+        os._exit(9)
+    fails(pipeline, own, xs)
+    os._exit(0)
+
+
+def raise_():
+    """Rank 0 must end by its timeout: rank 1, which raised, is alive until it has."""
+    cfg, params, xs = setup(cfg=decoder(4))
+    dist.barrier()
+    group = dist.new_group(timeout=SHORT if dist.get_rank() == 0 else LONG)
+    pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64, group=group)
+    own = local(pipeline, params)
+    if dist.get_rank() == 1:
         own["s1"] = tree_map(lambda t: None if t is None else t[:1], own["s1"])
-    start = time.monotonic()
-    try:
-        pipeline.step(own, xs)
-    except Exception as error:
-        took = time.monotonic() - start
-        notes = "; ".join(getattr(error, "__notes__", []))
-        print(type(error).__name__, str(error).splitlines()[0], notes, took)
-        if mode == "raise":
-            try:
-                pipeline.step(own, xs)
-            except RuntimeError as again:
-                print("again", str(again), 0.0)
-        sys.stdout.flush()
-        if rank == 1 and mode == "raise":
-            time.sleep(1.5 * TIMEOUT)  # alive: rank 0 must end by itself
-        os._exit(0 if took < 3 * TIMEOUT else 1)
-    print("no error", 1.0)
+    for _ in range(2):
+        fails(pipeline, own, xs)
+    ended = Path(f"{sys.argv[3]}.ended")
+    if dist.get_rank() == 0:
+        ended.touch()
+    while not ended.exists():
+        time.sleep(0.05)
+    os._exit(0)
 
 
 def reduce():
@@ -200,15 +225,13 @@ def modules():
                 print(name, static, distance(got, want))
 
 
-def main(mode, rank, path):
+def main(modes, rank, path):
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=TIMEOUT if mode in ("kill", "nan", "raise") else 60)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timeout)
-    if mode in ("kill", "nan", "raise"):
-        wrong(mode)
-    else:
-        globals()[mode]()
-    dist.barrier()
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=LONG)
+    for mode in modes.split(","):
+        print("==", mode, flush=True)
+        globals().get(mode, raise_)()
+        dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it

@@ -1,0 +1,34 @@
+"""The programs of examples/, run in this process: to import torch anew takes longer than what most of the tests ask of them."""
+
+import contextlib
+import functools
+import importlib
+import io
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def main_of(program):
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        return importlib.import_module(program.removesuffix(".py")).main
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+
+
+def run(program, *flags, code=0):
+    """What the program says, on either stream, before it ends with `code`."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            ended = main_of(program)([str(flag) for flag in flags])
+        except SystemExit as end:
+            ended = end.code
+            if isinstance(ended, str):  # as Python itself would
+                print(ended)
+                ended = 1
+    assert (ended or 0) == code, said.getvalue()
+    return said.getvalue()

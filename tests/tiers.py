@@ -1,0 +1,18 @@
+"""The two tiers. What is marked `slow` is the second: `make test` leaves it out, `make test-all` runs both.
+
+A grid whose cases prove much the same is drawn: each row's turn comes at another column, so that every row and every column is in
+the first tier, and the rest of the grid in the second.
+"""
+
+import pytest
+
+
+def drawn(rows, columns, ids=None):
+    """Parameters (row, column): the i-th row with the i-th column, round and round, in the first tier; all others marked slow."""
+    columns = list(columns)
+    ids = [str(row) for row in rows] if ids is None else ids
+    return [
+        pytest.param(row, column, id=f"{name}-{column}", marks=() if i % len(columns) == j else pytest.mark.slow)
+        for i, (row, name) in enumerate(zip(rows, ids, strict=True))
+        for j, column in enumerate(columns)
+    ]
