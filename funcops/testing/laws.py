@@ -17,6 +17,7 @@ from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals import donate
 from funcops.testing.case import FLOATS, Case
+from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, nothing_like, paths, same_structure, tensors, tree_map, tree_map_tensors
 
@@ -232,20 +233,20 @@ def law_compiles(case: Case, dtype: torch.dtype, backend: str = "aot_eager", dyn
 
 
 def law_edges(case: Case, dtype: torch.dtype) -> None:
-    """Non-contiguous inputs and cotangents give the same values as contiguous ones."""
-
-    def strided(t: Tensor) -> Tensor:
-        if t.dim() == 0 or not t.is_floating_point():
-            return t
-        spread = t.new_empty((*t.shape, 2))
-        spread[..., 0] = t
-        return spread[..., 0]
-
-    params, x, y, _, dy, gradients = run(case, dtype)
-    y2, residuals = case.op.fwd(tree_map_tensors(strided, params), tree_map_tensors(strided, x), case.cfg)
-    assert_close(y2, y, dtype=dtype, what="y of non-contiguous inputs")
-    got = case.op.bwd(residuals, tree_map_tensors(strided, dy), case.cfg)
-    assert_close(got, gradients, dtype=dtype, what="gradients of non-contiguous inputs")
+    """Inputs and cotangents of any strides give the same values as contiguous ones, whatever fresh memory holds."""
+    params, x, y, residuals, dy, gradients = run(case, dtype)
+    for name, layout in LAYOUTS.items():
+        with poisoned_empties():
+            y2, kept = case.op.fwd(tree_map_tensors(layout, params), tree_map_tensors(layout, x), case.cfg)
+            got = case.op.bwd(kept, tree_map_tensors(layout, dy), case.cfg)
+        assert_close(y2, y, dtype=dtype, what=f"y of {name} inputs")
+        assert_close(got, gradients, dtype=dtype, what=f"gradients of {name} inputs")
+    for dim in (0, -1):
+        repeated = tree_map_tensors(lambda t, dim=dim: expanded(t, dim), dy)
+        want = case.op.bwd(residuals, tree_map_tensors(Tensor.contiguous, repeated), case.cfg)
+        with poisoned_empties():
+            got = case.op.bwd(residuals, repeated, case.cfg)
+        assert_close(got, want, dtype=dtype, what=f"gradients of a dy expanded along {dim}")
 
 
 def law_loud(case: Case, dtype: torch.dtype) -> None:
