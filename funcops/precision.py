@@ -99,7 +99,7 @@ def all_finite(grads: Any) -> Tensor:
     >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
     tensor(False)
     """
-    given = [torch.view_as_real(t) if t.is_complex() else t for t in tensors(grads) if t.numel()]
+    given = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors(grads) if t.numel()]
     given = [t for t in given if t.is_floating_point()]
     with torch.no_grad():
         if not given:

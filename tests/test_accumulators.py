@@ -29,7 +29,9 @@ from funcops import (
     skip,
     with_policy,
 )
+from funcops.backend import backend
 from funcops.residuals import Compress, Offload, Policy
+from funcops.testing.layouts import LAYOUTS
 from funcops.testing.tolerances import assert_close
 from funcops.trees import cast, paths, put, tensors, tree_map, tree_map_tensors
 
@@ -156,3 +158,18 @@ def test_batch_wgrads_checks_all_pendings_first():
         with pytest.raises((DonatedError, StaleResidualError, ValueError, TypeError), match="must be"):
             batch_wgrads(op, [good, *before, last], cfg, into=into)
         assert untouched(into)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_triton_adds_to_accumulators_of_any_strides(layout):
+    """Its kernel writes to contiguous ones alone."""
+    pytest.importorskip("triton")
+    params, x, cfg = LinearParams(torch.randn(6, 4), torch.randn(6)), torch.randn(5, 4), LinearConfig(4, 6)
+    _, residuals = linear_fwd(params, x, cfg)
+    dy = torch.randn(5, 6)
+    want = tree_map_tensors(lambda g: g + 1, linear_bwd(residuals, dy, cfg)[0])
+    into = tree_map_tensors(lambda p: LAYOUTS[layout](torch.ones_like(p)), params)
+    with backend("triton"):
+        got, _ = linear_bwd(residuals, dy, cfg, into=into)
+    assert got is into
+    assert_close(got, want, dtype=torch.float32)

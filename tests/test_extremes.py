@@ -79,7 +79,7 @@ def check(got, want, x, what):
     """Within a few roundings, of the result or, near zeros of the function, of terms as large as 1; overflow is infinity."""
     eps = torch.finfo(x.dtype).eps
     g, w = got.double(), want.double()
-    bad = ~(((g - w).abs() <= 8 * eps * (w.abs() + w.abs().clamp(max=1.0) + eps)) | (g == w) | ((g - w).abs() <= 4 * eps))
+    bad = ~(((g - w).abs() <= 8 * eps * (w.abs() + w.abs().clamp(max=1.0) + eps)) | (g == w) | ((g - w).abs() <= 8 * eps))
     assert not bad.any(), f"{what}: at {x[bad].tolist()} {got[bad].tolist()} instead of {want[bad].tolist()}"
 
 
