@@ -25,6 +25,7 @@ from funcops.adapters.from_function import op_from_torch as op_from_torch
 from funcops.adapters.vjp import value_and_grad as value_and_grad
 from funcops.adapters.vjp import vjp as vjp
 from funcops.backend import backend as backend
+from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import ChainConfig as ChainConfig
 from funcops.compose.chain import ChainPending as ChainPending
 from funcops.compose.chain import ChainResiduals as ChainResiduals
@@ -255,7 +256,6 @@ from funcops.residuals import Offload as Offload
 from funcops.residuals import Policy as Policy
 from funcops.residuals import Recompute as Recompute
 from funcops.residuals import Save as Save
-from funcops.residuals import batch_wgrads as batch_wgrads
 from funcops.residuals import diff as diff
 from funcops.residuals import donate as donate
 from funcops.residuals import fetch as fetch

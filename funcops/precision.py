@@ -61,7 +61,8 @@ class LossScale:
 
 def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
     require_type("loss_scale_init", "cfg", cfg, LossScaleConfig)
-    return LossScale(torch.tensor(cfg.initial, device=device), torch.zeros((), dtype=torch.int32, device=device))
+    scale = torch.tensor(cfg.initial, dtype=torch.float32, device=device)
+    return LossScale(scale, torch.zeros((), dtype=torch.int32, device=device))
 
 
 def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -> LossScale:
@@ -93,16 +94,17 @@ def unscale(grads: T, loss_scale: LossScale) -> T:
 
 
 def all_finite(grads: Any) -> Tensor:
-    """A 0-d bool tensor: no infinity and no NaN in any floating tensor of the tree. No host sync.
+    """A 0-d bool tensor: no infinity and no NaN in any floating or complex tensor of the tree. No host sync.
 
     >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
     tensor(False)
     """
-    given = [t for t in tensors(grads) if t.is_floating_point() and t.numel()]
+    given = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors(grads) if t.numel()]
+    given = [t for t in given if t.is_floating_point()]
     with torch.no_grad():
         if not given:
             found = tensors(grads)
-            return torch.ones((), dtype=torch.bool, device=found[0].device if found else None)
+            return torch.ones((), dtype=torch.bool, device=found[0].device if found else "cpu")
         # The largest magnitude carries both infinities and NaN, and cannot overflow as a sum of squares can.
         device = given[0].device
         if all([t.device == device for t in given]):

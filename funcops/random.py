@@ -7,25 +7,29 @@ changes. Element i is word i % 4 of block i // 4; the Philox key is the seed, th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from funcops.backend import tracing
 from funcops.errors import check, describe, fail, require
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _GOLDEN = 0x9E3779B97F4A7C15
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def key(seed: int, *, device: Any = None) -> Tensor:
-    """A key int64[2] from an integer seed."""
+    """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given."""
     require(isinstance(seed, int), "random.key", "seed", "an int", describe(seed))
+    require(-(2**63) <= seed < 2**64, "random.key", "seed", "from -2^63 to 2^64 - 1", seed)
     return torch.tensor([_signed(seed), 0], dtype=torch.int64, device=device)
 
 
@@ -35,15 +39,20 @@ def path_id(name: str) -> int:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """A key whose stream depends on `key` and `data`; different data give independent streams.
+    """A key whose stream depends on `key` and `data`, from 0 to 2^63 - 1; different data give independent streams.
 
-    The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either.
+    The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either. Raises `ValueError`
+    for other data (-1 would give the key itself); a tensor's value is looked at on the CPU alone, where nothing waits for it.
     """
     _check_key("random.fold_in", key)
     if isinstance(data, int):
+        require(0 <= data < 2**63, "random.fold_in", "data", "from 0 to 2^63 - 1", data)
         step: Any = _signed((data + 1) * _GOLDEN)
     else:
-        step = (data + 1) * _signed(_GOLDEN)
+        check("random.fold_in", "data", data, (), _INTEGERS)
+        if data.is_cpu and not tracing():
+            require(int(data) >= 0, "random.fold_in", "data", "from 0 to 2^63 - 1", int(data))
+        step = (data.to(torch.int64) + 1) * _signed(_GOLDEN)
     z = key[1] + step
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
@@ -87,14 +96,16 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64)."""
+    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded out
+    of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
     dtype = dtype or torch.get_default_dtype()
+    first, last = _inside("random.uniform", low, high, dtype)
     if key is None:
         return _empty("random.uniform", shape, dtype, device)
     _check_key("random.uniform", key)
     words = bits(key.to(device) if device is not None else key, math.prod(shape)).reshape(tuple(shape))
     unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
-    return (low + (high - low) * unit).to(dtype)
+    return (low + (high - low) * unit).clamp_(first, last).to(dtype)
 
 
 def normal(
@@ -118,6 +129,24 @@ def normal(
     angle = words[half:] * (2.0 * math.pi * 2.0**-32)
     values = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)))[:n].reshape(tuple(shape))
     return (mean + std * values).to(dtype)
+
+
+@functools.lru_cache(maxsize=256)
+def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The least and the greatest number of the dtype in [low, high)."""
+    limits = torch.finfo(dtype)
+    digits = 1 - math.frexp(limits.eps)[1] + 1  # eps is 2^(1 - digits)
+    smallest = math.frexp(limits.smallest_normal)[1] - digits  # the exponent of the least subnormal number
+
+    def nearest(value: float, rounding: Callable[[float], int]) -> float:
+        unit = math.ldexp(1.0, max(math.frexp(value)[1] - digits, smallest))
+        return rounding(value / unit) * unit
+
+    ok = -limits.max <= low < high and high - low <= torch.finfo(torch.float64 if dtype is torch.float64 else torch.float32).max
+    require(ok, where, "low, high", f"finite, low below high, and no further apart than {dtype} holds", (low, high))
+    first, last = nearest(low, math.ceil), min(limits.max, nearest(math.nextafter(high, -math.inf), math.floor))
+    require(first <= last, where, "low, high", f"with a number of {dtype} between", (low, high))
+    return first, last
 
 
 def _check_key(where: str, key: Any) -> None:

@@ -93,6 +93,23 @@ def test_unaligned_addresses(by):
     assert torch.equal(flat[:by], before)
 
 
+def test_bias_corrections_are_exact():
+    """float32 has three digits of 1 - 0.99999."""
+    cfg, p = AdamWConfig(lr=0.1, betas=(0.999, 0.99999), eps=0.0, weight_decay=0.0), torch.ones(3)
+    with backend("triton"):
+        new, _ = adamw_update(p, torch.full_like(p, 2.0), adamw_init(p, cfg), cfg)
+    torch.testing.assert_close(new, torch.full_like(p, 0.9), rtol=1e-6, atol=0)
+
+
+def test_another_mask_at_the_same_addresses():
+    cfg, params = AdamWConfig(lr=0.1, weight_decay=0.5), [torch.ones(3), torch.ones(3)]
+    grads, state = [torch.zeros(3), torch.zeros(3)], adamw_init(params, cfg)
+    with backend("triton"):
+        adamw_update(params, grads, state, cfg, decay=[True, False], in_place=True)
+        adamw_update(params, grads, state, cfg, decay=[False, True], in_place=True)
+    assert_close(params, [torch.full((3,), 0.95)] * 2, dtype=torch.float32)
+
+
 def test_groups_keep_their_order():
     assert list(kernels.grouped([[1, 2, 3], "abc"], ["x", "y", "x"])) == [("x", [[1, 3], ["a", "c"]]), ("y", [[2], ["b"]])]
     assert list(kernels.grouped([[], []], [])) == []

@@ -1,15 +1,21 @@
 """The kernel registry: which implementation runs, and how a Triton one is seen by a tracer."""
 
+import asyncio
+import contextvars
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops.backend import backend, kernel
+from funcops import ActivationConfig, activation
+from funcops.adapters.autograd import differentiable
+from funcops.backend import backend, gemm, kernel, select
+from funcops.kernels.activation import activation_bwd
 
 
 @kernel()
@@ -68,3 +74,87 @@ def test_the_environment_variable_is_checked():
     env = {**os.environ, "FUNCOPS_BACKEND": "fast"}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert "FUNCOPS_BACKEND: name must be 'torch' or 'triton', got 'fast'" in done.stderr
+
+
+def in_thread(run):
+    """What `run` returns, or raises, in a thread of its own."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+@pytest.mark.parametrize("choose", [backend, gemm], ids=["backend", "gemm"])
+def test_a_choice_holds_in_its_own_context_alone(choose):
+    """Blocks of two threads that begin and end in every order."""
+    name, before = "triton", select.choice()
+    for order in ("abAB", "abBA", "aAbB"):
+        blocks = {who: (choose(name), contextvars.copy_context()) for who in "ab"}
+        for step in order:
+            block, context = blocks[step.lower()]
+            context.run(block.__enter__ if step.islower() else lambda block=block: block.__exit__(None, None, None))
+            inside = {who: context.run(select.choice) != before for who, (_, context) in blocks.items()}
+            begun = order[: order.index(step) + 1]
+            assert inside == {who: who in begun and who.upper() not in begun for who in "ab"}, (order, step)
+            assert select.choice() == before == in_thread(select.choice)
+    assert not select.chosen_anywhere
+
+
+def test_many_threads_leave_nothing_behind():
+    def work(name):
+        for _ in range(200):
+            with backend(name):
+                assert select.forced() == name
+        return select.forced()
+
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(work, ["triton", "torch"] * 4)) == {None}
+    assert not select.chosen_anywhere and select.choice() == select.DEFAULT
+
+
+def test_tasks_choose_for_themselves():
+    async def work(name, turns):
+        with backend(name):
+            for _ in range(turns):
+                await asyncio.sleep(0)
+                assert select.forced() == name
+
+    async def both():
+        await asyncio.gather(work("triton", 3), work("torch", 5))
+        return select.forced()
+
+    assert asyncio.run(both()) is None
+
+
+def test_a_compiled_function_follows_the_choice_of_each_call(monkeypatch):
+    """One function, compiled once for each choice, called under choices that change, and in a thread that has none."""
+    monkeypatch.setattr(registry_probe.kernel, "triton_impl", lambda x, factor: x * -factor)
+    monkeypatch.setattr(registry_probe.kernel, "operator", lambda: lambda x, factor: x * -factor)
+    compiled, x = torch.compile(lambda x: registry_probe(x, 2.0), fullgraph=True, backend="eager"), torch.ones(2)
+    for _ in range(2):
+        assert torch.equal(compiled(x), 2 * x)
+        with backend("triton"):
+            assert torch.equal(compiled(x), -2 * x)
+            assert torch.equal(in_thread(lambda: compiled(x)), 2 * x)
+            with backend("torch"):
+                assert torch.equal(compiled(x), 2 * x)
+
+
+def test_a_backward_on_another_thread_runs_on_the_backend_of_its_forward(monkeypatch):
+    """Autograd runs the backwards of a device on a thread that inherits no context."""
+    seen = []
+    cfg = ActivationConfig(kind="silu")
+    kernel = activation_bwd.kernel
+    monkeypatch.setattr(kernel, "torch_impl", kernel.torch_impl)
+    kernel.find_triton()
+    triton_impl = kernel.triton_impl
+    monkeypatch.setattr(kernel, "triton_impl", lambda *args: seen.append(select.forced()) or triton_impl(*args))
+    x = torch.randn(3, requires_grad=True)
+    with backend("triton"):
+        y = differentiable(activation)(None, x, cfg)
+    in_thread(lambda: torch.autograd.grad(y.sum(), x, retain_graph=True))
+    assert seen == ["triton"] and select.choice() == select.DEFAULT
+    plain = differentiable(activation)(None, x, cfg)
+    torch.autograd.grad(plain.sum(), x)
+    assert seen == ["triton"], "no choice, no Triton"
+    with backend("triton"):
+        plain = torch.autograd.grad(differentiable(activation)(None, x, cfg).sum(), x)
+    assert seen == ["triton"] * 2

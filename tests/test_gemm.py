@@ -35,6 +35,17 @@ def product(a, b, choice, epilogue=products.Epilogue(), dtype=None):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("programs", [1, 3, 5])
+def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch):
+    """Slices that overlapped would be right where the last tile to be written is the right one."""
+    a, b = draw(136, 100, dtype=torch.float32), draw(100, 24, dtype=torch.float32, seed=1)
+    want = a.double() @ b.double()
+    monkeypatch.setattr(products, "programs_at_once", lambda: programs)
+    monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: 3)
+    for kernel in KERNELS.values():
+        assert_close(product(a, b, kernel), want, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("flips", [(False, False), (False, True), (True, False), (True, True)], ids=str)
 def test_layouts(kernel, dtype, flips):

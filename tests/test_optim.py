@@ -353,3 +353,64 @@ def test_schedule_as_numbers_and_tensors(warmup):
     if warmup:
         assert numbers[0] == pytest.approx(0.5 / warmup) and numbers[warmup - 1] == 0.5
     assert numbers[warmup:] == sorted(numbers[warmup:], reverse=True)
+
+
+LAYOUTS_OF_A_MATRIX = {
+    "rows": lambda t: t.clone(memory_format=torch.contiguous_format),
+    "columns": lambda t: t.mT.clone(memory_format=torch.contiguous_format).mT,
+    "spread": lambda t: torch.stack((t, t), -1)[..., 0],
+    "sliced": lambda t: torch.cat((t, t), -1)[:, : t.shape[1]],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("init", "update", "cfg"), [*OPTIMISERS, (adamw_init, adamw_update, AdamWConfig(betas=(0.9, 0.99999)))])
+def test_an_update_does_not_depend_on_strides(init, update, cfg, in_place, dtype):
+    """Bit for bit, with params, gradients and means laid out in every way, one of them or all."""
+    g = torch.Generator().manual_seed(0)
+    p, *grads = (torch.randn(5, 3, generator=g, dtype=torch.float64).to(dtype) for _ in range(4))
+
+    def steps(of_params, of_grads, of_means):
+        params = {"w": of_params(p), "b": p[0].clone()}
+        state = tree_map_tensors(lambda t: of_means(t) if t.dim() == 2 else t, init(params, cfg))
+        for grad in grads:
+            params, state = update(params, {"w": of_grads(grad), "b": grad[0].clone()}, state, cfg, in_place=in_place)
+        return params, state
+
+    rows = LAYOUTS_OF_A_MATRIX["rows"]
+    want = steps(rows, rows, rows)
+    for layout in LAYOUTS_OF_A_MATRIX.values():
+        for ways in ((layout, rows, rows), (rows, layout, rows), (rows, rows, layout), (layout,) * 3):
+            assert equal(steps(*ways), want)
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.999), (0.999, 0.99999), (0.0, 0.5)], ids=str)
+@pytest.mark.parametrize("traced", [False, True])
+def test_bias_corrections_are_exact(betas, traced):
+    """In float64 against Python's own, at the first steps and at late ones: float32 has three digits of 1 - 0.99999."""
+    cfg, p = AdamWConfig(lr=0.1, betas=betas, eps=0.0, weight_decay=0.0), torch.ones(2, dtype=torch.float64)
+    update = torch.compile(adamw_update, fullgraph=True, backend="aot_eager") if traced else adamw_update
+    for t in (1, 2, 1000):
+        state = AdamWState(torch.tensor([t - 1.0]), torch.full_like(p, 0.5), torch.full_like(p, 0.25))
+        new, _ = update(p, torch.full_like(p, 2.0), state, cfg)
+        m, v = betas[0] * 0.5 + (1 - betas[0]) * 2.0, betas[1] * 0.25 + (1 - betas[1]) * 4.0
+        want = 1 - 0.1 * (m / (1 - betas[0] ** t)) / (v / (1 - betas[1] ** t)) ** 0.5
+        torch.testing.assert_close(new, torch.full_like(p, want), rtol=1e-12, atol=0)
+
+
+def test_norms_of_16_bit_gradients_are_summed_in_float32():
+    """10^6 ones, whose sum bfloat16 cannot hold; and a norm of 1e-6, as large as what is added to it."""
+    ones = {"a": torch.ones(1000, 1000, dtype=torch.bfloat16), "b": None}
+    for norm in (global_norm(ones), clip_by_global_norm(ones, 1e9)[1]):
+        assert norm.dtype is torch.float32 and abs(float(norm) - 1000) < 1e-3
+    clipped, norm = clip_by_global_norm({"a": torch.tensor([1e-6], dtype=torch.float64)}, 1e-6)
+    torch.testing.assert_close(clipped["a"], torch.tensor([0.5e-6], dtype=torch.float64), rtol=1e-9, atol=0)
+
+
+def test_a_gradient_of_another_16_bit_dtype_is_refused():
+    for dtype, other in ((torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)):
+        params = {"w": torch.ones(2, dtype=dtype)}
+        for init, update, cfg in OPTIMISERS:
+            with pytest.raises(TypeError, match="update: grads.w must be"):
+                update(params, {"w": torch.ones(2, dtype=other)}, init(params, cfg), cfg)

@@ -166,7 +166,7 @@ def test_what_is_wrong_is_refused_before_anything_is_added():
     cfg = LinearConfig(8, 16)
     params, pendings = pendings_of(linear, cfg, [3, 3], torch.bfloat16)
     into = LinearParams(torch.zeros(16, 8), torch.zeros(5))
-    with pytest.raises(ValueError, match=r"linear_wgrad: into.bias must be \[16\], got \[5\]"):
+    with pytest.raises(ValueError, match=r"batch_wgrads: pendings.0: into.bias must be \[16\], got \[5\]"):
         batch_wgrads(linear, pendings, cfg, into=into)
     assert not into.weight.any()
     with pytest.raises(ValueError, match="batch_wgrads: pendings must be at least one, got none"):

@@ -50,6 +50,18 @@ def test_nonfinite_names_the_first_bad_path(bad, dtype):
     assert all_finite(grads).item() is False and nonfinite(grads) == "b.0"
 
 
+@pytest.mark.parametrize(
+    "bad", [complex(float("nan"), 0), complex(0, float("nan")), complex(0, float("-inf")), complex(float("inf"), 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_numbers_count(bad, dtype):
+    """Conjugate views too: their bits are read as they are."""
+    t = torch.tensor([1 + 2j, bad], dtype=dtype)
+    for one in (t, t.conj(), t[1:], t.reshape(2, 1).mT):
+        assert all_finite({"a": torch.ones(2), "b": one}).item() is False and nonfinite((one,)) == "0"
+    assert all_finite(t[:1]).item() is True and all_finite(t[:1].conj()).item() is True
+
+
 def test_nothing_is_finite():
     for nothing in ({}, {"a": None}, {"a": torch.zeros(0)}, {"a": torch.tensor([1, 2])}):
         assert all_finite(nothing).item() is True and nonfinite(nothing) is None
@@ -89,6 +101,8 @@ ERRORS = [
     (lambda: select_step(torch.tensor(True), {"a": 1}, {"b": 1}), ValueError, "one that differs at a, b"),
     (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(3)}), ValueError,
      "select_step: new.a must be float32[3], got float32[2]"),
+    (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": torch.ones(2).bfloat16()}), ValueError,
+     "select_step: new.a must be bfloat16[2], got float32[2]"),
     (lambda: select_step(torch.tensor(True), {"a": torch.ones(2)}, {"a": None}), TypeError, "new.a must be None, got float32[2]"),
     (lambda: loss_scale_update(None, torch.tensor(True), LossScaleConfig()), TypeError, "loss_scale must be LossScale, got None"),
     (lambda: LossScaleConfig(initial=0.0), ValueError, "LossScaleConfig: initial must be positive and finite, got 0.0"),

@@ -56,3 +56,75 @@ def test_wrong_keys_are_named():
     with pytest.raises(TypeError, match="random.uniform: key must be a key"):
         random.uniform(None, (3,))
     assert random.normal(None, (3, 2), device="meta").device.type == "meta"
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+EXTREMES = torch.tensor([0, 1, 255, 256, 2**31, FULL - 255, FULL - 1, FULL])
+RANGES = [
+    (0.0, 1.0),
+    (1.0, 2.0),
+    (-1.0, 0.0),
+    (-0.7, 0.7),
+    (0.1, 0.3),
+    (-3.0, -2.0),
+    (0.0, 1e-7),
+    (-65504.0, 65504.0),
+    (1.0, 1.0625),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("low", "high"), RANGES, ids=str)
+def test_uniform_stays_below_high_in_every_dtype(low, high, dtype, monkeypatch):
+    """From the words at both ends, where rounding would leave the range."""
+    monkeypatch.setattr(random, "bits", lambda key, n: EXTREMES[:n])
+    drawn = random.uniform(random.key(0), (len(EXTREMES),), low=low, high=high, dtype=dtype).double()
+    assert drawn.dtype is torch.float64 and low <= float(drawn.min()) and float(drawn.max()) < high
+    assert (drawn.diff() >= 0).all()
+    near = 2 * torch.finfo(dtype).eps * max(abs(low), abs(high)) + (high - low) * 2.0**-24
+    assert float(drawn.min()) <= low + near and float(drawn.max()) >= high - near, "no further from the ends than rounding takes"
+
+
+def test_a_range_without_a_number_is_refused():
+    for low, high, dtype in ((1.0, 1.0, torch.float64), (2.0, 1.0, torch.float32), (1.001, 1.002, torch.bfloat16)):
+        with pytest.raises(ValueError, match="random.uniform: low, high must be"):
+            random.uniform(random.key(0), (3,), low=low, high=high, dtype=dtype)
+    for low, high in ((float("-inf"), 0.0), (0.0, float("nan")), (-3e38, 3e38)):
+        with pytest.raises(ValueError, match="random.uniform: low, high must be finite"):
+            random.uniform(random.key(0), (3,), low=low, high=high, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("word", [0, FULL])
+def test_normals_are_finite_at_the_ends_of_the_bits(word, monkeypatch):
+    """The logarithm never sees a zero."""
+    monkeypatch.setattr(random, "bits", lambda key, n: torch.full((n,), word))
+    drawn = random.normal(random.key(0), (6,), dtype=torch.float64)
+    assert drawn.isfinite().all() and float(drawn.abs().max()) <= (2 * 32 * 0.6932) ** 0.5
+
+
+def test_fold_in_is_injective_over_its_range():
+    """Near 0, near 2^63, and the ids of names; by the splitmix64 finaliser written out in Python's integers."""
+
+    def stream(before, data):
+        z = (before + (data + 1) * 0x9E3779B97F4A7C15) % 2**64
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            z = (z ^ (z >> shift)) * factor % 2**64
+        return z ^ (z >> 31)
+
+    given = [*range(200), *(2**31 + i for i in range(-3, 3)), *(2**63 - i for i in range(1, 50)), random.path_id("norm")]
+    for key in (random.key(0), random.fold_in(random.key(-5), 3)):
+        made = [random.fold_in(key, data) for data in given]
+        assert [int(k[1]) % 2**64 for k in made] == [stream(int(key[1]) % 2**64, data) for data in given]
+        assert len({int(k[1]) for k in (key, *made)}) == len(given) + 1
+        for dtype in (torch.int64, torch.int32, torch.uint8):
+            assert torch.equal(random.fold_in(key, torch.tensor(7, dtype=dtype)), random.fold_in(key, 7))
+
+
+@pytest.mark.parametrize("data", [-1, -(2**63), 2**63, 2**64, 2**64 + 1])
+def test_other_data_are_refused(data):
+    with pytest.raises(ValueError, match=r"random.fold_in: data must be from 0 to 2\^63 - 1, got"):
+        random.fold_in(random.key(0), data)
+    with pytest.raises(ValueError, match="data must be|seed must be") if data != -1 else pytest.raises(ValueError):
+        random.fold_in(random.key(0), torch.tensor(data)) if -(2**63) <= data < 2**63 else random.key(data * 2)
+    with pytest.raises(TypeError, match="random.fold_in: data must be int64"):
+        random.fold_in(random.key(0), torch.tensor(1.0))

@@ -26,6 +26,7 @@ from funcops.adapters.autocast import any_autocast, without_autocast
 from funcops.adapters.first_order import first_order
 from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
+from funcops.backend import select
 from funcops.compose.plan import FEW
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
@@ -38,13 +39,14 @@ _ddp: Any = DistributedDataParallel
 class Bound:
     """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
 
-    __slots__ = ("cfg", "empty", "fill", "needs", "op", "slots", "write", "y_shape")
+    __slots__ = ("cfg", "choice", "empty", "fill", "needs", "op", "slots", "write", "y_shape")
     fill: Any  # those of `slots`
     empty: Any
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
         self.op, self.cfg, self.needs = op, cfg, needs
         self.write = gradient_writer(params_shape, x_shape)
+        self.choice = None if select.choice() == select.DEFAULT else select.choice()
         self.slots: Any = None  # made of the first residuals; False where those cannot be had so
         self.y_shape: Any = None  # None for a tensor
 
@@ -89,11 +91,18 @@ class _Node(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        backward_of = _once if torch.is_grad_enabled() else _backward
+        backward_of: Any = _once if torch.is_grad_enabled() else _backward
+        if ctx.call[0].choice is not None:  # autograd's threads for devices have contexts of their own
+            backward_of = functools.partial(_chosen, ctx.call[0].choice, backward_of)
         if not any_autocast():
             return backward_of(ctx, *dys)
         with without_autocast(dys):  # the forward had none
             return backward_of(ctx, *dys)
+
+
+def _chosen(choice: Any, backward_of: Any, *args: Any) -> Any:
+    with select.chosen(choice):
+        return backward_of(*args)
 
 
 def _backward(ctx: Any, *dys: Any) -> Any:
@@ -234,9 +243,12 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     asked = tuple([t.requires_grad for t in leaves])
     if True not in asked:
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
-    bound = _bound.get((op.fwd, cfg, asked))
+    key: Any = (op.fwd, cfg, asked)
+    if select.chosen_anywhere:
+        key = (*key, select.choice())
+    bound = _bound.get(key)
     if bound is None:
-        bound = _bind(op, params, x, cfg, asked)
+        bound = _bind(op, params, x, cfg, key)
     found = _apply(bound, (params, x), *leaves)
     if bound.y_shape is not None:
         return refill(bound.y_shape, found)
@@ -246,8 +258,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     return found
 
 
-def _bind(op: Op, params: Any, x: Any, cfg: Any, asked: tuple[bool, ...]) -> Bound:
-    key: Any = op.fwd, cfg, asked
+def _bind(op: Op, params: Any, x: Any, cfg: Any, key: Any) -> Bound:
     if getattr(op.fwd, "any_tree", False):  # cfg does not tell the structure
         key = *key, structure((params, x)), repr(cfg)
     if key not in _bound:

@@ -66,7 +66,7 @@ class Kernel:
             require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
             _library.define(self.name + _schema(self.torch_impl, self.mutates))
             _library.impl(self.name, self.triton_impl, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"funcops::{self.name}", self.fake_impl, lib=_library)
+            torch.library.register_fake(f"funcops::{self.name}", functools.partial(_contiguous, self.fake_impl), lib=_library)
             self._operator = getattr(torch.ops.funcops, self.name).default
         return self._operator
 
@@ -95,6 +95,14 @@ class Kernel:
             if importlib.util.find_spec("triton") and importlib.util.find_spec(f"{package}.triton.{family}"):
                 importlib.import_module(f"{package}.triton.{family}")
         return self.triton_impl is not None
+
+
+def _contiguous(fake: Implementation, *args: Any) -> Any:
+    """The results of Triton implementations are contiguous, whatever the strides of the arguments."""
+    found = fake(*args)
+    if isinstance(found, tuple):
+        return tuple([t if t is None else t.contiguous() for t in found])
+    return found if found is None else found.contiguous()
 
 
 def _on_device(device: torch.device, implementation: Implementation, *args: Any) -> Any:
@@ -139,7 +147,7 @@ def _schema(body: Implementation, mutates: tuple[str, ...]) -> str:
 
 _CALL = """
 def call({names}):
-    if {first}.is_cpu and select._forced is None:
+    if {first}.is_cpu and not select.chosen_anywhere:
         return body({names})
     return choose({first})({names})
 """

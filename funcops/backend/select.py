@@ -1,11 +1,18 @@
 """Which implementation runs: by the tensor's device, or by `backend("torch" | "triton")`, or by FUNCOPS_BACKEND; and which
-matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM."""
+matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM.
+
+A choice holds in the context (`contextvars`) of its block: in no other thread or task. What autograd runs on a thread of its own follows
+the choice that its forward ran under (`choice`, `chosen`).
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 from torch import Tensor
 
@@ -13,6 +20,7 @@ from funcops.errors import require
 
 BACKENDS = ("torch", "triton")
 PROVIDERS = ("auto", "cublas", "triton", "specialised")
+Choice = tuple[str | None, str | None]  # of the backend, and of the products
 
 
 def _checked(name: str | None, where: str, among: tuple[str, ...] = BACKENDS) -> str | None:
@@ -20,19 +28,59 @@ def _checked(name: str | None, where: str, among: tuple[str, ...] = BACKENDS) ->
     return name
 
 
-_forced: str | None = _checked(os.environ.get("FUNCOPS_BACKEND") or None, "FUNCOPS_BACKEND")
-_gemm: str | None = _checked(os.environ.get("FUNCOPS_GEMM") or None, "FUNCOPS_GEMM", PROVIDERS)
+DEFAULT: Choice = (
+    _checked(os.environ.get("FUNCOPS_BACKEND") or None, "FUNCOPS_BACKEND"),
+    _checked(os.environ.get("FUNCOPS_GEMM") or None, "FUNCOPS_GEMM", PROVIDERS),
+)
+_choice: ContextVar[Choice] = ContextVar("funcops.backend")
+
+
+class _Reader:
+    """`choice`: that of this context; the reader itself where there is none. torch.compile can follow no `ContextVar.get`, but it takes a
+    property that is written in C for a field, and guards on what it finds."""
+
+    choice = property(_choice.get)
+
+
+_reader: Any = _Reader()
+_blocks, _lock = 0, threading.Lock()
+_chosen_in_a_block = False  # anywhere: where it is not, nothing else need be looked at
+chosen_anywhere = DEFAULT[0] is not None  # by a block or the environment: all that a launch on the CPU reads
+
+
+def choice() -> Choice:
+    """What holds in this context."""
+    if not _chosen_in_a_block:
+        return DEFAULT
+    found = _reader.choice
+    return DEFAULT if found is _reader else found
+
+
+@contextmanager
+def chosen(found: Choice) -> Iterator[None]:
+    """Run the block under what `choice` said elsewhere."""
+    _count(1)
+    token = _choice.set(found)
+    try:
+        yield
+    finally:
+        _count(-1)
+        _choice.reset(token)
+
+
+def _count(by: int) -> None:
+    global _blocks, _chosen_in_a_block, chosen_anywhere
+    with _lock:
+        _blocks += by
+        _chosen_in_a_block = _blocks > 0
+        chosen_anywhere = _chosen_in_a_block or DEFAULT[0] is not None
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
     """Run every kernel in the block on one implementation. It changes speed and rounding, never meaning."""
-    global _forced
-    before, _forced = _forced, _checked(name, "backend")
-    try:
+    with chosen((_checked(name, "backend"), choice()[1])):
         yield
-    finally:
-        _forced = before
 
 
 @contextmanager
@@ -40,21 +88,19 @@ def gemm(name: str) -> Iterator[None]:
     """Run bare matrix products in the block by cuBLAS, by our Triton kernels, or ("auto", the default) by the table of
     `funcops/kernels/triton/gemm_table.py`. Inside `backend("triton")` the default is "triton". With "specialised" all
     products that can go to our kernel with specialised warps: a candidate, to be measured."""
-    global _gemm
-    before, _gemm = _gemm, _checked(name, "gemm", PROVIDERS)
-    try:
+    with chosen((choice()[0], _checked(name, "gemm", PROVIDERS))):
         yield
-    finally:
-        _gemm = before
 
 
 def gemm_provider() -> str:
-    return _gemm or ("auto" if _forced is None else "triton")
+    name, product = choice()
+    return product or ("auto" if name is None else "triton")
 
 
 def forced() -> str | None:
-    return _forced
+    return choice()[0]
 
 
 def wants_triton(first: Tensor) -> bool:
-    return first.is_cuda if _forced is None else _forced == "triton"
+    name = choice()[0]
+    return first.is_cuda if name is None else name == "triton"

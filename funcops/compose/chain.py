@@ -20,6 +20,7 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wants_triton
 from funcops.compose.again import Dropped, dropped
+from funcops.compose.into import check_into_tree
 from funcops.compose.pieces import Planned, backward_piece, backward_step, forward_piece
 from funcops.compose.plan import Piece, Window, make_plan, planned_for, registry_version
 from funcops.compose.step import (
@@ -28,7 +29,6 @@ from funcops.compose.step import (
     Step,
     WithExtras,
     add,
-    check_into_tree,
     live_inputs,
     nested,
     part,
@@ -361,18 +361,18 @@ def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) ->
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
     fall as it walks. Returns `(dparams, dx)`."""
     node = open_node("chain_bwd", residuals, ChainResiduals, cfg)
-    dx, found = _walk(node, dy, cfg, _accumulators("chain_bwd", into, node, cfg))
+    dx, found = _walk(node, dy, cfg, _accumulators("chain_bwd", into, node, cfg, dy))
     if node is not residuals:
         node.empty()
     return _collect(found, into, cfg), dx
 
 
-def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig) -> dict[str, Any]:
+def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig, dy: Any = None) -> dict[str, Any]:
     """`into` by step, every leaf checked before any is written; a tied path shares its source's accumulator."""
     if into is None:
         return cfg.names
     check_names(where, "into", into, cfg)
-    check_into_tree(where, into, chain, cfg, node)
+    check_into_tree(where, into, chain, cfg, node, dy)
     return tied(where, into, cfg.ties)
 
 

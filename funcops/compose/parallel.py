@@ -15,6 +15,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wants_triton
+from funcops.compose.into import check_into_tree
 from funcops.compose.plan import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, planned_for, registry_version
 from funcops.compose.siblings import Branch, Siblings, backward_siblings, find, forward_siblings, taken_apart
 from funcops.compose.step import (
@@ -23,7 +24,6 @@ from funcops.compose.step import (
     Step,
     WithExtras,
     add,
-    check_into_tree,
     live_inputs,
     nested,
     part,
@@ -190,18 +190,18 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
-    sums = _accumulators("parallel_bwd", into, node, cfg)
+    sums = _accumulators("parallel_bwd", into, node, cfg, dy)
     dx, found = _walk("parallel_bwd", node, (None,) * len(cfg.branches) if dy is None else dy, cfg, sums)
     if node is not residuals:
         node.empty()
     return found if into is None else into, dx
 
 
-def _accumulators(where: str, into: Any, node: Any, cfg: ParallelConfig) -> dict[str, Any]:
+def _accumulators(where: str, into: Any, node: Any, cfg: ParallelConfig, dy: Any = None) -> dict[str, Any]:
     if into is None:
         return cfg.names
     _check_names(where, "into", into, cfg)
-    check_into_tree(where, into, parallel, cfg, node)
+    check_into_tree(where, into, parallel, cfg, node, dy)
     return into
 
 

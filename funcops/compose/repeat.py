@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.compose.into import check_into_tree
 from funcops.compose.step import (
     Nested,
     Replace,
@@ -23,7 +24,6 @@ from funcops.compose.step import (
     add,
     bundle,
     check_body,
-    check_into_tree,
     extras_of,
     has_params,
     keys_of,
@@ -189,16 +189,16 @@ def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) 
     """The whole backward, a layer at a time, so that donated residuals fall as it walks. Returns `(dparams, dx)`."""
     _check_cfg("repeat_bwd", cfg)
     node = open_node("repeat_bwd", residuals, RepeatResiduals, cfg)
-    dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, node, cfg))
+    dx, found = _walk(node, dy, cfg, _accumulators("repeat_bwd", into, node, cfg, dy))
     if node is not residuals:
         node.empty()
     return _collect(found, into, cfg), dx
 
 
-def _accumulators(where: str, into: Any, node: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
+def _accumulators(where: str, into: Any, node: Any, cfg: RepeatConfig, dy: Any = None) -> tuple[Any, ...]:
     if into is None:
         return (None,) * cfg.times
-    check_into_tree(where, into, repeat, cfg, node)
+    check_into_tree(where, into, repeat, cfg, node, dy)
     return _layers(where, "into", into, cfg)
 
 

@@ -267,33 +267,3 @@ def nested(kind: str) -> Callable[[type], type]:
         return cls
 
     return decorate
-
-
-def device_of(kept: Any) -> torch.device | None:
-    """The device of the first tensor in residuals or pending."""
-    node = kept._node if type(kept) is Donated else kept
-    if isinstance(node, Tensor):
-        return node.device
-    children = node.values() if isinstance(node, Nested) else [getattr(node, name) for name in getattr(node, "fields", ())]
-    return next((device for child in children if (device := device_of(child)) is not None), None)
-
-
-def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any) -> None:
-    """Before anything is added: a float accumulator of its shape, on its device, for every gradient that will come."""
-    want, have = paths(abstract_params(op, cfg)), paths(into)
-    needs, device = (Needs.NONE, None) if node is None else (node.needs, device_of(node))
-    if want.keys() != have.keys():
-        wrong = sorted(want.keys() ^ have.keys())
-        fail(where, "into", f"a tree with the paths of params: {', '.join(want)}", f"a difference at {', '.join(wrong)}")
-    for path, parameter in want.items():
-        accumulator = have[path]
-        if parameter is None or (accumulator is None and not needs.param(path)):
-            continue
-        if not isinstance(accumulator, Tensor):
-            fail(where, f"into.{path}", f"a tensor {list(parameter.shape)}", describe(accumulator), TypeError)
-        if accumulator.shape != parameter.shape:
-            fail(where, f"into.{path}", str(list(parameter.shape)), list(accumulator.shape))
-        if device is not None and accumulator.device != device:
-            fail(where, f"into.{path}", f"on device {device}", accumulator.device)
-        if not accumulator.is_floating_point():
-            fail(where, f"into.{path}", "a floating dtype", accumulator.dtype, TypeError)

@@ -15,72 +15,60 @@ from funcops.backend import kernel, wide
 
 _aten = torch.ops.aten
 _QUICK = 1.702
+SATURATED = 1e4  # from here on exp(-|x|) is 0 in every dtype, and x^3 no infinity in any that is wide
 
 
 class Activation(NamedTuple):
-    """`forward(x, out=None)` gives y, and `backward(dy, x, y, out=None)` dx; y = f(x) is None unless `reads_y`.
+    """`forward(x)` gives y, and `backward(dy, x, y)` dx, both fresh tensors; y = f(x) is None unless `reads_y`."""
 
-    Without `out` the result is a fresh tensor; `out` may be dy itself.
-    """
-
-    forward: Callable[..., Tensor]
-    backward: Callable[..., Tensor]
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]
     reads_y: bool = False
 
 
-def _either(fresh: Any, into: Any, name: str) -> Callable[..., Tensor]:
-    """An aten operator as one function: its fresh overload, or the one that writes to its argument `name`."""
-
-    def call(*args: Any, out: Optional[Tensor] = None, **options: Any) -> Tensor:
-        return fresh(*args, **options) if out is None else into(*args, **options, **{name: out})
-
-    return call
+def _squared_relu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
+    return torch.relu(x).mul_(2) * dy
 
 
-def _into(value: Tensor, dtype: torch.dtype, out: Optional[Tensor]) -> Tensor:
-    return value.to(dtype) if out is None else out.copy_(value)
+def _quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(c x): where c x overflows, x does not."""
+    t = x.to(wide(x.dtype))
+    return (t * _QUICK).sigmoid_().mul_(t).to(x.dtype)
 
 
-def _squared_relu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
-    return torch.mul(torch.relu(x).mul_(2), dy, out=out)
-
-
-def _quick_gelu(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    """x sigmoid(c x) = silu(c x) / c."""
-    return _into(_silu(x.to(wide(x.dtype)) * _QUICK).mul_(1 / _QUICK), x.dtype, out)
-
-
-def _quick_gelu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor], out: Optional[Tensor] = None) -> Tensor:
+def _quick_gelu_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
     """The derivative of silu(c x) / c is silu'(c x)."""
     dtype = wide(x.dtype)
-    return _into(_silu_backward(dy.to(dtype), x.to(dtype) * _QUICK), x.dtype, out)
+    return _silu_backward(dy.to(dtype), saturated_(x.to(dtype) * _QUICK)).to(x.dtype)
 
 
-_silu: Any = torch._C._nn.silu  # as torch.nn.functional calls it; takes out=
+def _gelu_tanh_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
+    """torch's derivative is 0 times infinity where x^2 overflows."""
+    if x.dtype is not torch.float16:
+        x = x.clamp(-SATURATED, SATURATED)
+    return _gelu_backward(dy, x, approximate="tanh")
+
+
+def saturated_(t: Tensor) -> Tensor:
+    """t, which is written to, within the range beyond which the derivatives of sigmoids do not change."""
+    return t.clamp_(-SATURATED, SATURATED)
+
+
+_silu: Any = torch._C._nn.silu  # as torch.nn.functional calls it
 _gelu: Any = torch._C._nn.gelu
-_silu_backward = _either(_aten.silu_backward.default, _aten.silu_backward.grad_input, "grad_input")
-_gelu_backward = _either(_aten.gelu_backward.default, _aten.gelu_backward.grad_input, "grad_input")
-_relu_backward = _either(_aten.threshold_backward.default, _aten.threshold_backward.grad_input, "grad_input")
-_tanh_backward = _either(_aten.tanh_backward.default, _aten.tanh_backward.grad_input, "grad_input")
-_sigmoid_backward = _either(_aten.sigmoid_backward.default, _aten.sigmoid_backward.grad_input, "grad_input")
-
-
-def _relu(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
-    return torch.relu(x) if out is None else torch.clamp_min(x, 0, out=out)
-
+_silu_backward, _gelu_backward = _aten.silu_backward.default, _aten.gelu_backward.default
+_relu_backward = _aten.threshold_backward.default
+_tanh_backward, _sigmoid_backward = _aten.tanh_backward.default, _aten.sigmoid_backward.default
 
 ACTIVATIONS = {
-    "relu": Activation(_relu, lambda dy, x, y, out=None: _relu_backward(dy, x, 0, out=out)),
-    "squared_relu": Activation(lambda x, out=None: _relu(x, out).square_(), _squared_relu_backward),
-    "gelu": Activation(_gelu, lambda dy, x, y, out=None: _gelu_backward(dy, x, out=out)),
-    "gelu_tanh": Activation(
-        lambda x, out=None: _gelu(x, approximate="tanh", out=out),
-        lambda dy, x, y, out=None: _gelu_backward(dy, x, approximate="tanh", out=out),
-    ),
+    "relu": Activation(torch.relu, lambda dy, x, y: _relu_backward(dy, x, 0)),
+    "squared_relu": Activation(lambda x: torch.relu(x).square_(), _squared_relu_backward),
+    "gelu": Activation(_gelu, lambda dy, x, y: _gelu_backward(dy, x)),
+    "gelu_tanh": Activation(lambda x: _gelu(x, approximate="tanh"), _gelu_tanh_backward),
     "quick_gelu": Activation(_quick_gelu, _quick_gelu_backward),
-    "silu": Activation(_silu, lambda dy, x, y, out=None: _silu_backward(dy, x, out=out)),
-    "tanh": Activation(torch.tanh, lambda dy, x, y, out=None: _tanh_backward(dy, y, out=out), reads_y=True),
-    "sigmoid": Activation(torch.sigmoid, lambda dy, x, y, out=None: _sigmoid_backward(dy, y, out=out), reads_y=True),
+    "silu": Activation(_silu, lambda dy, x, y: _silu_backward(dy, x)),
+    "tanh": Activation(torch.tanh, lambda dy, x, y: _tanh_backward(dy, y), reads_y=True),
+    "sigmoid": Activation(torch.sigmoid, lambda dy, x, y: _sigmoid_backward(dy, y), reads_y=True),
 }
 
 

@@ -35,7 +35,7 @@ def attention_bwd(
     """dq, dk, dv from out and logsumexp: the probabilities are recomputed."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    d_y, y = _heads(dy), out.transpose(1, 2)
+    d_y, y = _heads(dy), _heads(out)
     if not q.is_cuda:
         dq, dk, dv = _cpu_backward(d_y, _heads(q), _heads(k), _heads(v), y, logsumexp, 0.0, causal, scale=scale)
         return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

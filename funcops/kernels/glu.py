@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, wide
-from funcops.kernels.activation import ACTIVATIONS, Activation
+from funcops.kernels.activation import ACTIVATIONS, Activation, saturated_
 
 GATES = {
     "glu": "sigmoid",
@@ -38,7 +38,7 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
     return f.backward(dy * linear, gate, active), active.mul_(dy) if not f.reads_y else active * dy
 
 
-AT_ONCE = 1 << 16  # elements for which there is one more buffer than dx
+AT_ONCE = 1 << 16  # elements of dy, a thread, for which there are buffers besides dx
 
 
 def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
@@ -64,45 +64,35 @@ def glu_bwd(
     d_scales = _row_sums(dy, f.forward(gate).mul_(linear)) if dscales else None
     if not dx:
         return None, d_scales
-    d = dy if scales is None else dy * scales.unsqueeze(-1)
-    if torch.compiler.is_compiling():
-        return _traced(d, gate, linear, f.forward(gate), f, first), d_scales
-    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    d_gate, d_linear = _halves(d_x, first)
-    active = f.forward(gate, out=d_linear)  # each half of d_x is the only scratch of its own gradient
-    f.backward(torch.mul(d, linear, out=d_gate), gate, active, out=d_gate)
-    d_linear.mul_(d)
-    return d_x, d_scales
-
-
-def _traced(d: Tensor, gate: Tensor, linear: Tensor, active: Tensor, f: Activation, first: bool) -> Tensor:
-    """dx as a compiler wants it, which makes one kernel of it and saves memory by itself."""
-    parts = (f.backward(d * linear, gate, active), d * active)
-    return torch.cat(parts if first else parts[::-1], -1)
+    return _dx(dy if scales is None else dy * scales.unsqueeze(-1), x, f, first, False), d_scales
 
 
 @kernel(mutates=("dy",))
 def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
     """dx; y is written over dy, which is contiguous: f(gate) is computed once for both."""
-    f = ACTIVATIONS[GATES[kind]]
-    gate, linear = _halves(x, first)
-    if torch.compiler.is_compiling():
-        active = f.forward(gate)
-        d_x = _traced(dy, gate, linear, active, f, first)
-        dy.copy_(active * linear)
-        return d_x
-    d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    d_gate, d_linear = _halves(d_x, first)
-    active = f.forward(gate, out=d_linear)
-    f.backward(torch.mul(dy, linear, out=d_gate), gate, active, out=d_gate)
-    rows = max(1, AT_ONCE // max(1, dy.shape[-1]))
-    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (dy, linear, d_linear))
-    held = dy.new_empty((rows, dy.shape[-1]))
-    for d, linear, active in zip(*parts, strict=True):  # dy becomes y, and active d_linear
-        d_active = torch.mul(d, active, out=held[: d.shape[0]])
-        torch.mul(active, linear, out=d)
-        active.copy_(d_active)
+    return _dx(dy, x, ACTIVATIONS[GATES[kind]], first, True)
+
+
+def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
+    """A new tensor; `again`: y is written over dy. Of more than AT_ONCE elements a thread, a part of the rows at a time, so that
+    there is little beside dx and the parts stay in the cache; a compiler makes one kernel of it and saves memory by itself."""
+    if torch.compiler.is_compiling() or dy.numel() <= AT_ONCE:
+        return _dx_at_once(dy, x, f, first, again)
+    d_x, width = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[-1]
+    rows = max(1, AT_ONCE * torch.get_num_threads() // width)
+    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (dy, x, d_x))
+    for d_y, part, found in zip(*parts, strict=True):
+        found.copy_(_dx_at_once(d_y, part, f, first, again))
     return d_x
+
+
+def _dx_at_once(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
+    gate, linear = _halves(x, first)
+    active = f.forward(gate)
+    parts = f.backward(dy * linear, gate, active), dy * active
+    if again:
+        dy.copy_(active.mul_(linear))
+    return torch.cat(parts if first else parts[::-1], -1)
 
 
 @kernel()
@@ -130,15 +120,14 @@ def clamped_swiglu_bwd(
     dtype = wide(x.dtype)
     raw_gate, raw_linear = _halves(x.to(dtype), first)
     gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit).add_(offset)
-    scaled_gate = gate * alpha
-    active = torch.sigmoid(scaled_gate).mul_(gate)
+    active = (gate * alpha).sigmoid_().mul_(gate)
     d = dy.to(dtype)
     d_scales = (active * linear).mul_(d).sum(-1).to(x.dtype) if dscales else None
     if not dx:
         return None, d_scales
     if scales is not None:
         d = d * scales.unsqueeze(-1)
-    d_gate = torch.ops.aten.silu_backward.default(linear.mul_(d), scaled_gate).mul_(raw_gate <= limit).to(x.dtype)
+    d_gate = torch.ops.aten.silu_backward.default(linear.mul_(d), saturated_(gate.mul_(alpha))).mul_(raw_gate <= limit).to(x.dtype)
     d_linear = active.mul_(d).mul_(raw_linear.abs() <= limit).to(x.dtype)
     return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), d_scales
 

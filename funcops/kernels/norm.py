@@ -58,6 +58,7 @@ def rms_norm_bwd(
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
     if narrow is not dtype:
         dy, x = dy.to(dtype), x.to(dtype)
+    rstd = rstd.contiguous()  # aten walks the memory of statistics, whatever the strides
     zero = torch.zeros_like(rstd)
     d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
     if dx:
@@ -85,6 +86,7 @@ def layer_norm_bwd(
     None without dx."""
     dtype, size = wide(x.dtype), x.shape[-1]
     scale = rstd.new_ones(size) if w is None else _scale(w, centred, dtype)
+    mean, rstd = mean.contiguous(), rstd.contiguous()  # as above
     d_x, d_w, d_b = _backward(_to(dy, dtype), _to(x, dtype), [size], mean, rstd, scale, scale if db else None, [dx, dw, db])
     return _to(d_x, x.dtype) if dx else None, d_w.unsqueeze(0) if dw else None, d_b.unsqueeze(0) if db else None
 

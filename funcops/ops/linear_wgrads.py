@@ -128,7 +128,7 @@ def _batch(products: list[Product]) -> None:
 
 def _group(products: list[Product]) -> None:
     dy, x = _stacked(products)
-    ends = torch.tensor([p.rows for p in products]).cumsum(0).to(device=dy.device, dtype=torch.int32)
+    ends = torch.tensor([p.rows for p in products], device="cpu").cumsum(0).to(device=dy.device, dtype=torch.int32)
     _add_all(products, torch.nn.functional.grouped_mm(dy.mT, x, offs=ends))
 
 

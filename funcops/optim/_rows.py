@@ -135,9 +135,13 @@ def zeros_like(params: Any) -> Any:
     return tree_map(lambda p: None if p is None else torch.zeros_like(p, requires_grad=False), params)
 
 
-def fusable(rows: list[Row]) -> bool:
-    """Whether the fused op serves. It has no functional form that traces, and it walks memory, whatever the strides."""
-    return not tracing() and all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1])
+def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
+    """The rows, but contiguous copies in the places of other tensors: the fused ops walk memory, whatever the strides. And the pairs
+    (tensor, copy) to be written back. A tracer sees operators that read strides, and rows as they are; gradients stay, too."""
+    if tracing() or all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1]):
+        return rows, []
+    dense = [row if i == 1 else [t.contiguous() for t in row] for i, row in enumerate(rows)]
+    return dense, [(t, c) for row, copies in zip(rows, dense, strict=True) for t, c in zip(row, copies, strict=True) if t is not c]
 
 
 def rebuilt(tree: T, places: list[Any], values: Row) -> T:

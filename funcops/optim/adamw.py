@@ -15,12 +15,12 @@ from funcops.kernels import adamw as kernels
 from funcops.op import config
 from funcops.optim._rows import (
     check_rate,
-    fusable,
     not_negative,
     on_device,
     open_trees,
     own_tensors,
     rebuilt,
+    walkable,
     zeros_like,
 )
 from funcops.trees import leaf, leaves, tree
@@ -58,7 +58,7 @@ def adamw_init(params: Any, cfg: AdamWConfig) -> AdamWState:
     nor None, `ValueError` for a tensor that stands at two paths (it would be updated twice)."""
     require_type("adamw_init", "cfg", cfg, AdamWConfig)
     given = own_tensors("adamw_init", params)
-    step = torch.zeros(len(given), dtype=torch.float32, device=given[0].device if given else None)
+    step = torch.zeros(len(given), dtype=torch.float32, device=given[0].device if given else "cpu")
     return AdamWState(step, zeros_like(params), zeros_like(params))
 
 
@@ -105,10 +105,13 @@ def adamw_update(
         elif rows[0]:
             times = [t for t, has in zip(times, has_grad, strict=True) if has]
             torch._foreach_add_(times, 1)
-        run, (b1, b2) = kernels.adamw if fusable(rows) else _foreach_, cfg.betas
-        for (device, _), (p, g, m, v, t, decays) in kernels.grouped([*rows, times, decayed], kinds):
+        run, (b1, b2) = _foreach_ if tracing() else kernels.adamw, cfg.betas
+        dense, copies = walkable(rows)
+        for (device, _), (p, g, m, v, t, decays) in kernels.grouped([*dense, times, decayed], kinds):
             t = [s.to(device) for s in t] if t[0].device != device else t
             run(p, g, m, v, t, decays, on_device(rate, device), b1, b2, cfg.eps, cfg.weight_decay)
+        for tensor, copy in copies:
+            tensor.copy_(copy)
     if in_place:
         return params, state
     places, (p, _, m, v) = leaves(grads), rows
@@ -130,7 +133,7 @@ def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
 def _foreach_(
     params: Any, g: Any, m: Any, v: Any, t: Any, decayed: Any, lr: Any, b1: float, b2: float, eps: float, decay: float
 ) -> None:
-    """As the kernel, for tensors of any strides, in operators that a tracer can follow."""
+    """As the kernel, in operators that a tracer can follow."""
     g = kernels.like_params(g, params[0].dtype)
     for decays, (p,) in kernels.grouped([params], decayed):
         if decays and decay:
@@ -138,6 +141,7 @@ def _foreach_(
     torch._foreach_lerp_(m, g, 1 - b1)
     torch._foreach_mul_(v, b2)
     torch._foreach_addcmul_(v, g, g, 1 - b2)
+    t = [s.double() for s in t]  # b^t is close to 1 at first: 1 - b^t takes more digits than float32 has
     root = [(1 - b2**s).sqrt().to(x.dtype) for s, x in zip(t, params, strict=True)]
     rate = [(lr / (1 - b1**s)).to(x.dtype) for s, x in zip(t, params, strict=True)]
     scaled = torch._foreach_add(torch._foreach_div(torch._foreach_sqrt(v), root), eps)

@@ -54,7 +54,7 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
 
 def _norm(given: list[Tensor]) -> Tensor:
     if not given:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32, device="cpu")
     dtype = torch.float64 if any([t.dtype is torch.float64 for t in given]) else torch.float32
     device = given[0].device
     with torch.no_grad():

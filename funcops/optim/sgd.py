@@ -7,17 +7,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from funcops.backend import tracing
 from funcops.errors import require, require_type
 from funcops.kernels.adamw import grouped, like_params
 from funcops.op import config
 from funcops.optim._rows import (
     check_rate,
-    fusable,
     not_negative,
     on_device,
     open_trees,
     own_tensors,
     rebuilt,
+    walkable,
     zeros_like,
 )
 from funcops.trees import leaves, nothing_like, tree
@@ -81,10 +82,13 @@ def sgd_update(
     trees = {"params": params, "grads": grads} | ({"state.momentum": state.momentum} if cfg.momentum else {})
     rows, kinds, decayed, _ = open_trees(where, trees, decay, in_place)
     with torch.no_grad():
-        run = _fused_ if fusable(rows) else _foreach_
-        for ((device, dtype), decays), (p, g, *u) in grouped(rows, list(zip(kinds, decayed, strict=True))):
+        run = _foreach_ if tracing() else _fused_
+        dense, copies = walkable(rows)
+        for ((device, dtype), decays), (p, g, *u) in grouped(dense, list(zip(kinds, decayed, strict=True))):
             g = like_params(g, dtype)
             run(p, g, u[0] if u else [], on_device(rate, device), cfg, cfg.weight_decay if decays else 0.0)
+        for tensor, copy in copies:
+            tensor.copy_(copy)
     if in_place:
         return params, state
     places = leaves(grads)

@@ -1,4 +1,3 @@
-from funcops.residuals.batch import batch_wgrads as batch_wgrads
 from funcops.residuals.donate import donate as donate
 from funcops.residuals.ledger import Ledger as Ledger
 from funcops.residuals.policy import POLICIES as POLICIES

@@ -125,7 +125,7 @@ def on_host(t: Tensor) -> Tensor:
     """A copy in the host's memory, pinned, so that it may go and come while the device computes; on the CPU the tensor itself."""
     if t.is_cpu:
         return t
-    return torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t, non_blocking=True)
+    return torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True)
 
 
 def unpack(value: Any) -> Any:

@@ -58,6 +58,7 @@ class Schedule:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
         require(any(self.ranks), "Schedule", "ranks", "at least one action", "none")
+        _check_actions(self)
         _check_once(self)
         _check_together(self)
         for _ in self.order():
@@ -185,6 +186,20 @@ def _check_together(schedule: Schedule) -> None:
                 found.add(action)
     wrong = sorted(map(str, schedule.together - found))
     require(not wrong, f"Schedule {schedule.name!r}", "together", "backwards right after a forward", ", ".join(wrong))
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Before anything is counted: a negative number would be read from the end."""
+    for rank, actions in enumerate(schedule.ranks):
+        for action in actions:
+            if type(action) is not Action or not (is_count(action.stage, 0) and is_count(action.microbatch, 0)):
+                wanted = "made of Actions whose stage and microbatch are integers, at least 0"
+                fail(f"Schedule {schedule.name!r}", f"rank {rank}", wanted, repr(action))
+
+
+def is_count(value: object, least: int) -> bool:
+    """Whether it is an int, no bool, of at least that."""
+    return type(value) is int and value >= least
 
 
 _BITS = {kind: 1 << i for i, kind in enumerate(KINDS)}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from funcops.errors import require
-from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.actions import Action, Schedule, is_count
 from funcops.schedule.generators import check_sizes
 
 
@@ -19,7 +19,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
     """1F1B with stages r, r + p, r + 2 p, ... on rank r. With m a multiple of p the idle time is (p - 1)(F + B) a rank, where F and B
     are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473."""
     check_sizes("interleaved_1f1b", ranks, microbatches)
-    require(isinstance(chunks, int) and chunks >= 1, "interleaved_1f1b", "chunks", "at least 1", chunks)
+    require(is_count(chunks, 1), "interleaved_1f1b", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
     return _kept("interleaved_1f1b", microbatches, [_interleaved(r, ranks, whole, chunks, 2, None) for r in range(ranks)])
 
@@ -28,7 +28,7 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """ZB-H1 with several chunks a rank: half of interleaved 1F1B's lead, and weight gradients that wait for r dgrads, so that the
     ranks' last ones fill what was its end. arXiv:2401.10241."""
     check_sizes("interleaved_zb", ranks, microbatches)
-    require(isinstance(chunks, int) and chunks >= 1, "interleaved_zb", "chunks", "at least 1", chunks)
+    require(is_count(chunks, 1), "interleaved_zb", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
     return _kept("interleaved_zb", microbatches, [_interleaved(r, ranks, whole, chunks, 1, r) for r in range(ranks)])
 

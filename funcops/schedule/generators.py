@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from funcops.errors import require
-from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.actions import Action, Schedule, is_count
 
 
 def check_sizes(where: str, ranks: int, microbatches: int) -> None:
     for name, value in (("ranks", ranks), ("microbatches", microbatches)):
-        require(isinstance(value, int) and value >= 1, where, name, "at least 1", value)
+        require(is_count(value, 1), where, name, "at least 1", repr(value))
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

@@ -24,16 +24,16 @@ class Draw:
         self.generator = torch.Generator().manual_seed(seed)
 
     def randn(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
+        return torch.randn(shape, dtype=torch.float64, device="cpu", generator=self.generator).to(self.dtype)
 
     def rand(self, *shape: int) -> Tensor:
-        return torch.rand(shape, dtype=torch.float64, generator=self.generator).to(self.dtype)
+        return torch.rand(shape, dtype=torch.float64, device="cpu", generator=self.generator).to(self.dtype)
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
-        return torch.randint(low, high, shape, generator=self.generator)
+        return torch.randint(low, high, shape, device="cpu", generator=self.generator)
 
     def key(self, seed: int = 1) -> Tensor:
-        return random.key(seed)
+        return random.key(seed, device="cpu")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Case:
         if self.params is not None:
             params = self.params(draw)
         else:
-            params = self.op.init(self.cfg, key=random.key(seed), dtype=dtype)
+            params = self.op.init(self.cfg, key=random.key(seed, device="cpu"), dtype=dtype)
             params = tree_map_tensors(lambda t: draw.randn(*t.shape), params)
         return tree_map_tensors(lambda t: t.to(self.device), (params, self.x(draw)))
 

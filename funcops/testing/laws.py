@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ from funcops.op import Op
 from funcops.residuals import donate
 from funcops.testing.case import FLOATS, Case
 from funcops.testing.guarded import law_guarded
+from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, nothing_like, paths, same_structure, tensors, tree_map, tree_map_tensors
 
@@ -29,7 +31,7 @@ def float_like(tree: Any, seed: int) -> Any:
     def draw(t: Any) -> Any:
         if not isinstance(t, Tensor) or not t.is_floating_point():
             return None
-        return torch.randn(t.shape, dtype=torch.float64, generator=generator).to(t)
+        return torch.randn(t.shape, dtype=torch.float64, device="cpu", generator=generator).to(t)
 
     return tree_map(draw, tree)
 
@@ -233,20 +235,20 @@ def law_compiles(case: Case, dtype: torch.dtype, backend: str = "aot_eager", dyn
 
 
 def law_edges(case: Case, dtype: torch.dtype) -> None:
-    """Non-contiguous inputs and cotangents give the same values as contiguous ones."""
-
-    def strided(t: Tensor) -> Tensor:
-        if t.dim() == 0 or not t.is_floating_point():
-            return t
-        spread = t.new_empty((*t.shape, 2))
-        spread[..., 0] = t
-        return spread[..., 0]
-
-    params, x, y, _, dy, gradients = run(case, dtype)
-    y2, residuals = case.op.fwd(tree_map_tensors(strided, params), tree_map_tensors(strided, x), case.cfg)
-    assert_close(y2, y, dtype=dtype, what="y of non-contiguous inputs")
-    got = case.op.bwd(residuals, tree_map_tensors(strided, dy), case.cfg)
-    assert_close(got, gradients, dtype=dtype, what="gradients of non-contiguous inputs")
+    """Inputs and cotangents of any strides give the same values as contiguous ones, whatever fresh memory holds."""
+    params, x, y, residuals, dy, gradients = run(case, dtype)
+    for name, layout in LAYOUTS.items():
+        with poisoned_empties():
+            y2, kept = case.op.fwd(tree_map_tensors(layout, params), tree_map_tensors(layout, x), case.cfg)
+            got = case.op.bwd(kept, tree_map_tensors(layout, dy), case.cfg)
+        assert_close(y2, y, dtype=dtype, what=f"y of {name} inputs")
+        assert_close(got, gradients, dtype=dtype, what=f"gradients of {name} inputs")
+    for dim in (0, -1):
+        repeated = tree_map_tensors(lambda t, dim=dim: expanded(t, dim), dy)
+        want = case.op.bwd(residuals, tree_map_tensors(Tensor.contiguous, repeated), case.cfg)
+        with poisoned_empties():
+            got = case.op.bwd(residuals, repeated, case.cfg)
+        assert_close(got, want, dtype=dtype, what=f"gradients of a dy expanded along {dim}")
 
 
 def law_loud(case: Case, dtype: torch.dtype) -> None:
@@ -338,24 +340,32 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
         "of integers": lambda t: torch.zeros_like(t, dtype=torch.int64),
         "on another device": _to_meta,
         "no tensor": lambda t: 3.0,
+        "too narrow": lambda t: t.to(torch.bfloat16 if t.element_size() > 2 else torch.float8_e5m2),
+        "that requires grad": lambda t: t.requires_grad_(),
+        "expanded": lambda t: t.new_zeros(()).expand(t.shape) if t.numel() > 1 else None,
     }
-    for path, t in paths(params).items():
-        for what, fault in faults.items() if isinstance(t, Tensor) else ():
-            call = functools.partial(_backward_into, case, params, residuals, dy, path, fault)
-            yield f"into.{path} {what}", call
-    if tensors(params):
+    of = {path: t for path, t in paths(params).items() if isinstance(t, Tensor)}
+    call = functools.partial(_backward_into, case, params, residuals, dy)
+    for path, (what, fault) in itertools.product(of, faults.items()):
+        yield f"into.{path} {what}", functools.partial(call, lambda p, t, path=path, fault=fault: fault(t) if p == path else t)
+    for a, b in itertools.pairwise([path for path, t in of.items() if t.numel()]):
+        room = of[a].new_zeros(max(of[a].numel(), of[b].numel()))
+        yield (
+            f"into.{b} in the memory of {a}",
+            functools.partial(call, lambda p, t, pair=(a, b), room=room: room[: t.numel()].view(t.shape) if p in pair else t),
+        )
+    if of:
         yield "into of another type", lambda: case.op.bwd(residuals, dy, case.cfg, into=3.0)
 
 
-def _backward_into(case: Case, params: Any, residuals: Any, dy: Any, path: str, fault: Callable[[Tensor], Any]) -> None:
-    """A backward into zeros, with a fault at one path; on its error, the others must still be zeros."""
-    zeros = tree_map_tensors(torch.zeros_like, params)
-    into = tree_map_path(lambda p, t: fault(t) if p == path else t, zeros)
+def _backward_into(case: Case, params: Any, residuals: Any, dy: Any, change: Callable[[str, Any], Any]) -> None:
+    """A backward into zeros, changed; on its error, all must still be zeros."""
+    into = tree_map_path(change, tree_map_tensors(torch.zeros_like, params))
     try:
         case.op.bwd(residuals, dy, case.cfg, into=into)
     finally:
-        touched = [p for p, a in paths(into).items() if isinstance(a, Tensor) and not a.is_meta and a.any()]
-        assert not touched, f"{', '.join(touched)} was added to before the error at into.{path}"
+        touched = [p for p, a in paths(into).items() if isinstance(a, Tensor) and not a.is_meta and a.float().any()]
+        assert not touched, f"{', '.join(touched)} was added to before the error"
 
 
 class Foreign:

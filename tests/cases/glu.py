@@ -59,6 +59,7 @@ CASES = [case(kind, gate) for kind in GATES for gate in ("first", "second")] + [
     *(pair(kind) for kind in GATES),
     pair("swiglu", rows=(0,)),
     pair("geglu", rows=(), h=69),
+    case("geglu", "first", rows=(4,), h=1),
 ]
 
 

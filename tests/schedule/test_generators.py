@@ -148,3 +148,14 @@ def test_bad_chunks():
 def test_one_rank():
     for name, generator in GENERATORS.items():
         assert simulate(generator(1, 3)).bubble == 0.0, name
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("wrong", [-1, 0, True, False, 2.0, "2", None], ids=repr)
+def test_sizes_are_counts(name, wrong):
+    for sizes in ((wrong, 4), (2, wrong)):
+        with pytest.raises(ValueError, match=f"{name}: (ranks|microbatches) must be at least 1, got {wrong!r}"):
+            GENERATORS[name](*sizes)
+    if name.startswith("interleaved"):
+        with pytest.raises(ValueError, match=f"{name}: chunks must be at least 1, got {wrong!r}"):
+            GENERATORS[name](2, 4, wrong)

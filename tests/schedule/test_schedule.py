@@ -77,3 +77,19 @@ def test_pairs_begin_together():
 def test_a_pair_that_would_wait_for_itself_is_refused():
     with pytest.raises(ValueError, match="rank 0 must be able to go on at 0F0, got a wait for 0F0 without end"):
         Schedule.from_csv("(0F0;0B0)OVERLAP_F_B")
+
+
+@pytest.mark.parametrize("made", [gpipe(2, 3), zb_h1(2, 3), zb_v(2, 4), dualpipe_v(2, 4)], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "change", [lambda i: -1 - i, lambda i: i - 1, float, bool, str], ids=["negative", "from -1", "float", "bool", "str"]
+)
+@pytest.mark.parametrize("field", ["stage", "microbatch"])
+def test_stages_and_microbatches_are_counted_from_0(made, change, field):
+    """Whatever stands for a number in one action, or in all."""
+    for every in (True, False):
+        actions = [list(rank) for rank in made.ranks]
+        for rank in actions if every else actions[:1]:
+            for i in range(len(rank)) if every else (0,):
+                rank[i] = rank[i]._replace(**{field: change(getattr(rank[i], field))})
+        with pytest.raises(ValueError, match="rank . must be made of Actions whose stage and microbatch are integers"):
+            Schedule("x", tuple(map(tuple, actions)))

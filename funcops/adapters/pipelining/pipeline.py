@@ -103,7 +103,7 @@ class Pipeline:
 
         where = nonfinite({"ys": tuple(ys.values()), "dparams": dparams})
         rank = dist.get_rank(self.group)
-        flags = torch.zeros(len(self.schedule.ranks), device=self.device)
+        flags = torch.zeros(len(self.schedule.ranks), dtype=torch.float32, device=self.device)
         flags[rank] = float(where is not None)
         dist.all_reduce(flags, group=self.group)
         ranks = [r for r, flag in enumerate(flags.tolist()) if flag]

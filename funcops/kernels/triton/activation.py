@@ -30,6 +30,12 @@ def sigmoid(x):
 
 
 @triton.jit
+def saturated(x):
+    """Within the range beyond which f' does not change, so that no infinity meets a 0; NaN stays."""
+    return tl.where(x > 1e4, 1e4, tl.where(x < -1e4, -1e4, x))
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr):
     """f(x)."""
     if KIND == "relu":
@@ -63,12 +69,14 @@ def derivative(x, KIND: tl.constexpr):
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
+        x = saturated(x)
         t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
         inner = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x)
         return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
     elif KIND == "quick_gelu":
-        s = sigmoid(1.702 * x)
-        return s * (1.0 + 1.702 * x * (1.0 - s))
+        x = saturated(1.702 * x)
+        s = sigmoid(x)
+        return s * (1.0 + x * (1.0 - s))
     elif KIND == "silu":
         s = sigmoid(x)
         return s * (1.0 + x * (1.0 - s))

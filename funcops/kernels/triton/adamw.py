@@ -128,11 +128,11 @@ def _new_table(device: Any, addresses: Any, widths: list[int], sizes: tuple[int,
     odd = any([(at - row[0]) % width for row, width in zip(addresses, widths, strict=True) for at in row])
     require(not odd, "adamw", "tensors", "at addresses that are multiples of their element size", "some that are not")
     distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
-    host_rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64)
-    counts = torch.tensor([cdiv(n, BLOCK * BLOCKS) for n in sizes])
-    tensor = torch.repeat_interleave(torch.arange(len(sizes)), counts)
+    host_rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64, device="cpu")
+    counts = torch.tensor([cdiv(n, BLOCK * BLOCKS) for n in sizes], dtype=torch.int64, device="cpu")
+    tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     before = (counts.cumsum(0) - counts)[tensor]
-    host_chunks = torch.stack((tensor, torch.arange(tensor.numel()) - before), 1)
+    host_chunks = torch.stack((tensor, torch.arange(tensor.numel(), device="cpu") - before), 1)
     if device.type == "cuda":
         host_rows, host_chunks = host_rows.pin_memory(), host_chunks.pin_memory()
     aligned = all([at % 16 == 0 for row in distances[:4] for at in row])

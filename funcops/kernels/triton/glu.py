@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import glu as declared
-from funcops.kernels.triton.activation import activate, derivative, sigmoid
+from funcops.kernels.triton.activation import activate, derivative, saturated, sigmoid
 from funcops.kernels.triton.common import block_of, flat_rows, load_wide, store_rounded, warps_of
 
 BLOCK = 2048
@@ -24,7 +24,7 @@ def _parts(gate, linear, limit: tl.float32, alpha: tl.float32, offset: tl.float3
         g = tl.where(gate > limit, limit, gate)
         clipped = tl.where(linear > limit, limit, tl.where(linear < -limit, -limit, linear))
         s = sigmoid(alpha * g)
-        d = tl.where(gate > limit, 0.0, s * (1.0 + alpha * g * (1.0 - s)))
+        d = tl.where(gate > limit, 0.0, s * (1.0 + saturated(alpha * g) * (1.0 - s)))
         return g * s, d, clipped + offset, tl.where(tl.abs(linear) > limit, 0.0, 1.0)
     else:
         return activate(gate, KIND), derivative(gate, KIND), linear, tl.full(linear.shape, 1.0, linear.dtype)

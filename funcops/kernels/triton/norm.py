@@ -76,6 +76,7 @@ def gradients(
     """dx, to which `add` is added, and the partial sums of dw and db."""
     x, rows, width = flat_rows(x)
     dy, w, add = dy.contiguous(), contiguous(w), contiguous(add)
+    mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
     d_w, d_b = parts_like(x) if dw else None, parts_like(x) if db else None
     flags = add is not None, how.centre, w is not None, how.shifted

@@ -1,0 +1,86 @@
+"""`batch_wgrads`: many pending weight gradients in few matrix products.
+
+Every op's `wgrad` runs as it always does, with accumulators to add to; one that knows how to join products with others leaves its
+own to be run with them at the end (`funcops.residuals.batch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from funcops.compose.into import check_into_tree
+from funcops.errors import DonatedError, describe, fail, require, require_type
+from funcops.op import Op
+from funcops.residuals.batch import collecting, collector
+from funcops.schema import Donated
+from funcops.trees import fake, leaves, tree_map, tree_map_tensors
+
+HOW = ("each", "concatenate", "batch", "group")
+
+
+def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None, how: str | None = None) -> Any:
+    """The sum of `op.wgrad(pending, cfg)` over the pendings (microbatches), added to `into` where that is given.
+
+    Products of linear layers, wherever in a chain they are, run together. `how`: "concatenate" those for one weight along tokens,
+    "batch" those of one shape (`torch.bmm`), "group" those that differ in tokens alone (`grouped_mm`), "each" alone; by default
+    whichever a measured table says is fastest for the device, dtype and sizes (`docs/benchmarks/cpu-wgrads.csv`, made by
+    `python -m funcops.bench wgrads`). Their sums are those of the one-by-one results, in another order of addition.
+
+    Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or no pending at all.
+    """
+    require_type("batch_wgrads", "op", op, Op)
+    require_type("batch_wgrads", "pendings", pendings, list, tuple)
+    require(len(pendings) > 0, "batch_wgrads", "pendings", "at least one", "none")
+    require(how is None or how in HOW, "batch_wgrads", "how", f"None or one of {', '.join(HOW)}", repr(how))
+    if collecting():
+        fail("batch_wgrads", "call", "outside of another", "one within", RuntimeError)
+    sums = into if into is not None else _zeros(op, pendings, cfg)
+    if into is not None:
+        _check_all(op, pendings, cfg, into)
+    with collector() as products:
+        for pending in pendings:
+            op.wgrad(pending, cfg, into=sums)
+    for run, found in products.items():
+        run(found, how)
+    return sums
+
+
+def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
+    """Whatever `op.wgrad` would refuse of any of them."""
+    given = set()
+    for i, pending in enumerate(pendings):
+        where, node = f"batch_wgrads: pendings.{i}", pending
+        if type(pending) is Donated:
+            node = pending._node
+            if node is None or id(pending) in given:
+                raise DonatedError(f"{where}: must be unused, got one that was given away and taken")
+            given.add(id(pending))
+        if node is None:
+            continue
+        if getattr(node, "kind", "") != "pending":
+            fail(where, "it", "a pending", describe(node), TypeError)
+        if node.cfg is not cfg and node.cfg != cfg:
+            fail(where, "cfg", f"the config of the forward, {node.cfg}", cfg)
+        check_into_tree(where, into, op, cfg, node)
+
+
+def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> Any:
+    """Like the gradients that will come; shapes and dtypes from a run without data."""
+    nodes = [p._node if type(p) is Donated else p for p in pendings]
+    first = next((node for node in nodes if node is not None), None)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        shaped = op.wgrad(tree_map_tensors(fake, first), cfg)
+    like = next((t for t in leaves(first) if isinstance(t, Tensor)), None)
+
+    def zeros(t: Any) -> Any:
+        if t is None:
+            return None
+        if not isinstance(t, Tensor) or like is None:
+            fail("batch_wgrads", "gradient", "a tensor", describe(t), TypeError)
+        return like.new_zeros(t.shape, dtype=t.dtype)
+
+    return tree_map(zeros, shaped)

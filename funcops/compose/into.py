@@ -1,0 +1,66 @@
+"""Accumulators of a combinator: all of them are checked before the first of its parts adds to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from funcops.backend import tracing
+from funcops.compose.step import Nested, abstract_params
+from funcops.errors import fail
+from funcops.needs import Needs
+from funcops.op import Op, check_accumulator, check_apart, check_width
+from funcops.schema import Donated, Saved
+from funcops.trees import fake, paths, tensors, tree_map_tensors
+
+_dtypes: dict[Any, dict[str, torch.dtype]] = {}  # of gradients by path; by all that they depend on
+
+
+def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None) -> None:
+    """Before anything is added: a float accumulator of its shape, on its device, as wide as it, of its own memory, for every gradient
+    that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals."""
+    want, have = paths(abstract_params(op, cfg)), paths(into)
+    if want.keys() != have.keys():
+        wrong = sorted(want.keys() ^ have.keys())
+        fail(where, "into", f"a tree with the paths of params: {', '.join(want)}", f"a difference at {', '.join(wrong)}")
+    needs, kept = (Needs.NONE, []) if node is None else (node.needs, list(_tensors(where, node)))
+    device, given = kept[0].device if kept else None, {}
+    for path, parameter in want.items():
+        if parameter is not None and (have[path] is not None or needs.param(path)):
+            given[path] = have[path]
+            check_accumulator(where, path, have[path], parameter.shape, device)
+    check_apart(where, given)
+    kept += [] if dy is None else tensors(dy)
+    widest = max([t.element_size() for t in kept if t.is_floating_point()], default=0)
+    known = node is not None and (node.kind == "pending" or dy is not None)
+    if known and any([t.element_size() < widest for t in given.values()]) and not tracing():
+        for path, dtype in _gradient_dtypes(op, cfg, node, dy, kept).items():
+            if path in given:
+                check_width(where, path, given[path], dtype)
+
+
+def _tensors(where: str, node: Any) -> Iterator[Tensor]:
+    """Those of residuals or pending, after a check of every part's staleness."""
+    node = node._node if type(node) is Donated else node
+    if isinstance(node, Tensor):
+        yield node
+    elif isinstance(node, (Saved, Nested)):
+        if not node.fresh():
+            node.complain(where)
+        for child in node.values() if isinstance(node, Nested) else [getattr(node, name) for name in node.fields]:
+            yield from _tensors(where, child)
+
+
+def _gradient_dtypes(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> dict[str, torch.dtype]:
+    """By a run without data, for want of any other way to know: rare, as most accumulators are as wide as all that is kept."""
+    key = op, cfg, node.needs, node.kind, tuple([t.dtype for t in kept])
+    if key not in _dtypes:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            faked, d_y = tree_map_tensors(fake, node), tree_map_tensors(fake, dy)
+            found = op.wgrad(faked, cfg) if node.kind == "pending" else op.bwd(faked, d_y, cfg)[0]
+        _dtypes[key] = {path: t.dtype for path, t in paths(found).items() if isinstance(t, Tensor)}
+    return _dtypes[key]

@@ -1,0 +1,175 @@
+"""`into`: whatever is refused is refused before anything is added, by chains of every shape and by `batch_wgrads`."""
+
+import pytest
+import torch
+
+from funcops import (
+    ActivationConfig,
+    BiasConfig,
+    ChainConfig,
+    DonatedError,
+    LinearConfig,
+    LinearParams,
+    RepeatConfig,
+    RMSNormConfig,
+    SkipConfig,
+    StaleResidualError,
+    Step,
+    activation,
+    batch_wgrads,
+    bias,
+    chain,
+    donate,
+    linear,
+    linear_bwd,
+    linear_fwd,
+    random,
+    repeat,
+    rms_norm,
+    skip,
+    with_policy,
+)
+from funcops.backend import backend
+from funcops.residuals import Compress, Offload, Policy
+from funcops.testing.layouts import LAYOUTS
+from funcops.testing.tolerances import assert_close
+from funcops.trees import cast, paths, put, tensors, tree_map, tree_map_tensors
+
+BODY = ChainConfig(
+    steps=(
+        Step("norm", rms_norm, RMSNormConfig(dim=4)),
+        Step("up", linear, LinearConfig(4, 6)),
+        Step("act", activation, ActivationConfig(kind="silu")),
+        Step("down", linear, LinearConfig(6, 4, bias=False)),
+        Step("shift", bias, BiasConfig(4)),
+    )
+)
+OPS = {
+    "chain": (chain, BODY),
+    "repeat": (repeat, RepeatConfig(op=chain, cfg=BODY, times=2)),
+    "stacked": (repeat, RepeatConfig(op=chain, cfg=BODY, times=2, stacked=True)),
+    "skips": (repeat, RepeatConfig(op=skip, cfg=SkipConfig(chain, BODY), times=2)),
+}
+FAULTS = {
+    "narrow": lambda t: t.bfloat16(),
+    "expanded": lambda t: t.new_zeros(()).expand(t.shape),
+    "requires grad": lambda t: t.clone().requires_grad_(),
+    "missing": lambda t: None,
+    "integers": lambda t: t.long(),
+}
+
+
+def run(name, dtype=torch.float32, seed=0):
+    op, cfg = OPS[name]
+    params = op.init(cfg, key=random.key(0), dtype=dtype)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return op, cfg, params, op.fwd(params, x, cfg)[1], torch.ones(3, 4, dtype=dtype)
+
+
+def untouched(into):
+    return not any(a.any() for a in tensors(into))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", OPS)
+def test_nothing_is_added_before_the_last_accumulator_is_checked(name, fault):
+    """A fault at every path, in bwd, wgrad and batch_wgrads."""
+    op, cfg, params, residuals, dy = run(name)
+    _, pending = op.dgrad(residuals, dy, cfg)
+    for path in paths(params):
+        zeros = tree_map_tensors(torch.zeros_like, params)
+        into = put(zeros, path, FAULTS[fault](paths(zeros)[path])) if paths(params)[path] is not None else None
+        for call in (
+            lambda into=into: op.bwd(residuals, dy, cfg, into=into),
+            lambda into=into: op.wgrad(pending, cfg, into=into),
+            lambda into=into: batch_wgrads(op, [pending, pending], cfg, into=into),
+        ):
+            if into is not None:
+                with pytest.raises((ValueError, TypeError, RuntimeError), match="into.* must be .*, got"):
+                    call()
+                assert untouched(into), path
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_accumulator_serves_one_path(name):
+    """The same tensor at two paths, or memory in common, would hold the gradients of both."""
+    op, cfg, params, residuals, dy = run(name)
+    room = torch.zeros(1000)
+    into = tree_map_tensors(lambda t: room[: t.numel()].view(t.shape), params)
+    with pytest.raises(ValueError, match="into.*: into.* must be a tensor of its own, got memory of into|bwd: into"):
+        op.bwd(residuals, dy, cfg, into=into)
+    assert untouched(into)
+
+
+def test_parts_of_one_buffer_serve_many_paths():
+    """One after the other, or column by column: their spans meet, their elements do not."""
+    params, x, cfg = LinearParams(torch.randn(3, 4), torch.randn(3)), torch.randn(5, 4), LinearConfig(4, 3)
+    _, residuals = linear_fwd(params, x, cfg)
+    want, _ = linear_bwd(residuals, torch.ones(5, 3), cfg)
+    room, columns = torch.zeros(15), torch.zeros(3, 5)
+    for into in (LinearParams(room[:12].view(3, 4), room[12:]), LinearParams(columns[:, :4], columns[:, 4])):
+        got, _ = linear_bwd(residuals, torch.ones(5, 3), cfg, into=into)
+        assert_close(got, want, dtype=torch.float32)
+    with pytest.raises(ValueError, match="into.bias must be a tensor of its own, got memory of into.weight"):
+        linear_bwd(residuals, torch.ones(5, 3), cfg, into=LinearParams(columns[:, :4], columns[:, 3]))
+
+
+@pytest.mark.parametrize(
+    "policy", [None, Policy({"*.x": Compress("bf16")}), Policy({"*.x": Offload()})], ids=["", "packed", "away"]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_accumulators_as_wide_as_their_gradients_are_taken(dtype, policy):
+    """Narrower than statistics that are kept, too."""
+    _, _, params, _, dy = run("chain", dtype)
+    op, cfg = chain if policy is None else with_policy(chain, policy), BODY
+    _, residuals = op.fwd(params, torch.ones(3, 4, dtype=dtype), cfg)
+    want, _ = op.bwd(residuals, dy, cfg)
+    got, _ = op.bwd(residuals, dy, cfg, into=tree_map_tensors(torch.zeros_like, params))
+    assert_close(got, want, dtype=dtype)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_stale_part_is_found_before_anything_is_added(name):
+    """Whichever weight was written to since the forward."""
+    for path in paths(run(name)[2]):
+        op, cfg, params, residuals, dy = run(name)
+        into = tree_map_tensors(torch.zeros_like, params)
+        if paths(params)[path] is None:
+            continue
+        paths(params)[path].add_(1)
+        try:
+            op.bwd(residuals, dy, cfg, into=into)
+        except StaleResidualError:
+            assert untouched(into), path
+
+
+def test_batch_wgrads_checks_all_pendings_first():
+    op, cfg, params, residuals, dy = run("chain")
+    good, given = op.dgrad(residuals, dy, cfg)[1], donate(op.dgrad(residuals, dy, cfg)[1])
+    spent = donate(op.dgrad(residuals, dy, cfg)[1])
+    op.wgrad(spent, cfg)
+    other = ChainConfig(steps=BODY.steps, fuse=False)
+    stale = op.dgrad(run("chain")[3], dy, cfg)[1]
+    stale["up"].dy.add_(1)
+    of_other = op.dgrad(op.fwd(params, torch.ones(3, 4), other)[1], dy, other)[1]
+    for last in (given, spent, residuals, stale, of_other, cast(good, torch.float64), 3.0):
+        into = tree_map(lambda t: None if t is None else torch.zeros_like(t), params)
+        before = [given] if last is given else [good]
+        with pytest.raises((DonatedError, StaleResidualError, ValueError, TypeError), match="must be"):
+            batch_wgrads(op, [good, *before, last], cfg, into=into)
+        assert untouched(into)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_triton_adds_to_accumulators_of_any_strides(layout):
+    """Its kernel writes to contiguous ones alone."""
+    pytest.importorskip("triton")
+    params, x, cfg = LinearParams(torch.randn(6, 4), torch.randn(6)), torch.randn(5, 4), LinearConfig(4, 6)
+    _, residuals = linear_fwd(params, x, cfg)
+    dy = torch.randn(5, 6)
+    want = tree_map_tensors(lambda g: g + 1, linear_bwd(residuals, dy, cfg)[0])
+    into = tree_map_tensors(lambda p: LAYOUTS[layout](torch.ones_like(p)), params)
+    with backend("triton"):
+        got, _ = linear_bwd(residuals, dy, cfg, into=into)
+    assert got is into
+    assert_close(got, want, dtype=torch.float32)

@@ -1,0 +1,175 @@
+"""Results depend on values alone: every kernel on arguments of any strides, against its torch body on contiguous ones."""
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import pkgutil
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import funcops.kernels
+from funcops.backend import backend
+from funcops.bench.samples import Maker, Sample, samples
+from funcops.kernels import attention, embedding, linear, rope
+from funcops.testing.laws import poisoned_empties
+from funcops.testing.layouts import LAYOUTS, expanded
+from funcops.testing.tolerances import assert_close
+from funcops.trees import tensors, tree_map, tree_map_tensors
+
+pytest.importorskip("triton")
+EXPANSIONS = {"expanded_rows": functools.partial(expanded, dim=0), "expanded_columns": functools.partial(expanded, dim=-1)}
+WAYS = LAYOUTS | EXPANSIONS
+FEW = 4  # of an optimiser's tensors
+
+
+class Single(Maker):
+    """The first size is 1."""
+
+    def sizes(self, first, *others):
+        return (1, *super().sizes(*others))
+
+
+class Narrow(Maker):
+    """All sizes but the first are 1."""
+
+    def sizes(self, first, *others):
+        return (3, *[1] * len(others))
+
+
+def library_calls(make):
+    """Of the kernels that are torch's own on every device, and of those that another sample's launch covers."""
+    tokens = 5
+    yield Sample(linear.linear_bwd, "", (make.floats(2, tokens, 8), make.floats(2, tokens, 4), make.floats(8, 4), True))
+    q, k, v, dy = (make.floats(2, tokens, heads, 8) for heads in (4, 2, 2, 4))
+    for causal in (True, False):
+        out, lse = attention.attention_fwd(q, k, v, causal, 0.3)
+        yield Sample(attention.attention_fwd, "", (q, k, v, causal, 0.3))
+        yield Sample(attention.attention_bwd, "", (dy, q, k, v, out, lse, causal, 0.3))
+    ids = make.ids(3, tokens, below=16)
+    yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
+    yield Sample(rope.rope_table, "", (ids, 10000.0, 4, True, torch.float32))
+
+
+def shape_class(sample):
+    """What tells one call of a kernel from another but for values."""
+    return sample.name, str(tree_map(lambda a: tuple(a.shape) if isinstance(a, Tensor) else a, sample.args))
+
+
+@functools.cache
+def calls(maker, dtype):
+    """By kernel."""
+    torch.manual_seed(0)
+    make, found = maker("cpu", dtype, shrink=4096), {}
+    for sample in {shape_class(s): s for s in (*samples(make), *library_calls(make))}.values():
+        few = tuple(a[:FEW] if isinstance(a, list) else a for a in sample.args)
+        sample = dataclasses.replace(sample, args=few)
+        found.setdefault(sample.name, []).append(sample)
+    return found
+
+
+KERNELS = calls(Maker, torch.float32)
+
+
+def names(sample):
+    code = sample.kernel.__wrapped__.__code__
+    return code.co_varnames[: code.co_argcount]
+
+
+def laid_out(sample, change):
+    """The arguments, `change(i, t)` of each tensor t that is only read. Rows of labels are no values that may be anything."""
+    kept, count = sample.kernel.kernel.mutates, itertools.count()
+
+    def one(t):
+        way = change(next(count), t)
+        return t if t.dtype is torch.int64 and way in EXPANSIONS.values() else way(t)
+
+    return tuple(
+        tree_map_tensors(torch.clone, a) if name in kept else tree_map_tensors(one, a)
+        for name, a in zip(names(sample), sample.args, strict=True)
+    )
+
+
+def contiguous(tree):
+    return tree_map_tensors(lambda t: t.clone(memory_format=torch.contiguous_format), tree)
+
+
+def check(sample, change, dtype, implementation):
+    """The right values, whatever fresh memory holds, and nothing written to but what is declared. Partial sums, whose number is an
+    implementation's own, are compared by their sum."""
+    kernel = sample.kernel.kernel
+    args = laid_out(sample, change)
+    wanted_args, before = contiguous(args), contiguous(args)
+    want = kernel.torch_impl(*wanted_args)
+    with poisoned_empties(), backend(implementation):
+        got = sample.kernel(*args)
+    for g, w in zip(tensors(got), tensors(want), strict=True):
+        g, w = (g, w) if g.shape == w.shape else (g.sum(0), w.sum(0))
+        assert_close(g, w, dtype=dtype, what=sample.name)
+    for name, a, w, b in zip(names(sample), args, wanted_args, before, strict=True):
+        assert_close(tensors(a), tensors(w if name in kernel.mutates else b), dtype=dtype, what=f"{name} of {sample.name}")
+
+
+def same(way):
+    return lambda i, t: way
+
+
+def mixed(turn):
+    """Every tensor in another way than the one before."""
+    every = list(WAYS.values())
+    return lambda i, t: every[(i * 3 + turn) % len(every)]
+
+
+def test_every_kernel_has_calls():
+    declared = set()
+    for module in pkgutil.iter_modules(funcops.kernels.__path__):
+        if not module.ispkg:
+            found = vars(importlib.import_module(f"funcops.kernels.{module.name}")).values()
+            declared |= {f.kernel.name for f in found if hasattr(f, "kernel") and hasattr(f, "triton")}
+    assert declared == set(KERNELS)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_torch_kernels(name):
+    ways = [(maker, same(way)) for maker in (Single, Narrow) for way in WAYS.values()] + [(Maker, mixed(turn)) for turn in (0, 3)]
+    for maker, way in ways:
+        for sample in calls(maker, torch.float32)[name]:
+            check(sample, way, torch.float32, "torch")
+
+
+def with_triton(of):
+    return [name for name, found in of.items() if found[0].kernel.kernel.find_triton()]
+
+
+@pytest.mark.parametrize("name", with_triton(KERNELS))
+def test_triton_kernels(name):
+    for turn, sample in itertools.product((0, 1), calls(Narrow, torch.float32)[name][:3]):
+        check(sample, mixed(turn), torch.float32, "triton")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", with_triton(KERNELS))
+def test_every_call_in_every_way(name, dtype):
+    for maker in (Maker, Single, Narrow):
+        for sample in calls(maker, dtype)[name]:
+            for turn in range(len(WAYS)):
+                check(sample, mixed(turn), dtype, "torch")
+            for turn in (0, 3):
+                check(sample, mixed(turn), dtype, "triton")
+            check(sample, same(WAYS["column_major"]), dtype, "triton")
+
+
+@pytest.mark.parametrize("name", [name for name in with_triton(KERNELS) if not KERNELS[name][0].kernel.kernel.mutates])
+def test_a_compiler_is_told_the_strides_of_results(name):
+    """It lays out what follows by the fake. Strides of dimensions of size 1 mean nothing."""
+    for sample, turn in itertools.product((calls(m, torch.float32)[name][0] for m in (Single, Narrow)), (0, 3)):
+        args = laid_out(sample, mixed(turn))
+        with FakeTensorMode() as mode:
+            faked = sample.kernel.kernel.operator()(*tree_map_tensors(mode.from_tensor, args))
+        for fake, real in zip(tensors(faked), tensors(sample.kernel.kernel.triton_impl(*args)), strict=True):
+            assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
+            assert fake.is_contiguous() and real.is_contiguous(), sample.shape
