@@ -25,10 +25,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from typing_extensions import dataclass_transform
-
-import torch
 from torch import Tensor
+from typing_extensions import dataclass_transform
 
 from funcops.backend import tracing
 from funcops.errors import GradModeError, describe, fail

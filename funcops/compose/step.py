@@ -16,7 +16,7 @@ from funcops.needs import Mask, Needs, sub_mask
 from funcops.op import Op, config, positional
 from funcops.residuals.donate import donate
 from funcops.schema import Donated
-from funcops.trees import Aside, leaf, paths, register_node, tensors, tree, tree_map
+from funcops.trees import Aside, leaf, register_node, tensors, tree, tree_map
 
 Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and config
 
