@@ -50,7 +50,9 @@ F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
     ],
 )
 def test_buckets_are_of_one_dtype_and_every_tensor_gets_its_mean(size, at_once, later, sent):
-    given = [{name: None if t is None else t.clone(memory_format=torch.preserve_format) for name, t in tree.items()} for tree in TREES]
+    given = [
+        {name: None if t is None else t.clone(memory_format=torch.preserve_format) for name, t in tree.items()} for tree in TREES
+    ]
     mean = BucketedMean("group", bucket_bytes=size)
     for tree in given:
         mean.start(tree)
