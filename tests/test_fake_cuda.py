@@ -22,7 +22,8 @@ def indexing(monkeypatch):
 
     def setitem(x, where, value):
         if isinstance(x, FakeTensor):
-            indexed(x, where).copy_(value)
+            part = indexed(x, where)
+            torch.ops.aten.copy_(part, value) if isinstance(value, Tensor) else torch.ops.aten.fill_(part, value)
         else:
             put(x, where, value)
 

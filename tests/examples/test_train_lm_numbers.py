@@ -8,16 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcops import report
 from funcops.bench.plain import PlainLlama
 from funcops.bench.step import plain_name
-from funcops.trees import paths
+from funcops.trees import paths, tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train_lm  # noqa: E402
 from lm.data import batch, load_corpus  # noqa: E402
 from lm.flags import parse  # noqa: E402
-from lm.step import inputs  # noqa: E402
+from lm.kept import say_what_is_kept  # noqa: E402
+from lm.results import RunError  # noqa: E402
+from lm.step import NEEDS, inputs  # noqa: E402
 
 CONTEXT, SIZE = 8, 2
 TINY = f"--dim 16 --layers 2 --heads 2 --hidden 24 --context {CONTEXT} --batch {SIZE} --dtype float64 --lr 0.02 --clip 0.5".split()
@@ -37,6 +38,14 @@ def corpus(tmp_path_factory):
     made = load_corpus(path, context=CONTEXT)
     assert not set(made.train.tolist()) & set(made.held_out.tolist()) and len(made.held_out) == 60
     return made
+
+
+@pytest.fixture(autouse=True, scope="module")
+def without_its_baseline():
+    """A table of 2^24 counts, which each run would make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_lm, "trigram_loss", lambda train, held_out: 0.0)
+        yield
 
 
 def started(corpus, *flags, out="nowhere"):
@@ -152,7 +161,7 @@ def begun(corpus, tmp_path_factory):
 def test_a_run_goes_on_with_the_flags_that_it_began_with(flag, begun, corpus):
     """Whatever changes its numbers is compared, and named."""
     given = [f"--{flag}"] if flag in ("tied", "compile") else [f"--{flag}", OTHER[flag]]
-    with pytest.raises(SystemExit, match=f"--resume: expected ({flag.replace('-', '_')}|sizes) as in the checkpoint"):
+    with pytest.raises(RunError, match=f"--resume: expected --{flag} as in the checkpoint"):
         started(corpus, "--resume", *given, out=begun)
 
 
@@ -169,25 +178,33 @@ def test_what_changes_no_number_may_change(flag, begun, corpus):
 
 
 def test_every_flag_is_compared_or_known_to_change_no_number():
-    named = {name for name in vars(parse([*TINY, "--out", "nowhere"])) if name not in ("device", "check", "sizes", "out", "resume")}
+    named = {
+        name
+        for name in vars(parse([*TINY, "--out", "nowhere"]))
+        if name not in ("device", "check", "sizes", "out", "resume", "force")
+    }
     assert named == {name.replace("-", "_") for name in (*OTHER, *FREE, "tied", "compile", "budget")}
 
 
 def kept_bytes(run):
+    """Of storages that the caller does not hold anyway."""
     x, labels = run.batch()
     given = inputs(run.params, x, labels, run.s)
-    _, residuals = run.s.op.fwd(run.params, given, run.s.model)
-    return report(residuals, run.params).kept_bytes  # labels and the rotation count, as `fit` counts them
+    _, residuals = run.s.op.fwd(run.params, given, run.s.model, needs=NEEDS)
+    sizes, held = (
+        {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors(tree)}
+        for tree in (residuals, (run.params, given))
+    )
+    return sum(size for key, size in sizes.items() if key not in held)
 
 
 @pytest.mark.parametrize("policy", ["save_all", "recompute_elementwise", "minimal"])
 def test_what_a_policy_is_said_to_keep_is_kept(policy, corpus, capsys):
     """The figures that are printed are those of a step."""
     default = kept_bytes(started(corpus)[1])
-    capsys.readouterr()
     _, run = started(corpus, "--policy", policy)
-    said = capsys.readouterr().out
-    before, after = map(float, re.findall(r"([\d.]+) MiB", said))
+    say_what_is_kept(run.params, *run.batch(), run.s, run.policy)
+    before, after = map(float, re.findall(r"([\d.]+) MiB", capsys.readouterr().out))
     assert before == pytest.approx(default / 2**20, abs=0.006) and after == pytest.approx(kept_bytes(run) / 2**20, abs=0.006)
     assert (kept_bytes(run) > default) == (policy == "save_all") and (kept_bytes(run) < default) == (policy == "minimal")
 
@@ -195,6 +212,18 @@ def test_what_a_policy_is_said_to_keep_is_kept(policy, corpus, capsys):
 def test_a_budget_is_kept(corpus):
     budget = kept_bytes(started(corpus)[1]) / 2**20 * 0.9
     assert 0 < kept_bytes(started(corpus, "--budget", budget)[1]) / 2**20 <= budget
+
+
+def test_weights_start_as_the_docstring_says(corpus):
+    """Variance 1 / fan_in; what writes into the stream, less by the number of its writers; a tied matrix serves both ends."""
+    _, run = started(corpus, "--dim", 64, "--hidden", 128)
+    for path, t in paths(run.params).items():
+        if t is not None and t.dim() == 2:
+            writers = 2 * 2 if path.endswith(("out.weight", "down.weight")) else 1
+            want = 0.5 if path == "embed.weight" else (t.shape[1] * writers) ** -0.5
+            assert float(t.std()) == pytest.approx(want, rel=0.1) and abs(float(t.mean())) < 0.1 * want, path
+    _, tied = started(corpus, "--tied")
+    assert float(tied.params["embed"].weight.std()) == pytest.approx(16**-0.5, rel=0.1)
 
 
 def test_losses_are_means_over_bytes(corpus):

@@ -4,11 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged import DIM, decoder, microbatches
 
-from funcops import Needs, chain, random
+from funcops import LinearConfig, Needs, chain, linear, random
 from funcops.schedule import (
     Costs,
     Network,
@@ -213,6 +214,19 @@ def test_costs_are_measured():
     assert measure(chain, params, x, cfg, needs=Needs.NONE, repeats=1).dgrad == 0
     with pytest.raises(ValueError, match="measure: repeats must be at least 1, got 0"):
         measure(chain, params, x, cfg, repeats=0)
+
+
+def test_costs_are_medians_without_the_first_run(monkeypatch):
+    """By a clock that is told how long each call takes: forward, dgrad and wgrad of a first run and of three others."""
+    runs = [(100.0, 100.0, 100.0), (1.0, 3.0, 7.0), (9.0, 3.0, 5.0), (2.0, 4.0, 6.0)]
+    ticks = iter([tick for run in runs for seconds in run for tick in (50.0, 50.0 + seconds)])
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    cfg = LinearConfig(DIM, 3)
+    x = torch.randn(6, DIM)
+    found = measure(linear, linear.init(cfg, key=random.key(0)), x, cfg, repeats=3)
+    assert (found.forward, found.dgrad, found.wgrad) == (2, 3, 6)
+    assert (found.residual_bytes, found.output_bytes) == (x.nbytes, 6 * 3 * 4)
+    assert found.pending_bytes == x.nbytes + 6 * 3 * 4, "x and dy"
 
 
 def test_fold_keeps_order_and_dependencies():
