@@ -15,7 +15,7 @@ ROWS = [(case, dtype) for case, dtype in CASES if dtype in (torch.float64, torch
 
 @pytest.fixture
 def indexing(monkeypatch):
-    """x[...] of fake tensors by aten's operators: a torch without CUDA has no guard for their device where Python indexes."""
+    """x[...], copy_ and contiguous of fake tensors by aten's operators: a torch without CUDA has no guard for their device where Python calls."""
     if torch.cuda.is_available():
         return
     get, put = Tensor.__getitem__, Tensor.__setitem__
@@ -23,12 +23,14 @@ def indexing(monkeypatch):
     def setitem(x, where, value):
         if isinstance(x, FakeTensor):
             part = indexed(x, where)
-            torch.ops.aten.copy_(part, value) if isinstance(value, Tensor) else torch.ops.aten.fill_(part, value)
+            part.copy_(value) if isinstance(value, Tensor) else torch.ops.aten.fill_(part, value)
         else:
             put(x, where, value)
 
     monkeypatch.setattr(Tensor, "__getitem__", lambda x, where: indexed(x, where) if isinstance(x, FakeTensor) else get(x, where))
     monkeypatch.setattr(Tensor, "__setitem__", setitem)
+    monkeypatch.setattr(Tensor, "contiguous", lambda x: torch.ops.aten.contiguous(x))
+    monkeypatch.setattr(Tensor, "copy_", lambda x, source, non_blocking=False: torch.ops.aten.copy_(x, source, non_blocking))
 
 
 def indexed(x, where):
