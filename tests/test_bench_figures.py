@@ -345,6 +345,26 @@ def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypa
     assert norm == pytest.approx(clip, rel=1e-4) if clip < 1 else 0.05 < norm < 1e3
 
 
+def test_a_narrow_step_hands_the_optimiser_gradients_of_its_batch_alone(monkeypatch):
+    """In bfloat16, at a learning rate of 0: the second step's gradients are the first's again."""
+    found = []
+
+    class Noting(torch.optim.AdamW):
+        def step(self):
+            found.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
+
+    monkeypatch.setattr(torch.optim, "AdamW", Noting)
+    monkeypatch.setattr(step, "CLIP", 1e9)
+    torch.manual_seed(0)
+    module = step.PlainLlama(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=16, vocab=32)
+    x, labels = torch.randint(0, 32, (2, 2, 16))
+    one = step.torch_step(module, x, labels, torch.bfloat16)
+    one()
+    one()
+    assert {g.dtype for g in found[0]} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 def test_a_steps_ratios_are_paired_by_round(monkeypatch):
     names = ["funcops", "funcops, save_all", "funcops, unfused", "torch eager", "torch.compile"]
     given = {name: [1000.0 * (i + 1) * (r + 1) for r in range(4)] for i, name in enumerate(names)}

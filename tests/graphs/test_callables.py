@@ -158,6 +158,22 @@ def test_gradients_of_inputs_are_the_callers_own(kind, delayed, clone_param_grad
         assert torch.equal(want, got)
 
 
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_a_weight_used_twice_gets_both_gradients(delayed):
+    def twice():
+        torch.manual_seed(0)
+        layer = fnn.Linear(6, 6)
+        return torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+
+    plain, graphed = twice(), make_graphed_callables(twice(), (given(0, "cpu"),), delayed_wgrad=delayed)
+    for module in (plain, graphed):
+        module(given(1, "cpu")).square().sum().backward()
+    if delayed:
+        graphed.backward_dw()
+    for a, b in zip(grads(plain), grads(graphed), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_one_call_in_flight_without_an_order():
     graphed = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),))
     y = graphed(given(0, "cpu"))

@@ -220,6 +220,8 @@ def main(argv: list[str] | None = None) -> int:
         for fault in faults:
             print(fault)
         return 0
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     states: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         runner = Runner(Path(folder), args.jobs, args.timeout)
