@@ -353,3 +353,16 @@ def test_schedule_as_numbers_and_tensors(warmup):
     if warmup:
         assert numbers[0] == pytest.approx(0.5 / warmup) and numbers[warmup - 1] == 0.5
     assert numbers[warmup:] == sorted(numbers[warmup:], reverse=True)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_count_that_was_exchanged_is_the_one_that_counts(sparse):
+    """Views of the counts are kept between updates in place."""
+    cfg, g = AdamWConfig(), {"a": torch.ones(3), "b": None if sparse else torch.ones(2)}
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    state = adamw_init(params, cfg)
+    adamw_update(params, g, state, cfg, in_place=True)
+    state.step = torch.full((2,), 10.0)
+    want, after = adamw_update(params, g, AdamWState(state.step.clone(), state.exp_avg, state.exp_avg_sq), cfg)
+    adamw_update(params, g, state, cfg, in_place=True)
+    assert torch.equal(state.step, after.step) and torch.equal(params["a"], want["a"])

@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from funcops import delayed_wgrad
+from funcops import nn as fnn
 from funcops.adapters.pipelining import BucketedMean
 
 WORLD = 4
@@ -66,3 +68,22 @@ def test_buckets_are_of_one_dtype_and_every_tensor_gets_its_mean(size, at_once, 
                 assert torch.equal(t, was[name] * 2.5), name
     mean.wait()
     assert sent == at_once + later, "nothing is sent twice"
+
+
+def test_a_store_reduces_every_gradient_that_it_gave_once(sent):
+    """Those that came without the store too, if they are named; main_grad before grad."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(fnn.Linear(3, 4), torch.nn.Tanh(), fnn.Linear(4, 2), torch.nn.Linear(2, 2)).double()
+    net[0].bias.requires_grad_(False)
+    net[2].weight.main_grad = torch.ones(2, 4, dtype=torch.float64)
+    with delayed_wgrad() as store:
+        net(torch.randn(5, 3, dtype=torch.float64)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"reduce\(\) must follow run\(\), got 2 weight gradients that wait"):
+        store.reduce("group")
+    store.run()
+    found = {name: getattr(p, "main_grad", p.grad) for name, p in net.named_parameters() if p.requires_grad}
+    before = {name: g.clone() for name, g in found.items()}
+    store.reduce("group", also=net.parameters())
+    assert sorted(found) == ["0.weight", "2.bias", "2.weight", "3.bias", "3.weight"] and net[2].weight.grad is None
+    assert all(torch.equal(g, before[name] * 2.5) for name, g in found.items())
+    assert sum(count for _, count in sent) == sum(g.numel() for g in found.values())
