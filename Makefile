@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train test test-rest test-all gpu aot check clean
+.PHONY: help train test test-rest test-all gpu aot check mutants clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -13,6 +13,7 @@ help:
 	@echo "make gpu     the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make check   set up, then lint and type-check"
+	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
 	@echo "make clean   remove the environment"
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -50,6 +51,9 @@ check: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+
+mutants: $(VENV)/.ready
+	$(PY) tests/mutants/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV)

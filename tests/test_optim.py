@@ -414,3 +414,16 @@ def test_a_gradient_of_another_16_bit_dtype_is_refused():
         for init, update, cfg in OPTIMISERS:
             with pytest.raises(TypeError, match="update: grads.w must be"):
                 update(params, {"w": torch.ones(2, dtype=other)}, init(params, cfg), cfg)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_step_count_that_was_exchanged_is_the_one_that_counts(sparse):
+    """Views of the counts are kept between updates in place."""
+    cfg, g = AdamWConfig(), {"a": torch.ones(3), "b": None if sparse else torch.ones(2)}
+    params = {"a": torch.ones(3), "b": torch.ones(2)}
+    state = adamw_init(params, cfg)
+    adamw_update(params, g, state, cfg, in_place=True)
+    state.step = torch.full((2,), 10.0)
+    want, after = adamw_update(params, g, AdamWState(state.step.clone(), state.exp_avg, state.exp_avg_sq), cfg)
+    adamw_update(params, g, state, cfg, in_place=True)
+    assert torch.equal(state.step, after.step) and torch.equal(params["a"], want["a"])

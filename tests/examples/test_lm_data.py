@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -176,12 +177,21 @@ def test_too_short(tmp_path):
     assert len(data.load_corpus(path, context=9).held_out) == 10
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="the superuser may read everything")
-def test_unreadable(tmp_path):
-    path = tmp_path / "secret.txt"
-    path.write_bytes(b"text")
-    path.chmod(0)
-    refused(path, f"--text: expected a readable file, got {str(path)!r}: Permission denied")
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users to keep apart")
+def test_unreadable():
+    """The superuser may read everything, so it looks on as another user."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "secret.txt"
+        path.write_bytes(b"text")
+        path.chmod(0)
+        Path(folder).chmod(0o755)
+        user = os.geteuid()
+        try:
+            if user == 0:
+                os.seteuid(65534)
+            refused(path, f"--text: expected a readable file, got {str(path)!r}: Permission denied")
+        finally:
+            os.seteuid(user)
 
 
 def test_unreadable_told_by_the_system(tmp_path, monkeypatch):

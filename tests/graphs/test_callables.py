@@ -136,6 +136,44 @@ def test_gradients_of_two_replays_are_the_callers_own(device):
     assert first[0].data_ptr() == second[0].data_ptr(), "as torch does it, if one asks for that"
 
 
+@pytest.mark.parametrize("clone_param_grads", [True, False])
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_of_inputs_are_the_callers_own(kind, delayed, clone_param_grads):
+    """Whoever the gradients of params belong to."""
+    if delayed and kind == "torch.nn":
+        return
+    graphed = make_graphed_callables(
+        made(kind, "cpu"), (given(0, "cpu"),), clone_param_grads=clone_param_grads, delayed_wgrad=delayed
+    )
+    plain, kept = made(kind, "cpu"), []
+    for i in range(3):
+        xs = [given(i, "cpu") for _ in range(2)]
+        for module, x in zip((plain, graphed), xs, strict=True):
+            module(x).square().sum().backward()
+        if delayed:
+            graphed.backward_dw()
+        kept.append([x.grad for x in xs])
+    for want, got in kept:
+        assert torch.equal(want, got)
+
+
+@pytest.mark.parametrize("delayed", [False, True], ids=["at once", "delayed"])
+def test_a_weight_used_twice_gets_both_gradients(delayed):
+    def twice():
+        torch.manual_seed(0)
+        layer = fnn.Linear(6, 6)
+        return torch.nn.Sequential(layer, torch.nn.Tanh(), layer)
+
+    plain, graphed = twice(), make_graphed_callables(twice(), (given(0, "cpu"),), delayed_wgrad=delayed)
+    for module in (plain, graphed):
+        module(given(1, "cpu")).square().sum().backward()
+    if delayed:
+        graphed.backward_dw()
+    for a, b in zip(grads(plain), grads(graphed), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_one_call_in_flight_without_an_order():
     graphed = make_graphed_callables(made("mixed", "cpu"), (given(0, "cpu"),))
     y = graphed(given(0, "cpu"))

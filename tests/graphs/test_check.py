@@ -75,3 +75,18 @@ def test_a_returned_number_is_a_fault():
         lambda x, ids: (x + 1, planted.COUNT.__setitem__(0, planted.COUNT[0] + 1) or planted.COUNT[0]), *inputs()
     )
     assert fault.kind == "baked value" and "in every replay" in fault.message
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_run_that_does_more_is_a_fault(odd):
+    """Also where the results are the same, as of work that is done every other step."""
+
+    def longer(x, ids):
+        planted.COUNT[0] += 1
+        y = x + 1
+        if planted.COUNT[0] % 2 == odd:
+            x.sum()
+        return y
+
+    faults = check_capturable(longer, *inputs())
+    assert any(fault.kind == "baked value" and "only one of two runs does" in fault.message for fault in faults), faults

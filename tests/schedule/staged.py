@@ -75,3 +75,11 @@ def reference(params, xs, cfg):
         total = dparams if total is None else tree_map(lambda a, b: None if a is None else a + b, total, dparams)
         losses.append(loss)
     return losses, total
+
+
+def gated(count=2, rows=6):
+    """Two stages, of which the first keeps its main value and its extra as they came; with params, microbatches and dys."""
+    gate = Step("gate", glu, GLUConfig(kind="swiglu", paired=True), takes=("by",))
+    cfg = ChainConfig(steps=(gate, Step("out", linear, LinearConfig(DIM, 3, bias=False))), extras=("by",))
+    xs = [WithExtras(x, {"by": by}) for x, by in torch.randn(count, 2, rows, DIM)]
+    return cfg, chain.init(cfg, key=random.key(0)), xs, list(torch.randn(count, rows, 3))

@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from staged import decoder, microbatches, reference
+from staged import DIM, decoder, gated, microbatches, reference
 
-from funcops import chain, random
+from funcops import Needs, WithExtras, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline
 from funcops.schedule import Schedule, gpipe, run, zb_v
+from funcops.schedule.stage import Stage
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast
+from funcops.trees import cast, tree_map_tensors
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 SCHEDULES = 8
+IN_TURN = Schedule.from_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1")
 
 
 def two_ranks(modes, folder, codes=(0, 0)):
@@ -114,6 +116,65 @@ def test_microbatches_in_any_order(alone):
     for found in (ran, stepped):
         assert found.ys == losses
         assert_close(found.dparams, want, dtype=torch.float64)
+
+
+def test_inputs_are_nobodys_residuals(alone):
+    cfg, params, xs, dys = gated()
+    made = IN_TURN
+    pipeline = Pipeline(made, cfg, xs[0])
+    stepped = pipeline.step(params, xs, dys)
+    assert stepped.peak_bytes == max(run(made, params, xs, cfg, dys).peak_bytes) == 6 * DIM * 4
+    frozen = Pipeline(made, cfg, xs[0], needs=Needs(params=False)).step(params, xs, dys)
+    assert frozen.peak_bytes == 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("place", ["y", "dy", "accumulator"])
+def test_whatever_is_not_finite_is_named(place, bad, alone):
+    """A finite y and a gradient that is not, and the other way round."""
+    cfg, params, xs, dys = gated()
+    into, needs = {"gate": None, "out": tree_map_tensors(torch.zeros_like, params["out"])}, Needs.ALL
+    if place == "y":
+        into, needs = None, Needs(params=False)
+        xs[1].main[0, 0] = bad
+    elif place == "dy":
+        dys[1][0, 0] = bad
+    else:
+        into["out"].weight[0, 0] = bad
+    pipeline = Pipeline(IN_TURN, cfg, xs[0], needs=needs)
+    where = r"ys\.1" if place == "y" else r"dparams\.out\.weight"
+    with pytest.raises(FloatingPointError, match=f"Pipeline.step: ys and gradients must be finite, got {where} on this rank, 0"):
+        pipeline.step(params, xs, dys, into=into)
+    assert len(pipeline.step(params, xs, dys, check_finite=False).ys) == 2, "it was a whole step"
+
+
+@pytest.mark.parametrize(("rows", "dtype"), [(5, torch.float32), (7, torch.float32), (6, torch.float64)])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
+    """Of another size or precision than the other ranks were told: before it is sent."""
+    cfg, params, xs, dys = gated()
+    pipeline = Pipeline(IN_TURN, cfg, xs[0])
+    x, by = torch.randn(2, rows, DIM, dtype=dtype)
+    xs[odd] = WithExtras(x, {"by": by})
+    name = str(dtype).removeprefix("torch.")
+    with pytest.raises(ValueError, match=rf"y of stage 0 must be float32\[6, 8\], as for the example x, got {name}\[{rows}, 8\]"):
+        pipeline.step(params, xs, dys)
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype"])
+def test_a_gradient_unlike_the_example_is_named(what, alone, monkeypatch):
+    cfg, params, xs, dys = gated()
+    pipeline = Pipeline(IN_TURN, cfg, xs[0])
+    given = Stage.backward
+
+    def backward(self, m, dy, sums):
+        dx = given(self, m, dy, sums)
+        return dx if self.index != 1 else dx.double() if what == "dtype" else dx[:5]
+
+    monkeypatch.setattr(Stage, "backward", backward)
+    got = r"float64\[6, 8\]" if what == "dtype" else r"float32\[5, 8\]"
+    with pytest.raises(ValueError, match=rf"dx of stage 1 must be float32\[6, 8\], as for the example x, got {got}"):
+        pipeline.step(params, xs, dys)
 
 
 def test_torch_loads_and_dumps_the_text(alone, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from staged import DIM, decoder, microbatches, reference
+from staged import DIM, decoder, gated, microbatches, reference
 
 from funcops import ChainConfig, ForkConfig, LinearConfig, Needs, Step, chain, fork, linear, random
 from funcops.errors import LedgerError
@@ -119,6 +119,15 @@ def test_bytes_fall_when_a_stage_is_done():
     params, xs = setup(cfg, 1)
     f0, f1, i1, w1, i0, w0 = [e.nbytes for e in run(Schedule.from_csv("0F0,1F0,1I0,1W0,0I0,0W0"), params, xs, cfg).events]
     assert f0 < f1 and i1 > w1 == f0 and i0 > w0 == 0
+
+
+def test_inputs_are_nobodys_residuals():
+    """What the caller holds anyway is not counted: params, the main value and extras."""
+    cfg, params, xs, dys = gated()
+    ran = run(gpipe(2, 2), params, xs, cfg, dys)
+    assert ran.peak_bytes == (0, 2 * 6 * DIM * 4), "the first keeps nothing but what it was given, the second what the first gave"
+    frozen = run(gpipe(2, 2), params, xs, cfg, dys, needs=Needs(params=False))
+    assert frozen.peak_bytes == (0, 0), "a weight is not counted either"
 
 
 def test_what_does_not_fit_is_refused_before_anything_runs():

@@ -4,11 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from staged import DIM, decoder, microbatches
 
-from funcops import Needs, chain, random
+from funcops import LinearConfig, Needs, chain, linear, random
 from funcops.schedule import (
     Costs,
     Network,
@@ -35,6 +36,47 @@ def test_sending_takes_time():
     assert simulate(one_f_one_b(2, 1), network=Network(latency=0.5)).time == 2 * 3 + 2 * 0.5
     assert simulate(one_f_one_b(2, 1), Costs(output_bytes=8), Network(bandwidth=16)).time == 2 * 3 + 2 * 0.5
     assert "% idle" in str(simulate(gpipe(2, 2)))
+
+
+STAGE_TIMES = st.tuples(*[st.sampled_from([0.5, 1.0, 1.75])] * 3, st.sampled_from([None, 2.5]), st.sampled_from([1.0, 4.0]))
+
+
+@settings(max_examples=60)
+@given(st.sampled_from(GENERATORS), st.integers(2, 4), st.integers(1, 8), st.data(), st.sampled_from([0.0, 0.5, 3.0]))
+def test_every_action_begins_as_soon_as_it_can_and_no_sooner(generator, p, m, data, latency):
+    """When its rank is free and what it needs was sent from where that was made; the two of a pair when both can, ending together."""
+    made = generator(p, m)
+    drawn = data.draw(st.lists(STAGE_TIMES, min_size=made.stages, max_size=made.stages))
+    costs = [Costs(f, i, w, together, output_bytes=size) for f, i, w, together, size in drawn]
+    network = Network(latency, 2.0, ranks_per_node=2, near_latency=latency / 4, near_bandwidth=8.0)
+    slots = [list(row) for row in simulate(made, costs, network).slots]
+    end = {slot.action: slot.end for row in slots for slot in row}
+    owner, last = made.rank_of, made.stages - 1
+
+    def sent(action, stage, kinds):
+        """When what these actions make has come to the stage of the action."""
+        ends = [end[stage, kind, action.microbatch] for kind in kinds if (stage, kind, action.microbatch) in end]
+        return max(ends) + network.time(owner[stage], owner[action.stage], costs[min(stage, action.stage)].output_bytes)
+
+    def arrival(action):
+        if action.kind == "F":
+            return sent(action, action.stage - 1, "F") if action.stage else 0.0
+        return sent(action, action.stage + 1, "IB") if action.kind in "IB" and action.stage < last else 0.0
+
+    for row in slots:
+        free = 0.0
+        while row:
+            slot = row.pop(0)
+            cost, wanted = costs[slot.action.stage], arrival(slot.action)
+            time = {"F": cost.forward, "I": cost.dgrad, "W": cost.wgrad, "B": cost.dgrad + cost.wgrad}[slot.action.kind]
+            if row and row[0].action in made.together:
+                other = row.pop(0)
+                own = costs[other.action.stage]
+                backward = own.dgrad + (own.wgrad if other.action.kind == "B" else 0.0)
+                time, wanted = own.together or time + backward, max(wanted, arrival(other.action))
+                assert (other.start, other.end) == (slot.start, slot.end)
+            assert slot.start == pytest.approx(max(free, wanted)) and slot.end == pytest.approx(slot.start + time)
+            free = slot.end
 
 
 def test_ranks_of_one_node_are_near():
@@ -196,6 +238,19 @@ def test_costs_are_measured():
     assert measure(chain, params, x, cfg, needs=Needs.NONE, repeats=1).dgrad == 0
     with pytest.raises(ValueError, match="measure: repeats must be at least 1, got 0"):
         measure(chain, params, x, cfg, repeats=0)
+
+
+def test_costs_are_medians_without_the_first_run(monkeypatch):
+    """By a clock that is told how long each call takes: forward, dgrad and wgrad of a first run and of three others."""
+    runs = [(100.0, 100.0, 100.0), (1.0, 3.0, 7.0), (9.0, 3.0, 5.0), (2.0, 4.0, 6.0)]
+    ticks = iter([tick for run in runs for seconds in run for tick in (50.0, 50.0 + seconds)])
+    monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+    cfg = LinearConfig(DIM, 3)
+    x = torch.randn(6, DIM)
+    found = measure(linear, linear.init(cfg, key=random.key(0)), x, cfg, repeats=3)
+    assert (found.forward, found.dgrad, found.wgrad) == (2, 3, 6)
+    assert (found.residual_bytes, found.output_bytes) == (x.nbytes, 6 * 3 * 4)
+    assert found.pending_bytes == x.nbytes + 6 * 3 * 4, "x and dy"
 
 
 def test_fold_keeps_order_and_dependencies():

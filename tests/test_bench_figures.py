@@ -1,0 +1,384 @@
+"""The bench's arithmetic, on known samples and clocks: what it divides by what, in which order things run, and what is counted."""
+
+import contextlib
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from funcops.bench import device, kernels, measure, memory, residuals, step
+from funcops.bench.device import CudaTimer, Replay
+from funcops.bench.models import Sizes
+from funcops.bench.samples import Sample, direct
+from funcops.kernels import fused_linear, norm
+from funcops.testing.tolerances import assert_close
+from funcops.trees import paths
+
+COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+RECORDED = torch.__version__.startswith("2.13.")
+
+
+class Clock:
+    """Goes on when it is told to: `seconds` reads it."""
+
+    def __init__(self):
+        self.now, self.done = 0.0, []
+
+    def takes(self, name, us):
+        def fn():
+            self.now += us * 1e-6
+            self.done.append(name)
+
+        return fn
+
+    def seconds(self):
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    made = Clock()
+    monkeypatch.setattr("time.perf_counter", made.seconds)
+    return made
+
+
+def test_functions_take_turns_and_a_sample_is_of_one_call(clock):
+    found = measure.interleaved({"a": clock.takes("a", 5), "b": clock.takes("b", 7)}, rounds=3, calls=2)
+    assert found == {"a": [pytest.approx(5)] * 3, "b": [pytest.approx(7)] * 3}
+    assert clock.done == ["a", "b"] + ["a", "a", "b", "b"] * 3, "warm-up, then rounds"
+    clock.done.clear()
+    measure.interleaved({"a": clock.takes("a", 5)}, rounds=1, calls=8)
+    assert len(clock.done) == 3 + 8
+
+
+def test_a_summary_is_of_medians_and_of_ratios_by_round_to_the_fastest_other():
+    samples = {"ours": [1.0, 2.0, 3.0, 4.0, 50.0], "slow": [100.0, 9.0, 9.0, 9.0, 9.0], "fast": [2.0, 1.0, 6.0, 2.0, 10.0]}
+    rows = {(row.provider, row.metric): row.value for row in measure.summary("b", "c", samples, "ours", "ms")}
+    assert rows == {
+        ("ours", "median"): 3,
+        ("ours", "quartile spread"): 27 - 1.5,
+        ("slow", "median"): 9,
+        ("slow", "quartile spread"): 54.5 - 9,
+        ("fast", "median"): 2,
+        ("fast", "quartile spread"): 8 - 1.5,
+        ("ours", "ratio to fast"): 2,  # of 0.5, 2, 0.5, 2, 5; 3 / 2 were that of the medians
+    }
+    units = {row.unit for row in measure.summary("b", "c", samples, "ours", "ms") if "ratio" not in row.metric}
+    assert units == {"ms"}
+
+
+class Cuda:
+    """What `CudaTimer` uses of torch.cuda, on a clock: events, a stream, a graph that may refuse to capture, and memory."""
+
+    def __init__(self, clock, captures=True):
+        self.clock, self.captures, self.synchronized = clock, captures, 0
+        self.allocated, self.peak = 10 * 2**20, 90 * 2**20
+
+    def Stream(self):
+        return "stream"
+
+    @contextlib.contextmanager
+    def stream(self, one):
+        assert one == "stream"
+        yield
+
+    def Event(self, enable_timing):
+        assert enable_timing
+        return Event(self.clock)
+
+    def CUDAGraph(self):
+        return Graph(self.clock)
+
+    @contextlib.contextmanager
+    def graph(self, graph, stream):
+        if not self.captures:
+            raise RuntimeError("not permitted when stream is capturing")
+        self.clock.done.clear()
+        yield
+        graph.recorded, self.clock.done = self.clock.done, []
+
+    def synchronize(self):
+        self.synchronized += 1
+
+    def memory_allocated(self):
+        return self.allocated
+
+    def reset_peak_memory_stats(self):
+        self.peak = self.allocated
+
+    def max_memory_allocated(self):
+        return self.peak
+
+
+class Event:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def record(self):
+        self.at = self.clock.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return (end.at - self.at) * 1e3  # milliseconds
+
+
+class Graph:
+    def __init__(self, clock):
+        self.clock = clock
+
+    def replay(self):
+        self.clock.done += ["replay"]
+
+
+@pytest.fixture
+def cuda(clock, monkeypatch):
+    made = Cuda(clock)
+    monkeypatch.setattr(device.torch, "cuda", made)
+    return made
+
+
+def test_device_times_are_of_one_call_in_turns(clock, cuda):
+    replays = {
+        "a": Replay(clock.takes("a", 60), calls=3, captured=True),
+        "b": Replay(clock.takes("b", 40), calls=10, captured=True),
+    }
+    assert CudaTimer().device_us(replays, rounds=5) == {"a": pytest.approx(20), "b": pytest.approx(4)}
+    assert clock.done == ["a", "b"] * 6
+
+
+@pytest.mark.parametrize(
+    ("us", "providers", "calls"), [(90, 2, 24), (1, 3, 64), (5000, 2, 2), (1, 80, 80)], ids=["some", "short", "long", "many"]
+)
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_replay_is_of_about_two_milliseconds(us, providers, calls, captures, clock, cuda):
+    """Of as many rounds of the copies as take so long, of 64 calls at most, but of each copy once."""
+    cuda.captures = captures
+    found = CudaTimer().replay([clock.takes(str(i), us) for i in range(providers)])
+    assert (found.calls, found.captured) == (calls, captures)
+    clock.done.clear()
+    found.run()
+    assert clock.done == (["replay"] if captures else [str(i % providers) for i in range(calls)])
+
+
+def test_host_times_are_of_one_call_on_an_idle_device(clock, cuda):
+    assert CudaTimer().host_us(clock.takes("a", 3), rounds=3, calls=4) == pytest.approx(3)
+    assert len(clock.done) == 12 and cuda.synchronized == 4
+
+
+def test_memory_is_the_peak_and_what_it_rose_by(clock, cuda):
+    def call():
+        cuda.peak = 70 * 2**20
+
+    assert CudaTimer().memory_mib(call) == (70, 60)
+
+
+class Fixed:
+    """A timer that knows its answers, and notes how many copies of the arguments each provider was given."""
+
+    stream = None
+
+    def __init__(self, **us):
+        self.us, self.copies = us, {}
+
+    def replay(self, calls):
+        self.copies[len(self.copies)] = len(calls)
+        return Replay(calls[0], len(calls), captured=True)
+
+    def device_us(self, replays):
+        return {name: self.us[name] for name in replays}
+
+    def host_us(self, call):
+        return 7.0
+
+    def memory_mib(self, call):
+        return 3.0, 1.0
+
+
+def rows_of(sample, timer, providers, copy_rate=1e9):
+    rows = kernels.measure(sample, torch.bfloat16, providers, timer, copy_rate)
+    return {row.provider: row for row in rows}
+
+
+def test_rates_count_what_is_read_and_what_is_written_once():
+    x, w = torch.randn(16, 8).bfloat16(), torch.randn(8).bfloat16()
+    sample = Sample(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
+    timer = Fixed(funcops=2.0, torch=4.0)
+    rows = rows_of(sample, timer, ("funcops", "torch"), copy_rate=1e9)
+    moved = (16 * 8 + 8) * 2 + 16 * 8 * 2 + 16 * 4  # x and weight; y; rstd
+    assert rows["funcops"].gb_per_s == pytest.approx(moved / 2e-6 / 1e9)
+    assert rows["torch"].gb_per_s == pytest.approx(moved / 4e-6 / 1e9)
+    assert rows["funcops"].of_copy == pytest.approx(moved / 2e-6 / 1e9), "of a copy's 1 GB/s"
+    assert (rows["torch"].device_us, rows["torch"].host_us, rows["torch"].peak_mib, rows["torch"].delta_mib) == (4, 7, 3, 1)
+    assert math.isnan(rows["torch"].of_cublas) and math.isnan(rows["torch"].tflop_per_s) and math.isnan(rows["torch"].error)
+    assert rows["funcops"].error < 2**-7 and rows["funcops"].note == ""
+    assert set(timer.copies.values()) == {1 + device.MOST_COPIES}
+
+
+def test_an_argument_that_is_written_to_is_counted_twice_and_products_by_cublas(monkeypatch):
+    dy, x, weight, bias = torch.randn(16, 4), torch.randn(16, 8), torch.zeros(4, 8), torch.zeros(4)
+    dy, x = dy.bfloat16(), x.bfloat16()
+    sample = Sample(
+        fused_linear.fused_linear_wgrad_into,
+        "16x8x4",
+        (dy, x, 1.0, weight, bias),
+        product=direct(lambda dy, x, *_: dy.T @ x),
+        flops=1024.0,
+    )
+    read = 16 * 4 * 2 + 16 * 8 * 2 + 4 * 8 * 4 + 4 * 4
+    monkeypatch.setattr(kernels, "COLD_BYTES", 5 * read)
+    timer = Fixed(funcops=2.0, cublas=0.5)
+    rows = rows_of(sample, timer, ("funcops", "cublas"))
+    moved = read + 4 * 8 * 4 + 4 * 4
+    assert rows["funcops"].gb_per_s == pytest.approx(moved / 2e-6 / 1e9) and math.isnan(rows["cublas"].gb_per_s)
+    assert rows["funcops"].tflop_per_s == pytest.approx(1024 / 2e-6 / 1e12)
+    assert rows["funcops"].of_cublas == 0.25 and rows["cublas"].of_cublas == 1
+    assert set(timer.copies.values()) == {6}, "as many as leave nothing in the cache"
+
+
+def test_an_error_is_of_all_results_in_the_euclidean_norm():
+    x, w = torch.randn(16, 8), torch.ones(8)
+    good = Sample(norm.rms_norm_fwd, "16x8", (x, w, 1e-6, False))
+    assert kernels.relative_error(good) < 1e-6
+
+    def off(x, w, eps, zero_centered):
+        y, rstd = norm.rms_norm_fwd(x, w, eps, zero_centered)
+        return y * 1.5, rstd * 1.5
+
+    off.kernel = norm.rms_norm_fwd.kernel
+    assert kernels.relative_error(Sample(off, "16x8", good.args)) == pytest.approx(0.5, rel=1e-5)
+
+
+def test_a_copy_reads_and_writes(monkeypatch):
+    real = torch.randn
+    monkeypatch.setattr(torch, "randn", lambda n, device: real(n // 2**18))
+    assert kernels.measured_copy_rate(Fixed(copy=2.0)) == pytest.approx(2 * 4096 / 2e-6)
+
+
+def saved(module, x):
+    return residuals.saved_by_autograd(module, x)
+
+
+def test_autograd_is_charged_for_what_it_saves_of_the_inputs_alone():
+    torch.manual_seed(0)
+    x = torch.randn(5, 8)
+    assert saved(torch.nn.Linear(8, 4), x) == x.nbytes, "the weight is no activation"
+    chained = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.Linear(4, 4))
+    assert saved(chained, x) == x.nbytes + 5 * 4 * 4
+    scaled = torch.nn.Linear(8, 4)
+    scaled.table = torch.randn(5, 4)
+    scaled.forward = lambda x: torch.nn.functional.linear(x, scaled.weight) * scaled.table
+    assert saved(scaled, x) == x.nbytes, "nor is a table"
+    twice = torch.nn.Linear(8, 4)
+    twice.forward = lambda x: twice.weight.sum() + (x * x).sum() + (x.view(8, 5) * x.view(8, 5)).sum()
+    assert saved(twice, x) == x.nbytes, "a storage counts once"
+
+
+def test_peak_bytes_are_of_what_lives_at_once():
+    x = torch.zeros(1000)
+
+    def work():
+        y = x + 1
+        z = y + 1
+        del y
+        w = z.view(10, 100) + 1  # a view is no storage
+        return w, z.add_(1)
+
+    assert memory.peak_of(work) == 8000
+    assert memory.peak_of(lambda: [x + 1, x + 2, x + 3]) == 12000
+    assert memory.peak_of(lambda: x.add_(1).view(10, 100)) == 0
+
+
+def committed(name):
+    rows = json.loads((COMMITTED / f"{name}.json").read_text())["rows"]
+    return {(row["case"], row["provider"], row["metric"]): row["value"] for row in rows}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("cpu-residuals", residuals.run),
+        ("cpu-memory", lambda: memory._measure(1, torch.float32)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_exact_benches_give_the_committed_figures(name, rows):
+    """Bytes are counted, not measured: another figure is another library, or another torch."""
+    want = committed(name)
+    for row in rows():
+        if "autograd" not in row.provider + row.metric and "torch" not in row.provider + row.metric or RECORDED:
+            assert row.value == pytest.approx(want[row.case, row.provider, row.metric], rel=1e-3), row
+
+
+SMALL = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)
+
+
+@pytest.mark.parametrize("clip", [0.05, 1e3], ids=["clipped", "whole"])
+def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypatch):
+    """Adam forgets a gradient's scale, so the losses cannot tell."""
+    found = {}
+
+    class Noting(torch.optim.AdamW):
+        def step(self):
+            found["torch"] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+            super().step()
+
+    def update(params, grads, *args, **kwargs):
+        found["funcops"] = {step.plain_name(path): g.clone() for path, g in paths(grads).items() if g is not None}
+        return kept(params, grads, *args, **kwargs)
+
+    kept = step.adamw_update
+    monkeypatch.setattr(torch.optim, "AdamW", Noting)
+    monkeypatch.setattr(step, "adamw_update", update)
+    monkeypatch.setattr(step, "CLIP", clip)
+    torch.manual_seed(0)
+    module = step.PlainLlama(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=16, vocab=32)
+    x, labels = torch.randint(0, 32, (2, 2, 16))
+    step.funcops_step(SMALL, module, x, labels, torch.float32)()
+    step.torch_step(module, x, labels, torch.float32)()
+    theirs = dict(zip([name for name, _ in module.named_parameters()], found["torch"], strict=True))
+    assert_close({name: found["funcops"][name] for name in theirs}, theirs, dtype=torch.float32)
+    norm = math.sqrt(sum(float(g.square().sum()) for g in theirs.values()))
+    assert norm == pytest.approx(clip, rel=1e-4) if clip < 1 else 0.05 < norm < 1e3
+
+
+def test_a_narrow_step_hands_the_optimiser_gradients_of_its_batch_alone(monkeypatch):
+    """In bfloat16, at a learning rate of 0: the second step's gradients are the first's again."""
+    found = []
+
+    class Noting(torch.optim.AdamW):
+        def step(self):
+            found.append([p.grad.clone() for group in self.param_groups for p in group["params"]])
+
+    monkeypatch.setattr(torch.optim, "AdamW", Noting)
+    monkeypatch.setattr(step, "CLIP", 1e9)
+    torch.manual_seed(0)
+    module = step.PlainLlama(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=16, vocab=32)
+    x, labels = torch.randint(0, 32, (2, 2, 16))
+    one = step.torch_step(module, x, labels, torch.bfloat16)
+    one()
+    one()
+    assert {g.dtype for g in found[0]} == {torch.float32}
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_a_steps_ratios_are_paired_by_round(monkeypatch):
+    names = ["funcops", "funcops, save_all", "funcops, unfused", "torch eager", "torch.compile"]
+    given = {name: [1000.0 * (i + 1) * (r + 1) for r in range(4)] for i, name in enumerate(names)}
+    monkeypatch.setattr(step, "steps", lambda sizes, dtype: dict.fromkeys(names))
+    monkeypatch.setattr(step, "interleaved", lambda functions, *, rounds, calls: given)
+    rows = {(row.provider, row.metric): row.value for row in step.measure(torch.bfloat16, SMALL, 4)}
+    assert rows["funcops", "median"] == 2.5 and rows["torch eager", "quartile spread"] == 4 * 2.5
+    assert rows["funcops", "ratio to funcops, unfused, median"] == pytest.approx(1 / 3)
+    for label in ("median", "95 % low", "95 % high"):
+        assert rows["funcops, save_all", f"ratio to torch eager, {label}"] == 0.5
+        assert rows["funcops", f"ratio to torch.compile, {label}"] == 0.2
+
+
+def test_an_interval_leaves_a_fortieth_on_each_side():
+    values = [float(i) for i in range(101)]
+    median, low, high = step.interval(values, draws=2000)
+    assert median == 50 and 30 < low < 42 and 58 < high < 70, "2 * 1.2533 * 29.2 / sqrt(101) = 7.3 on each side, and as many again"
