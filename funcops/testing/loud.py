@@ -13,7 +13,7 @@ from funcops.errors import DonatedError, GradModeError, StaleResidualError
 from funcops.residuals import donate
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
-from funcops.trees import leaves, paths, tensors, tree_map, tree_map_tensors
+from funcops.trees import leaves, paths, tensors, tree_map_tensors
 
 
 def law_loud(case: Case, dtype: torch.dtype) -> None:
