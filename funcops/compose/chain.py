@@ -57,6 +57,9 @@ class ChainConfig:
     fuse: bool = True
 
     def __post_init__(self) -> None:
+        require_type("ChainConfig", "steps", self.steps, tuple)
+        require_type("ChainConfig", "extras", self.extras, tuple)
+        require_type("ChainConfig", "ties", self.ties, Mapping, tuple, list)
         ties = self.ties.items() if isinstance(self.ties, Mapping) else self.ties
         object.__setattr__(self, "ties", tuple(sorted(ties)))
         require(len(self.steps) > 0, "ChainConfig", "steps", "at least one Step", "none")

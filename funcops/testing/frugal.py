@@ -53,11 +53,10 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
 
 
 def masks(params: Any, x: Any) -> Iterator[Needs]:
-    """Each gradient alone, all but one, and each side alone. A bare x is asked for as True, a part of it by its path."""
+    """Each gradient alone, all but the last, and each side alone. A bare x is asked for as True, a part of it by its path."""
     given = {"x": {p for p, t in paths(x).items() if _float(t)}, "params": {p for p, t in paths(params).items() if _float(t)}}
     every = [(side, path) for side, found in given.items() for path in sorted(found)]
-    wanted = [{one} for one in every] + [set(every) - {one} for one in every]
-    wanted += [{one for one in every if one[0] == side} for side in given]
+    wanted = [{one} for one in every] + [set(every[:-1])] + [{one for one in every if one[0] == side} for side in given]
     found = dict.fromkeys(Needs(**{side: _mask(asked, side, given[side]) for side in given}) for asked in wanted)
     return (needs for needs in found if needs and needs is not Needs.ALL)
 

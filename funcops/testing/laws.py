@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from funcops.backend import wide
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals import donate
@@ -24,22 +25,39 @@ from funcops.trees import leaves, nothing_like, paths, same_structure, tensors, 
 
 
 def law_split(case: Case, dtype: torch.dtype) -> None:
-    """`bwd` is `dgrad` then `wgrad`, bit for bit; donated or not, into accumulators or not."""
+    """`bwd` is `dgrad` then `wgrad`, bit for bit; donated or not, and into accumulators wider than the gradients."""
     params, x, _, residuals, dy, (dparams, dx) = run(case, dtype)
     dx2, pending = case.op.dgrad(residuals, dy, case.cfg)
     same_bits(dx, dx2, "dx")
     same_bits(dparams, case.op.wgrad(pending, case.cfg), "dparams")
     _, again = case.op.fwd(params, x, case.cfg)
     same_bits((dparams, dx), case.op.bwd(donate(again), dy, case.cfg), "donated bwd")
-    if pending is not None:
-        same_bits(dparams, case.op.wgrad(donate(pending), case.cfg), "donated wgrad")
     if tensors(params):
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        into = tree_map(lambda g: None if g is None else torch.ones_like(g, dtype=wide), dparams)
-        total, _ = case.op.bwd(residuals, dy, case.cfg, into=into)
-        assert all(a is b for a, b in zip(leaves(total), leaves(into), strict=True)), "into must be returned"
-        want = tree_map(lambda g: None if g is None else g.to(wide) + 1, dparams)
-        assert_close(total, want, dtype=dtype, what="into")
+        _split_into(case, dtype, residuals, dy, pending, dparams)
+    if pending is not None:
+        tree_map_tensors(Tensor.zero_, case.op.wgrad(pending, case.cfg))
+        same_bits(dparams, case.op.wgrad(pending, case.cfg), "wgrad after a write to the gradients of an earlier one")
+        same_bits(dparams, case.op.wgrad(donate(pending), case.cfg), "donated wgrad")
+
+
+def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending: Any, dparams: Any) -> None:
+    """Accumulators as wide as sums are: both ways to them give the same bits, those of the gradient rounded once or not at all."""
+    into, other = (tree_map(lambda g: None if g is None else torch.ones_like(g, dtype=wide(g.dtype)), dparams) for _ in range(2))
+    total, _ = case.op.bwd(residuals, dy, case.cfg, into=into)
+    assert all(a is b for a, b in zip(leaves(total), leaves(into), strict=True)), "into must be returned"
+    total_of_wgrad = case.op.wgrad(pending, case.cfg, into=other)
+    assert all(a is b for a, b in zip(leaves(total_of_wgrad), leaves(other), strict=True)), "into must be returned by wgrad"
+    same_bits(into, other, "into through bwd and through wgrad")
+    want = tree_map(lambda g: None if g is None else g.to(wide(g.dtype)) + 1, dparams)
+    assert_close(total, want, dtype=dtype, what="into")
+    if not case.unrounded or dtype in (torch.float64, torch.float32):
+        return
+    params, x = tree_map_tensors(lambda t: t.double() if t.is_floating_point() else t, case.make(dtype))
+    y, exact = case.op.fwd(params, x, case.cfg)
+    d_exact, _ = case.op.bwd(exact, tree_map(lambda d, o: None if d is None else d.to(o.dtype), dy, y), case.cfg)
+    found, sought = paths(total), paths(d_exact)
+    for path in case.unrounded:
+        assert_close(found[path] - 1, sought[path], dtype=torch.float32, length=4096, what=f"into.{path}, unrounded,")
 
 
 def law_pure(case: Case, dtype: torch.dtype) -> None:
@@ -95,7 +113,8 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     by_id = {id(t): torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)}
     reference = tree_map(lambda t: by_id.get(id(t)), (ref_params, ref_x))
     got = tree_map(lambda g, t: torch.zeros_like(t) if g is None and t is not None else g, (dparams, dx), reference)
-    assert_close(got, reference, dtype=dtype, length=length, what=f"gradients of {case}")
+    got, reference = ({"params": params, "x": x} for params, x in (got, reference))
+    assert_close(got, reference, dtype=dtype, length=length, cancels=case.cancels, what=f"gradients of {case}")
 
 
 def law_finite_differences(case: Case, dtype: torch.dtype) -> None:
@@ -204,12 +223,15 @@ def check_op(
     dtypes: tuple[torch.dtype, ...] = FLOATS,
     laws: tuple[str, ...] = tuple(LAWS),
     free: tuple[str, ...] = (),
+    cancels: tuple[str, ...] = (),
+    unrounded: tuple[str, ...] = (),
 ) -> None:
     """Hold an op to the laws. Raises `AssertionError` naming the law, the leaf and the numbers.
 
     x: a function of a `Draw` that makes x (or a tree of tensors, cast to each dtype); reference: plain differentiable
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
-    free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls.
+    free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves whose
+    gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
     """
 
     def maker(value: Any) -> Any:
@@ -217,7 +239,17 @@ def check_op(
             return value
         return lambda d: tree_map_tensors(lambda t: t.to(d.dtype) if t.is_floating_point() else t, value)
 
-    case = Case(op=op, cfg=cfg, x=maker(x), reference=reference, params=maker(params), dtypes=dtypes, free=free)
+    case = Case(
+        op=op,
+        cfg=cfg,
+        x=maker(x),
+        reference=reference,
+        params=maker(params),
+        dtypes=dtypes,
+        free=free,
+        cancels=cancels,
+        unrounded=unrounded,
+    )
     for dtype in dtypes:
         for name in laws:
             if name == "compiles" and dtype is not dtypes[0]:
