@@ -49,7 +49,7 @@ def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending
     assert all(a is b for a, b in zip(leaves(total_of_wgrad), leaves(other), strict=True)), "into must be returned by wgrad"
     same_bits(into, other, "into through bwd and through wgrad")
     want = tree_map(lambda g: None if g is None else g.to(wide(g.dtype)) + 1, dparams)
-    assert_close(total, want, dtype=dtype, what="into")
+    assert_close(total, want, dtype=dtype, by_leaf=True, what="into")
     if not case.unrounded or dtype in (torch.float64, torch.float32):
         return
     params, x = tree_map_tensors(lambda t: t.double() if t.is_floating_point() else t, case.make(dtype))
@@ -114,7 +114,7 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     reference = tree_map(lambda t: by_id.get(id(t)), (ref_params, ref_x))
     got = tree_map(lambda g, t: torch.zeros_like(t) if g is None and t is not None else g, (dparams, dx), reference)
     got, reference = ({"params": params, "x": x} for params, x in (got, reference))
-    assert_close(got, reference, dtype=dtype, length=length, cancels=case.cancels, what=f"gradients of {case}")
+    assert_close(got, reference, dtype=dtype, length=length, by_leaf=True, cancels=case.cancels, what=f"gradients of {case}")
 
 
 def law_finite_differences(case: Case, dtype: torch.dtype) -> None:
