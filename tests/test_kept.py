@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from test_laws import MODULES
 
 from funcops import (
     ActivationConfig,
@@ -34,9 +35,11 @@ from funcops import (
     with_policy,
 )
 from funcops.bench.models import block_config, mlp_config
+from funcops.compose.again import declares_fields
 from funcops.residuals.policy import Packed
-from funcops.testing.frugal import held
-from funcops.trees import leaves, paths, replace, tensors
+from funcops.testing.checks import float_like
+from funcops.testing.frugal import held, masks
+from funcops.trees import leaves, paths, replace, tensors, with_leaves
 
 STEPS = ChainConfig(
     steps=tuple(
@@ -172,3 +175,23 @@ WAITING = (
     "attn.norm().params.weight attn.norm().x attn.norm.parts attn.out.dy attn.out.x attn.qkv.k.proj.dy attn.qkv.q.proj.dy "
     "attn.qkv.v.proj.dy"
 )
+
+
+LEAVES = [m.CASES[0] for m in MODULES.values() if declares_fields(m.CASES[0].op)]
+
+
+@pytest.mark.parametrize("case", LEAVES, ids=str)
+def test_what_is_kept_is_read(case):
+    """Under every mask, NaN in a kept tensor of numbers changes a gradient: declarations ask for nothing that no backward reads."""
+    params, x = case.make(torch.float64)
+    parts = case.op.name != "attention"  # whose kernel makes dq, dk and dv at once, and reads for all of them
+    for needs in (Needs.ALL, *(masks(params, x) if parts else ())):
+        y, kept = case.op.fwd(params, x, case.cfg, needs=needs)
+        dy = float_like(y, 7)
+        want = case.op.bwd(kept, dy, case.cfg)
+        for path, t in paths(kept).items():
+            if t is not None and t.is_floating_point():
+                spoilt = with_leaves(kept, [t * float("nan") if p == path else u for p, u in paths(kept).items()])
+                got = case.op.bwd(spoilt, dy, case.cfg)
+                pairs = zip(leaves(got), leaves(want), strict=True)
+                assert not all((a is None and b is None) or torch.equal(a, b) for a, b in pairs), f"{path} under {needs}"
