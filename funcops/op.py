@@ -29,7 +29,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops.backend import tracing
-from funcops.errors import GradModeError, describe, fail
+from funcops.errors import GradModeError, describe, fail, require_type
 from funcops.needs import Needs
 from funcops.schema import open_node
 from funcops.trees import has, leaves, paths, same_structure, tensors
@@ -43,7 +43,9 @@ _autocast = torch._C._is_any_autocast_enabled
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def config(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op."""
+    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
+    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN."""
+    _check_types(cls)
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     compute = made.__hash__
 
@@ -65,6 +67,30 @@ def config(cls: type[T]) -> type[T]:
 
 def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
     return cls(**fields)
+
+
+_TYPES = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (NoneType,)}
+
+
+def _check_types(cls: Any) -> None:
+    """Put a check of plain fields before the class's own checks."""
+    wanted: dict[str, tuple[type, ...]] = {}
+    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        words = (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))).split(" | ")
+        if all([word in _TYPES for word in words]):
+            wanted[name] = tuple([t for word in words for t in _TYPES[word]])
+    given = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        for name, types in wanted.items():
+            value = getattr(self, name)
+            require_type(type(self).__name__, name, value, *types)
+            if value != value:
+                fail(type(self).__name__, name, "a number", value)
+        if given is not None:
+            given(self)
+
+    cls.__post_init__ = __post_init__
 
 
 def positional() -> Any:

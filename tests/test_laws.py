@@ -1,5 +1,6 @@
 """Every operator and combinator, every case, every law."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
@@ -95,3 +96,51 @@ def test_errors_name_what_is_wrong(name, error):
     with pytest.raises(error.error) as raised:
         error.call()
     assert error.match in str(raised.value)
+
+
+NAN = float("nan")
+WRONG = {  # by a field's annotation: what may stand nowhere
+    "int": (True, 1.5, "3", NAN, None),
+    "int | None": (True, 1.5, "3", NAN),
+    "float": (True, "0.5", NAN, None),
+    "float | None": (True, "0.5", NAN),
+    "bool": (1, 0, "yes", None),
+    "str": (3, None, "", "no such"),
+    "torch.dtype": ("float32", None, torch.int64),
+    "tuple[int, ...]": (3, None, "ab", (-1,), (0,), (1.5,), (True,), [1]),
+    "Any": (-1, 0, 1.5, "ab", None, ()),
+    "Op": (3, None, "linear"),
+}
+SIGNED = {"factor", "alpha", "offset", "ignore_index"}  # these may be negative, and others zero
+ZERO = SIGNED | {"eps", "p", "label_smoothing", "z_loss", "padding_idx"}
+INFINITE = {"limit"}  # where nothing is clamped
+OTHERS = {
+    ("GLUConfig", "gate"): ("left", 3),  # "" is right for a pair
+    ("QKVSplitConfig", "rope"): (3, "no such"),
+    ("ChainConfig", "ties"): (-1, 1.5, "ab", None),
+}
+
+
+def wrong_values(cfg, field):
+    yield from OTHERS.get((type(cfg).__name__, field.name), WRONG.get(field.type, (3, "no such", None)))
+    numbers = field.type.startswith(("int", "float"))
+    yield from (-1, -0.5)[: numbers + field.type.startswith("float")] if field.name not in SIGNED else ()
+    yield from (0,) if numbers and field.name not in ZERO else ()
+    yield from (float("inf"), float("-inf")) if field.type.startswith("float") and field.name not in INFINITE else ()
+
+
+CONFIGS = list({type(c.cfg).__name__: c.cfg for m in MODULES.values() for c in m.CASES[::-1]}.values())
+FIELDS = [(cfg, field) for cfg in CONFIGS for field in dataclasses.fields(cfg)]
+
+
+@pytest.mark.parametrize(("cfg", "field"), FIELDS, ids=lambda v: getattr(v, "name", type(v).__name__))
+def test_a_wrong_value_of_a_config_field_raises(cfg, field):
+    for value in wrong_values(cfg, field):
+        with pytest.raises((ValueError, TypeError)) as raised:
+            dataclasses.replace(cfg, **{field.name: value})
+            pytest.fail(f"{type(cfg).__name__}({field.name}={value!r}) went through")
+        message = str(raised.value)
+        assert "must be" in message and "got" in message and (type(cfg).__name__ in message or field.type == "Any"), (
+            value,
+            message,
+        )

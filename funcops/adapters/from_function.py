@@ -18,8 +18,9 @@ from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.errors import check, describe, fail
 from funcops.needs import Needs
 from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op, refuse_autocast
+from funcops.residuals.donate import donate
 from funcops.schema import DGRAD, WGRAD, open_node, pending, residuals, saved, static
-from funcops.trees import nothing_like, paths
+from funcops.trees import nothing_like, paths, tree_map_tensors
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
 
@@ -146,11 +147,13 @@ def op_from_torch(
         dparams = refill(own.params_shape, own.spread(found, 0, own.params))
         if node is not pending:
             node.empty()
+        elif into is None:
+            dparams = _apart(dparams, node.kept)
         return accumulate(f"{label}_wgrad", dparams, into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         dx, waiting = dgrad(residuals, dy, cfg)
-        return wgrad(waiting, cfg, into=into), dx
+        return wgrad(donate(waiting), cfg, into=into), dx
 
     def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         return None
@@ -171,6 +174,12 @@ def _check_leaves(where: str, params: Any, x: Any) -> None:
             check(where, path, t, (...,))
         elif t is not None and type(t) not in (bool, int, float, complex, str):
             fail(where, path, "a tensor", describe(t), TypeError)
+
+
+def _apart(dparams: Any, kept: Any) -> Any:
+    """The gradients, copied where a pending that lives on holds them: what dgrad had computed already."""
+    held = {t.untyped_storage()._cdata for t in kept.values() if isinstance(t, Tensor)}
+    return tree_map_tensors(lambda t: t.clone() if t.untyped_storage()._cdata in held else t, dparams)
 
 
 def _trace(

@@ -58,6 +58,9 @@ class ChainConfig:
     fuse: bool = True
 
     def __post_init__(self) -> None:
+        require_type("ChainConfig", "steps", self.steps, tuple)
+        require_type("ChainConfig", "extras", self.extras, tuple)
+        require_type("ChainConfig", "ties", self.ties, Mapping, tuple, list)
         require(len(self.steps) > 0, "ChainConfig", "steps", "at least one Step", "none")
         for step in self.steps:
             require_type("ChainConfig", "steps", step, Step)

@@ -45,6 +45,7 @@ class ParallelConfig:
     fuse: bool = True
 
     def __post_init__(self) -> None:
+        require_type("ParallelConfig", "branches", self.branches, tuple)
         require(len(self.branches) > 0, "ParallelConfig", "branches", "at least one Step", "none")
         for branch in self.branches:
             require_type("ParallelConfig", "branches", branch, Step)

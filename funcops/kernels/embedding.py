@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel
+from funcops.backend import kernel, wide
+
+_backward = torch.ops.aten.embedding_dense_backward.default
 
 
 @kernel(library=True)
@@ -16,5 +18,7 @@ def embedding_fwd(w: Tensor, ids: Tensor) -> Tensor:
 
 @kernel()
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
-    """dw [V, D]: the sum of the rows of dy by id, in a fixed order; padding_idx -1 skips none."""
-    return torch.ops.aten.embedding_dense_backward.default(dy, ids, vocab, padding_idx, False)
+    """dw [V, D]: the sum of the rows of dy by id, in a fixed order, in the wide dtype; padding_idx -1 skips none."""
+    if dy.is_cpu and dy.dtype is not wide(dy.dtype):  # where torch rounds after every row
+        return _backward(dy.to(wide(dy.dtype)), ids, vocab, padding_idx, False).to(dy.dtype)
+    return _backward(dy, ids, vocab, padding_idx, False)

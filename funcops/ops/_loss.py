@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ REDUCTIONS = ("mean", "sum", "none")
 
 def check_options(cfg: Any, where: str) -> None:
     require(0.0 <= cfg.label_smoothing < 1.0, where, "label_smoothing", "in [0, 1)", cfg.label_smoothing)
-    require(cfg.z_loss >= 0.0, where, "z_loss", "at least 0", cfg.z_loss)
+    require(0.0 <= cfg.z_loss < math.inf, where, "z_loss", "at least 0, and finite", cfg.z_loss)
     require(cfg.reduction in REDUCTIONS, where, "reduction", "'mean', 'sum' or 'none'", repr(cfg.reduction))
 
 

@@ -14,6 +14,7 @@ arXiv:2002.05202.
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -49,6 +50,8 @@ class GLUConfig:
         else:
             require(self.gate in ("first", "second"), "GLUConfig", "gate", "'first' or 'second'", repr(self.gate))
         require(self.limit > 0, "GLUConfig", "limit", "above 0", self.limit)
+        for name in ("alpha", "offset"):
+            require(math.isfinite(getattr(self, name)), "GLUConfig", name, "finite", getattr(self, name))
         object.__setattr__(self, "first", self.gate == "first")
 
     first: ClassVar[bool]  # whether the gate is the first half

@@ -12,6 +12,7 @@ or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import torch
@@ -36,7 +37,7 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)
-        require(self.theta > 0, "RopeConfig", "theta", "above 0", self.theta)
+        require(0 < self.theta < math.inf, "RopeConfig", "theta", "above 0, and finite", self.theta)
         r = self.rotary_dim if self.rotary_dim is not None else self.dim
         object.__setattr__(self, "rotating", r)
         object.__setattr__(self, "table_size", 3 * r)

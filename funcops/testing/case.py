@@ -49,6 +49,8 @@ class Case:
     dtypes: tuple[torch.dtype, ...] = FLOATS
     name: str = ""
     free: tuple[str, ...] = ()  # paths, such as "x" or "x.0", of leaves that may have any size
+    cancels: tuple[str, ...] = ()  # "x", "params.weight": leaves whose gradient's terms cancel; say why beside it
+    unrounded: tuple[str, ...] = ()  # paths of params of which a wider accumulator gets the sum before it is rounded
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
     device: str = "cpu"
 

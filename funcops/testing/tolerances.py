@@ -5,8 +5,9 @@ A result that sums n terms in a dtype with unit roundoff u carries an error of a
 
     |got - want| <= u * factor * sqrt(n) * (scale + |want|)
 
-where scale is the largest absolute value in the whole tree `want` (a leaf's terms may cancel down to nothing), n the reduction length and
-factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded once a
+where scale is the largest absolute value in the whole tree `want` (a leaf's terms may cancel down to nothing), or with `by_leaf` that of
+the leaf (but for leaves under the paths of `cancels`, whose terms come to little by nature: softmax over one class), n the reduction
+length and factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded once a
 kernel, so n is 1 for them and an op that chains kernels rounds a few times: factor 16.
 """
 
@@ -28,12 +29,21 @@ def bound(want: Tensor, scale: float, dtype: torch.dtype, length: int) -> Tensor
     return ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5 * (scale + want.abs()) + ROUNDOFF[dtype]
 
 
-def assert_close(got: Any, want: Any, *, dtype: torch.dtype, length: int = 256, what: str = "") -> None:
+def assert_close(
+    got: Any,
+    want: Any,
+    *,
+    dtype: torch.dtype,
+    length: int = 256,
+    what: str = "",
+    by_leaf: bool = False,
+    cancels: tuple[str, ...] = (),
+) -> None:
     """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound."""
     got_paths, want_paths = paths(got), paths(want)
     problems = []
-    sizes = [float(w.double().nan_to_num().abs().max()) for w in want_paths.values() if w is not None and w.numel()]
-    scale = max(sizes, default=0.0)
+    sizes = {path: _largest(w) for path, w in want_paths.items() if w is not None}
+    whole = max(sizes.values(), default=0.0)
     if got_paths.keys() != want_paths.keys():
         problems.append(f"structure: {sorted(got_paths)} instead of {sorted(want_paths)}")
     for path in got_paths.keys() & want_paths.keys():
@@ -45,6 +55,7 @@ def assert_close(got: Any, want: Any, *, dtype: torch.dtype, length: int = 256, 
         if g.shape != w.shape:
             problems.append(f"{path or 'value'}: shape {list(g.shape)} instead of {list(w.shape)}")
             continue
+        scale = sizes[path] if by_leaf and not any(path == p or path.startswith(p + ".") for p in cancels) else whole
         g, w = g.double(), w.double()
         error, allowed = (g - w).abs(), bound(w, scale, dtype, length)
         bad = ~((error <= allowed) | (g == w) | (g.isnan() & w.isnan()))
@@ -57,3 +68,7 @@ def assert_close(got: Any, want: Any, *, dtype: torch.dtype, length: int = 256, 
             )
     if problems:
         raise AssertionError("; ".join([f"{what} differs", *problems]))
+
+
+def _largest(t: Tensor) -> float:
+    return float(t.double().nan_to_num().abs().max()) if t.numel() else 0.0

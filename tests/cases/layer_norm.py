@@ -23,6 +23,7 @@ def case(rows, dim, master=False, **options):
         cfg=cfg,
         x=lambda d: d.randn(*rows, *cfg.dim),
         reference=reference,
+        unrounded=("weight", "bias") if options.get("bias", True) else ("weight",),
         name=f"layer_norm-{rows}-{dim}-{options}{'-master' * master}",
         **extra,
     )

@@ -26,6 +26,7 @@ CASES = [
     case((3, 5), 4, 69),
     case((3, 5), 4, 7, chunk_bytes=56),  # two rows a chunk, one class
     case((7,), 3, 5, chunk_bytes=1, label_smoothing=0.1, z_loss=0.01),
+    case((2,), 3, 300, chunk_bytes=1600),  # 200 classes a chunk, so 128
     case((2,), 1, 1, reduction="sum"),
     case((4,), 3, 6, reduction="none", chunk_bytes=40),
     case((0,), 3, 4, reduction="sum"),

@@ -1,7 +1,20 @@
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
-from funcops import ActivationConfig, LinearConfig, SkipConfig, activation, linear, skip
+from funcops import (
+    ActivationConfig,
+    AddConfig,
+    ChainConfig,
+    LinearConfig,
+    SkipConfig,
+    Step,
+    WithExtras,
+    activation,
+    add,
+    chain,
+    linear,
+    skip,
+)
 from funcops.testing import Case, Error
 
 
@@ -15,7 +28,22 @@ def case(rows, dim):
     )
 
 
-CASES = [case((2, 5), 7), case((0,), 3), case((), 1)]
+GIVEN = ChainConfig(
+    steps=(Step("a", linear, LinearConfig(3, 3)), Step("join", add, AddConfig(), takes=("given",))),
+    extras=("given",),
+)
+CASES = [
+    case((2, 5), 7),
+    case((0,), 3),
+    case((), 1),
+    Case(
+        op=skip,
+        cfg=SkipConfig(chain, GIVEN),
+        x=lambda d: WithExtras(d.randn(2, 3), {"given": d.randn(2, 3)}),
+        reference=lambda p, x, cfg: x.main + F.linear(x.main, p["a"].weight, p["a"].bias) + x.extras["given"],
+        name="skip-extras",
+    ),
+]
 
 
 @st.composite

@@ -1,0 +1,65 @@
+"""What the laws share: gradients drawn for a tree, comparison bit for bit, one run of a case, memory that shows who reads it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.needs import Needs
+from funcops.testing.case import Case
+from funcops.trees import leaves, paths, same_structure, tree_map
+
+
+def float_like(tree: Any, seed: int) -> Any:
+    """A tree of random gradients for the floating leaves."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(t: Any) -> Any:
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            return None
+        return torch.randn(t.shape, dtype=torch.float64, device="cpu", generator=generator).to(t)
+
+    return tree_map(draw, tree)
+
+
+def same_bits(a: Any, b: Any, what: str) -> None:
+    assert same_structure(a, b), f"{what}: structures differ: {paths(a).keys()} and {paths(b).keys()}"
+    for (path, x), y in zip(paths(a).items(), leaves(b), strict=True):
+        same = x is y is None or (isinstance(x, Tensor) and isinstance(y, Tensor) and _equal(x, y))
+        assert same, f"{what}: {path or 'value'} differs"
+
+
+def _equal(x: Tensor, y: Tensor) -> bool:
+    return x.dtype == y.dtype and torch.equal(torch.nan_to_num(x, 12345.0), torch.nan_to_num(y, 12345.0))
+
+
+def run(case: Case, dtype: torch.dtype, needs: Needs = Needs.ALL) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """params, x, y, residuals, dy and (dparams, dx)."""
+    params, x = case.make(dtype)
+    y, residuals = case.op.fwd(params, x, case.cfg, needs=needs)
+    dy = float_like(y, 7)
+    return params, x, y, residuals, dy, case.op.bwd(residuals, dy, case.cfg)
+
+
+@contextlib.contextmanager
+def poisoned_empties() -> Iterator[None]:
+    """`torch.empty` and its like give NaN (or the largest integer), so that memory which nobody writes shows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        settings.fill_uninitialized_memory = filled
+
+
+def tree_map_path(fn: Callable[[str, Any], Any], tree: Any) -> Any:
+    names = iter(paths(tree))
+    return tree_map(lambda t: fn(next(names), t), tree)

@@ -1,0 +1,195 @@
+"""Frugal: what the needed gradients read is kept, nothing else, and nothing else is computed.
+
+What must be kept under a mask follows from the run under `Needs.ALL` and the declarations of the fields (`Field.wanted`). The needs
+of the parts of a combinator are worked out here anew, from the definition: a value needs a gradient where something that needs one
+led to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.compose.chain import ChainConfig
+from funcops.compose.parallel import ParallelConfig
+from funcops.compose.repeat import RepeatConfig
+from funcops.compose.step import Step, abstract_params, live_inputs
+from funcops.needs import Mask, Needs
+from funcops.op import Op
+from funcops.schema import Saved
+from funcops.testing.case import Case
+from funcops.testing.checks import run, same_bits
+from funcops.testing.tolerances import assert_close
+from funcops.trees import paths, tensors, tree_map
+
+
+def law_frugal(case: Case, dtype: torch.dtype) -> None:
+    """Every mask of needs keeps exactly the fields declared for it, in residuals and in pending, and gives the same bits where a
+    gradient is needed, None elsewhere."""
+    op, cfg = case.op, case.cfg
+    params, x, _, residuals, dy, full = run(case, dtype)
+    assert op.fwd(params, x, cfg, needs=Needs.NONE)[1] is None, "Needs.NONE keeps nothing"
+    _aliases_are_inputs(residuals, (params, x))
+    _, pending = op.dgrad(residuals, dy, cfg)
+    for needs in masks(params, x):
+        _, kept = op.fwd(params, x, cfg, needs=needs)
+        _keeps(kept, residuals, needs, "residuals")
+        want = _masked(full, needs)
+        got = op.bwd(kept, dy, cfg)
+        for path, g in paths(got[0]).items():
+            assert (g is None) == (paths(want[0])[path] is None), f"dparams.{path} under {needs}"
+        same_bits(got[1], want[1], f"dx under {needs}")
+        assert_close(got[0], want[0], dtype=dtype, by_leaf=True, what=f"dparams under {needs}")
+        dx, waiting = op.dgrad(kept, dy, cfg)
+        _keeps(waiting, pending, needs, "pending")
+        same_bits((op.wgrad(waiting, cfg), dx), got, f"dgrad and wgrad under {needs}")
+        if tensors(params):
+            into = tree_map(lambda g: None if g is None else torch.ones_like(g), got[0])
+            total, _ = op.bwd(kept, dy, cfg, into=into)
+            assert_close(total, tree_map(lambda g: None if g is None else g + 1, got[0]), dtype=dtype, what=f"into under {needs}")
+
+
+def masks(params: Any, x: Any) -> Iterator[Needs]:
+    """Each gradient alone, all but the last, and each side alone. A bare x is asked for as True, a part of it by its path."""
+    given = {"x": {p for p, t in paths(x).items() if _float(t)}, "params": {p for p, t in paths(params).items() if _float(t)}}
+    every = [(side, path) for side, found in given.items() for path in sorted(found)]
+    wanted = [{one} for one in every] + [set(every[:-1])] + [{one for one in every if one[0] == side} for side in given]
+    found = dict.fromkeys(Needs(**{side: _mask(asked, side, given[side]) for side in given}) for asked in wanted)
+    return (needs for needs in found if needs and needs is not Needs.ALL)
+
+
+def _mask(asked: set[tuple[str, str]], side: str, given: set[str]) -> Any:
+    chosen = {path for name, path in asked if name == side}
+    return bool(chosen) if chosen == given or "" in chosen else sorted(chosen)
+
+
+def _float(t: Any) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point()
+
+
+def _masked(full: Any, needs: Needs) -> Any:
+    dparams, dx = full
+    parts = iter(paths(dx))
+    wanted_x = needs.x if isinstance(needs.x, bool) else None
+    masked_x = tree_map(lambda d, p=parts: d if (needs.input(next(p)) if wanted_x is None else wanted_x) else None, dx)
+    names = iter(paths(dparams))
+    return tree_map(lambda d: d if needs.param(next(names)) else None, dparams), masked_x
+
+
+def _aliases_are_inputs(residuals: Any, given: Any) -> None:
+    same = {id(t) for t in tensors(given)}
+    storages = {t.untyped_storage()._cdata for t in tensors(given) if t.numel()}
+    for t in tensors(residuals):
+        shares = t.numel() > 0 and t.untyped_storage()._cdata in storages
+        assert not shares or id(t) in same, "a residual that aliases an input must be that same object"
+
+
+def _keeps(kept: Any, full: Any, needs: Needs, what: str) -> None:
+    """`kept` holds the declared part of `full`, which was kept under `Needs.ALL`."""
+    got, want = held(kept), expected(full, needs)
+    loose = {path.partition(".{")[0] for path in want if ".{" in path}  # fields whose names are the op's own affair
+    more = {p for p in got - want if not any(p.startswith(f"{field}.") for field in loose)}
+    less = {p for p in want - got if ".{" not in p}
+    assert not more and not less, f"{what} under {needs}: keeps {sorted(more)} too many, lacks {sorted(less)}"
+    assert what == "pending" or len(tensors(kept)) <= len(tensors(full)), f"{what} under {needs}: more than under Needs.ALL"
+
+
+def held(node: Any) -> set[str]:
+    """The paths of what residuals or pending hold."""
+    return {path for path, t in paths(node).items() if t is not None}
+
+
+def expected(full: Any, needs: Needs) -> set[str]:
+    """The paths that residuals or pending must hold under `needs`, where `full` are those of `Needs.ALL`."""
+    if full is None or not (needs.params if full.kind == "pending" else needs):
+        return set()
+    if isinstance(full, Saved):
+        return {
+            path for name, field in full.fields.items() if field.wanted(needs) for path in _under(name, field, getattr(full, name))
+        }
+    parts = parts_needs(full.cfg, needs)
+    found = {f"{name}.{path}" for name, own in parts.items() for path in expected(full[name], own)}
+    if isinstance(full.cfg, ChainConfig):
+        found |= _computed_again(full, parts)
+    return found
+
+
+def _under(name: str, field: Any, value: Any) -> Iterator[str]:
+    if value is not None and field.shape.startswith("{"):
+        yield f"{name}.{{"
+        return
+    for path, t in paths(value).items():
+        if t is not None:
+            yield f"{name}.{path}" if path else name
+
+
+def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
+    """Of outputs that steps of a chain leave out: the recipe where its producer keeps its x anyway, otherwise the output itself."""
+    found = set()
+    for left_out, step in zip(full.cfg.dropped, full.cfg.steps, strict=True):
+        if left_out is None or full.get(left_out.key) is None:
+            continue
+        producer = left_out.producer
+        places = set(_wanted_places(full[step.name], left_out.places, parts[step.name]))
+        declared = producer.op.dgrad.node_class.fields  # type: ignore[attr-defined]
+        if places and all(declared[name].wanted(parts[producer.name]) for name in left_out.x_fields):
+            found |= {f"{left_out.key}.{path}" for path in held(full[left_out.key])}
+        else:
+            found |= {f"{step.name}.{place}" for place in places}
+    return found
+
+
+def _wanted_places(full: Any, places: dict[Any, Any], needs: Needs) -> Iterator[str]:
+    if full is None or not (needs.params if full.kind == "pending" else needs):
+        return
+    if isinstance(full, Saved):
+        yield from (name for name in places if name in full.fields and full.fields[name].wanted(needs))
+        return
+    parts = parts_needs(full.cfg, needs)
+    for name, further in places.items():
+        yield from (f"{name}.{path}" for path in _wanted_places(full[name], further, parts[name]))
+
+
+def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:
+    """What each part of a combinator is asked for, by its name."""
+    live = live_inputs(needs.x, cfg.extras)
+    if isinstance(cfg, ParallelConfig):
+        return {branch.name: _step_needs(branch, live, needs) for branch in cfg.branches}
+    found: dict[Any, Needs] = {}
+    if isinstance(cfg, RepeatConfig):
+        for i in range(cfg.times):
+            asked = _asked(cfg.op, cfg.cfg, needs, "" if cfg.stacked else f"{i}.")
+            found[i] = Needs(
+                x=_labels({"": "main", **{n: f"extras.{n}" for n in cfg.extras}}, live, bool(cfg.extras)), params=asked
+            )
+            live[""] = bool(found[i])
+        return found
+    assert isinstance(cfg, ChainConfig), f"a combinator of which the law does not know how needs reach its parts: {cfg}"
+    tied = {path for path, source in cfg.ties if needs.param(source)}
+    for step in cfg.steps:
+        found[step.name] = _step_needs(step, live, needs, tied)
+        live.update(dict.fromkeys(("", *step.gives), bool(found[step.name])))
+    return found
+
+
+def _step_needs(step: Step, live: dict[str, Mask], needs: Needs, tied: Any = ()) -> Needs:
+    labels = {"": "main" if step.passes else "0"}
+    labels |= {name: f"extras.{name}" if step.passes else str(i + 1) for i, name in enumerate(step.names)}
+    asked = _asked(step.op, step.cfg, needs, f"{step.name}.", tied)
+    return Needs(x=_labels(labels, live, bool(step.names)), params=asked)
+
+
+def _labels(labels: dict[str, str], live: dict[str, Mask], several: bool) -> Any:
+    if not several:
+        return live[""]
+    wanted = [label for name, label in labels.items() if live[name]]
+    return True if len(wanted) == len(labels) else wanted
+
+
+def _asked(op: Op, cfg: Any, needs: Needs, prefix: str, tied: Any = ()) -> Any:
+    every = [path for path, t in paths(abstract_params(op, cfg)).items() if t is not None]
+    wanted = [p for p in every if needs.param((prefix + p).rstrip(".")) or prefix + p in tied]
+    return bool(every) if wanted == every else wanted

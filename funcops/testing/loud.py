@@ -1,0 +1,150 @@
+"""Loud: every class of bad call raises, by name, before anything changes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import DonatedError, GradModeError, StaleResidualError
+from funcops.residuals import donate
+from funcops.testing.case import Case
+from funcops.testing.checks import run, tree_map_path
+from funcops.trees import leaves, paths, tensors, tree_map_tensors
+
+
+def law_loud(case: Case, dtype: torch.dtype) -> None:
+    """Every class of bad call raises by name, before anything changes."""
+    params, x, y, residuals, dy, _ = run(case, dtype)
+    op = case.op
+    names = tuple(f"{op.name}_{f}" for f in ("fwd", "bwd", "dgrad", "wgrad"))
+    for what, call in bad_calls(case, params, x, residuals, dy):
+        try:
+            call()
+        except (ValueError, TypeError, GradModeError, DonatedError, StaleResidualError) as error:
+            message = str(error)
+            transparent = "_fwd: " in message or "_bwd: " in message or "grad: " in message
+            assert message.startswith(names) or transparent, f"{what}: unnamed error {message!r}"
+            assert "must" in message and "got" in message, f"{what}: {message!r} says neither what must be nor what came"
+        else:
+            raise AssertionError(f"{case}: {what} went through without an error")
+
+
+def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
+    """(what, call) for every class of fault."""
+    op, cfg = case.op, case.cfg
+    several = len(tensors((params, x))) > 1
+
+    def changed(tree: Any, path: str, change: Callable[[Tensor], Any]) -> Any:
+        return tree_map_path(lambda p, t: change(t) if p == path else t, tree)
+
+    yield "cfg of another type", lambda: op.fwd(params, x, object())
+    yield "needs of another type", lambda: op.fwd(params, x, cfg, needs=True)
+    yield "params of another type", lambda: op.fwd(3.0, x, cfg)
+    for side, tree, call in (
+        ("x", x, lambda bad: op.fwd(params, bad, cfg)),
+        ("params", params, lambda bad: op.fwd(bad, x, cfg)),
+        ("dy", dy, lambda bad: op.dgrad(residuals, bad, cfg)),
+    ):
+        for path, t in paths(tree).items():
+            if not isinstance(t, Tensor):
+                continue
+            name = f"{side}.{path}" if path else side
+            if side != "dy":
+                yield f"{name} None", lambda p=path, s=tree, c=call: c(changed(s, p, lambda t: None))
+                if several:
+                    yield f"{name} on another device", lambda p=path, s=tree, c=call: c(changed(s, p, _to_meta))
+            yield f"{name} complex", lambda p=path, s=tree, c=call: c(changed(s, p, _to_complex))
+            if t.dim() and name not in case.free:
+                yield f"{name} too large", lambda p=path, s=tree, c=call: c(changed(s, p, _larger))
+            if t.is_floating_point():
+                grad = lambda t: t.detach().clone().requires_grad_()  # noqa: E731
+                yield f"{name} requires grad", lambda p=path, s=tree, c=call, g=grad: c(changed(s, p, g))
+    yield "residuals None", lambda: op.bwd(None, dy, cfg)
+    yield "residuals of another op", lambda: op.bwd(Foreign(), dy, cfg)
+    _, mine = op.fwd(params, x, cfg)
+    cell = donate(mine)
+    op.bwd(cell, dy, cfg)
+    yield "donated residuals", lambda: op.bwd(mine, dy, cfg)
+    yield "a spent cell", lambda: op.bwd(cell, dy, cfg)
+    _, pending = op.dgrad(residuals, dy, cfg)
+    if pending is not None:
+        spent = donate(pending)
+        op.wgrad(spent, cfg)
+        yield "donated pending", lambda: op.wgrad(pending, cfg)
+        yield "spent pending", lambda: op.wgrad(spent, cfg)
+        yield "pending of another op", lambda: op.wgrad(Foreign(), cfg)
+    yield from stale_calls(case, params, x, residuals, dy)
+    yield from into_calls(case, params, residuals, dy)
+
+
+def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
+    """(what, call): a backward after a write to each input that the residuals alias."""
+    kept = {id(t) for t in tensors(residuals)}
+    for i, (path, t) in enumerate(paths((params, x)).items()):
+        if id(t) not in kept:
+            continue
+
+        def call(i: int = i) -> None:
+            mine = tree_map_tensors(torch.clone, (params, x))
+            _, residuals = case.op.fwd(*mine, case.cfg)
+            leaves(mine)[i].add_(0)
+            case.op.bwd(residuals, dy, case.cfg)
+
+        yield f"{path} written to since the forward", call
+
+
+def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
+    """(what, call): accumulators of a wrong kind, one leaf at a time; none of the others may have been added to."""
+    faults: dict[str, Callable[[Tensor], Any]] = {
+        "missing": lambda t: None,
+        "of another shape": _larger,
+        "of integers": lambda t: torch.zeros_like(t, dtype=torch.int64),
+        "on another device": _to_meta,
+        "no tensor": lambda t: 3.0,
+        "too narrow": lambda t: t.to(torch.bfloat16 if t.element_size() > 2 else torch.float8_e5m2),
+        "that requires grad": lambda t: t.requires_grad_(),
+        "expanded": lambda t: t.new_zeros(()).expand(t.shape) if t.numel() > 1 else None,
+    }
+    of = {path: t for path, t in paths(params).items() if isinstance(t, Tensor)}
+    call = functools.partial(_backward_into, case, params, residuals, dy)
+    for path, (what, fault) in itertools.product(of, faults.items()):
+        yield f"into.{path} {what}", functools.partial(call, lambda p, t, path=path, fault=fault: fault(t) if p == path else t)
+    for a, b in itertools.pairwise([path for path, t in of.items() if t.numel()]):
+        room = of[a].new_zeros(max(of[a].numel(), of[b].numel()))
+        yield (
+            f"into.{b} in the memory of {a}",
+            functools.partial(call, lambda p, t, pair=(a, b), room=room: room[: t.numel()].view(t.shape) if p in pair else t),
+        )
+    if of:
+        yield "into of another type", lambda: case.op.bwd(residuals, dy, case.cfg, into=3.0)
+
+
+def _backward_into(case: Case, params: Any, residuals: Any, dy: Any, change: Callable[[str, Any], Any]) -> None:
+    """A backward into zeros, changed; on its error, all must still be zeros."""
+    into = tree_map_path(change, tree_map_tensors(torch.zeros_like, params))
+    try:
+        case.op.bwd(residuals, dy, case.cfg, into=into)
+    finally:
+        touched = [p for p, a in paths(into).items() if isinstance(a, Tensor) and not a.is_meta and a.float().any()]
+        assert not touched, f"{', '.join(touched)} was added to before the error"
+
+
+class Foreign:
+    """Stands for the residuals of another op."""
+
+
+def _to_meta(t: Tensor) -> Tensor:
+    return t.to("meta")
+
+
+def _to_complex(t: Tensor) -> Tensor:
+    return t.to(torch.complex64)
+
+
+def _larger(t: Tensor) -> Tensor:
+    return t.new_zeros([n + 1 for n in t.shape])

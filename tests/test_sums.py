@@ -1,0 +1,83 @@
+"""Sums over many rows and chunks in 16 bits: taken in float32, and rounded once."""
+
+import pytest
+import torch
+
+from funcops import (
+    BiasConfig,
+    EmbeddingConfig,
+    LayerNormConfig,
+    LinearConfig,
+    LinearCrossEntropyConfig,
+    RMSNormConfig,
+    batch_wgrads,
+    bias,
+    embedding,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    random,
+    rms_norm,
+)
+from funcops.testing.tolerances import ROUNDOFF
+from funcops.trees import cast, paths, tree_map, tree_map_tensors
+
+ROWS, D = 4096, 16
+IDS = torch.arange(ROWS) % 3
+LABELS = torch.arange(ROWS) % 256
+SIZES = LinearCrossEntropyConfig(D, 256, reduction="sum", chunk_bytes=4 * ROWS * 4)  # 4 classes at a time: 64 chunks
+OPS = {
+    "linear": (linear, LinearConfig(D, 8), lambda rows: rows),
+    "bias": (bias, BiasConfig(D), lambda rows: rows),
+    "rms_norm": (rms_norm, RMSNormConfig(D), lambda rows: rows),
+    "layer_norm": (layer_norm, LayerNormConfig(D), lambda rows: rows),
+    "embedding": (embedding, EmbeddingConfig(3, D), lambda rows: IDS),
+    "linear_cross_entropy": (linear_cross_entropy, SIZES, lambda rows: (rows, LABELS)),
+}
+# The error of one rounding, in units of the roundoff: 0.7 to 1.1, as the numbers lie. The loss's gradient of the logits is rounded too.
+LIMITS = {"linear_cross_entropy": 2.0}
+
+
+def ran(op, cfg, make_x, dtype):
+    """params, and (residuals, dy) in `dtype` and in float64, of the same numbers; the mean of dy is not zero, so that sums grow."""
+    generator = torch.Generator().manual_seed(0)
+    params = cast(op.init(cfg, key=random.key(0), dtype=torch.float64), dtype)
+    x = tree_map_tensors(
+        lambda t: t.to(dtype) if t.is_floating_point() else t, make_x(torch.randn(ROWS, D, generator=generator).double())
+    )
+    found = []
+    for width in (dtype, torch.float64):
+        y, residuals = op.fwd(cast(params, width), cast(x, width), cfg)
+        dy = (torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) + 0.5).to(dtype).to(y.dtype)
+        found.append((residuals, dy))
+    return params, found
+
+
+def off(got, want):
+    """The root of the mean square error over that of the values."""
+    return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", OPS)
+def test_gradients_are_rounded_once(name, dtype):
+    op, cfg, make_x = OPS[name]
+    _, ((residuals, dy), (exact, d_exact)) = ran(op, cfg, make_x, dtype)
+    want = paths(op.bwd(exact, d_exact, cfg))
+    dx, pending = op.dgrad(residuals, dy, cfg)
+    for got in (op.bwd(residuals, dy, cfg), (op.wgrad(pending, cfg), dx)):
+        for path, g in paths(got).items():
+            assert g is None or off(g, want[path]) < LIMITS.get(name, 1.25) * ROUNDOFF[dtype], path
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("how", [None, "each", "concatenate", "batch", "group"])
+def test_biases_of_joined_products_reach_wide_accumulators_unrounded(how, dtype):
+    op, cfg, make_x = OPS["linear"]
+    params, ((residuals, dy), (exact, d_exact)) = ran(op, cfg, make_x, dtype)
+    want = op.bwd(exact, d_exact, cfg)[0]
+    _, pending = op.dgrad(residuals, dy, cfg)
+    sums = tree_map(lambda p: torch.zeros_like(p, dtype=torch.float32), params)
+    got = batch_wgrads(op, [pending, pending], cfg, into=sums, how=how)
+    assert off(got.bias, 2 * want.bias) < 1e-6
+    assert off(got.weight, 2 * want.weight) < ROUNDOFF[dtype]
