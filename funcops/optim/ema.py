@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import check, require
-from funcops.optim._rows import Row, dotted, lists_of
+from funcops.optim._rows import dotted, lists_of
 from funcops.trees import paths, tree_map, with_leaves
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
     return average if in_place else with_leaves(average, made)
 
 
-def _blend(averages: Row, params: Row, decay: float | Tensor) -> None:
+def _blend(averages: list[Tensor], params: list[Tensor], decay: float | Tensor) -> None:
     if not averages:
         return
     if isinstance(decay, Tensor):

@@ -114,8 +114,8 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     by_id = {id(t): torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)}
     reference = tree_map(lambda t: by_id.get(id(t)), (ref_params, ref_x))
     got = tree_map(lambda g, t: torch.zeros_like(t) if g is None and t is not None else g, (dparams, dx), reference)
-    got, reference = ({"params": params, "x": x} for params, x in (got, reference))
-    assert_close(got, reference, dtype=dtype, length=length, by_leaf=True, cancels=case.cancels, what=f"gradients of {case}")
+    named: list[Any] = [{"params": params, "x": x} for params, x in (got, reference)]
+    assert_close(*named, dtype=dtype, length=length, by_leaf=True, cancels=case.cancels, what=f"gradients of {case}")
 
 
 def law_finite_differences(case: Case, dtype: torch.dtype) -> None:
