@@ -69,4 +69,3 @@ def remat(op: Op, offload: bool = False) -> Op:
 
     dgrad.node_class = RematResiduals  # type: ignore[attr-defined]
     return op._replace(name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="")
-

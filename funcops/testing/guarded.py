@@ -154,7 +154,9 @@ def _stale(call: Callable[[], Any], what: str) -> None:
     try:
         call()
     except StaleResidualError as error:
-        assert "must be as the" in str(error) and "got" in str(error), f"{what}: {str(error)!r} says neither what must be nor what came"
+        assert "must be as the" in str(error) and "got" in str(error), (
+            f"{what}: {str(error)!r} says neither what must be nor what came"
+        )
     else:
         raise AssertionError(f"{what}: went through without an error")
 
