@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
+import torch
+
 from funcops.errors import fail
 from funcops.trees import paths
 
+_tracing = torch.compiler.is_dynamo_compiling
 Mask = bool | tuple[str, ...]
 
 
@@ -15,7 +18,7 @@ class Needs:
     """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
 
     A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
-    as a sorted tuple of paths. Equal needs are one object, so comparing them is comparing identities.
+    as a sorted tuple of paths. Equal needs are one object, but for those that a compiler makes while it traces.
 
     >>> Needs(params={"weight": True, "bias": False})
     Needs(x=True, params=('weight',))
@@ -63,6 +66,8 @@ def _intern(x: Mask, params: Mask) -> Needs:
     if (x, params) not in _interned:
         needs = object.__new__(Needs)
         needs.x, needs.params = x, params
+        if _tracing():  # a compiler refuses what it would have to write outside
+            return needs
         _interned[x, params] = needs
     return _interned[x, params]
 
@@ -101,7 +106,9 @@ def sub_mask(mask: Mask, name: str) -> Mask:
     found = _parts.get((mask, name))
     if found is None:
         inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
-        found = _parts[mask, name] = True if name in mask else inner or False
+        found = True if name in mask else inner or False
+        if not _tracing():
+            _parts[mask, name] = found
     return found
 
 

@@ -339,8 +339,10 @@ def _write_methods(cls: Any) -> dict[str, Any]:
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...] | None:
     """The fields that `needs` does not ask for; None where nothing at all will be asked for."""
     asked = needs.params if cls.kind == "pending" else needs
-    memo[needs] = tuple(n for n, field in cls.fields.items() if not field.wanted(needs)) if asked else None
-    return memo[needs]
+    found = tuple(n for n, field in cls.fields.items() if not field.wanted(needs)) if asked else None
+    if not torch.compiler.is_dynamo_compiling():  # a compiler refuses what it would have to write outside
+        memo[needs] = found
+    return found
 
 
 def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
