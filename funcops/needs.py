@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-import torch
-
 from funcops.errors import fail
+from funcops.memo import remember
 from funcops.trees import paths
 
-_tracing = torch.compiler.is_dynamo_compiling
 Mask = bool | tuple[str, ...]
 
 
@@ -66,9 +64,7 @@ def _intern(x: Mask, params: Mask) -> Needs:
     if (x, params) not in _interned:
         needs = object.__new__(Needs)
         needs.x, needs.params = x, params
-        if _tracing():  # a compiler refuses what it would have to write outside
-            return needs
-        _interned[x, params] = needs
+        return remember(_interned, (x, params), needs)
     return _interned[x, params]
 
 
@@ -106,9 +102,7 @@ def sub_mask(mask: Mask, name: str) -> Mask:
     found = _parts.get((mask, name))
     if found is None:
         inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
-        found = True if name in mask else inner or False
-        if not _tracing():
-            _parts[mask, name] = found
+        found = remember(_parts, (mask, name), True if name in mask else inner or False)
     return found
 
 

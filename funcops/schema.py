@@ -17,6 +17,7 @@ from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, StaleResidualError, describe, fail
 from funcops.marks import STALE, Gone, Missing, Moved, marks_of, post_init, stale_path, version, versions
+from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.trees import register, show, static
 
@@ -340,9 +341,7 @@ def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...]
     """The fields that `needs` does not ask for; None where nothing at all will be asked for."""
     asked = needs.params if cls.kind == "pending" else needs
     found = tuple(n for n, field in cls.fields.items() if not field.wanted(needs)) if asked else None
-    if not torch.compiler.is_dynamo_compiling():  # a compiler refuses what it would have to write outside
-        memo[needs] = found
-    return found
+    return remember(memo, needs, found)
 
 
 def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:

@@ -6,6 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
     "errors",
+    "memo",
     "trees",
     "marks",
     "needs",

@@ -36,6 +36,7 @@ from funcops.compose.step import (
     split_x,
 )
 from funcops.errors import describe, fail, require, require_type
+from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, make_op
 from funcops.schema import open_node
@@ -161,8 +162,7 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
         found.append(wanted)
         for name in ("", *step.gives):
             live[name] = bool(wanted)
-    cfg.step_needs[needs] = tuple(found)
-    return cfg.step_needs[needs]
+    return remember(cfg.step_needs, needs, tuple(found))
 
 
 def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConfig) -> tuple[str, ...]:
@@ -273,8 +273,7 @@ def _forwards(cfg: ChainConfig, needs: Needs) -> tuple[tuple[str, Any, Any, Need
     wanted = needs_of_steps(cfg, needs)
     left_out = [d if d is not None and d.applies(n) else None for d, n in zip(cfg.dropped, (Needs.NONE, *wanted), strict=False)]
     rows = zip(cfg.steps, wanted, cfg.routed, left_out, strict=True)
-    cfg.forwards[needs] = tuple((s.name, s.op.fwd, s.cfg, own, routed, left) for s, own, routed, left in rows)
-    return cfg.forwards[needs]
+    return remember(cfg.forwards, needs, tuple((s.name, s.op.fwd, s.cfg, own, routed, left) for s, own, routed, left in rows))
 
 
 def window_of(cfg: ChainConfig, needs: Needs, dtype: torch.dtype) -> Window:
@@ -305,7 +304,7 @@ def planned(cfg: ChainConfig, needs: Needs, device_type: str, dtype: torch.dtype
             tuple(Planned(piece, known_of(piece, wanted), known_of(piece, left_out)) for piece in half)
             for half in (found.forward, found.backward)
         ]
-        cfg.plans[key] = Pieces(halves[0], halves[1][::-1], any(piece.rule for piece in found.backward))
+        return remember(cfg.plans, key, Pieces(halves[0], halves[1][::-1], any(piece.rule for piece in found.backward)))
     return cfg.plans[key]
 
 

@@ -31,6 +31,7 @@ from funcops.compose.step import (
     split_x,
 )
 from funcops.errors import describe, fail, require, require_type
+from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, make_op
 from funcops.schema import open_node
@@ -92,7 +93,7 @@ class ParallelPending(Nested):
 def needs_of_branches(cfg: ParallelConfig, needs: Needs) -> tuple[Needs, ...]:
     if needs not in cfg.branch_needs:
         live = live_inputs(needs.x, cfg.extras)
-        cfg.branch_needs[needs] = tuple(branch.needs(live, needs.params) for branch in cfg.branches)
+        return remember(cfg.branch_needs, needs, tuple(branch.needs(live, needs.params) for branch in cfg.branches))
     return cfg.branch_needs[needs]
 
 
@@ -100,7 +101,8 @@ def siblings_of(cfg: ParallelConfig, needs: Needs, phase: str, device_type: str,
     """The branches as siblings whose first steps go to one kernel; found once for what that depends on."""
     key = needs, phase, device_type, dtype, registry_version()
     if key not in cfg.plans:
-        cfg.plans[key] = find(cfg.apart, needs_of_branches(cfg, needs), phase, device_type, dtype)[0] if cfg.fuse else None
+        found = find(cfg.apart, needs_of_branches(cfg, needs), phase, device_type, dtype)[0] if cfg.fuse else None
+        return remember(cfg.plans, key, found)
     return cfg.plans[key]
 
 

@@ -13,6 +13,7 @@ from funcops.compose.packed import packed
 from funcops.compose.remat import remat
 from funcops.compose.repeat import RepeatConfig
 from funcops.errors import fail, require, require_type
+from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals.policy import POLICIES, Policy, Recompute, Save
@@ -43,7 +44,7 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
         if found is None:
             if type(cfg) is not op.config:
                 fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
-            found = memo[cfg] = _apply(op, cfg, policy)
+            found = remember(memo, cfg, _apply(op, cfg, policy))
         return found
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
