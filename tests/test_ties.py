@@ -130,8 +130,15 @@ def test_drawn_ties(seed):
         lambda r: op.bwd(donate(r), dy, cfg),
         lambda r: op.bwd(r, dy, cfg, into=sums),
     ]
+    ends = {(source, one.partition(".")[0]) for path, source in sources.items() for one in (path, source)}
+    within = len(ends) < len(sources) + len(set(sources.values()))
     for way in ways:
-        dparams, dx = way(op.fwd(params, x, cfg, needs=needs)[1])
+        try:
+            dparams, dx = way(op.fwd(params, x, cfg, needs=needs)[1])
+        except ValueError as error:  # one accumulator for two leaves of one step
+            assert within and way is ways[-1] and "must be a tensor of its own, got memory of" in str(error)
+            assert all(t is None or not t.any() for t in paths(sums).values()), "nothing was added"
+            continue
         if dparams is sums:
             dparams = tree_map(lambda t, like: None if like is None else t, dparams, want)
         torch.testing.assert_close((paths(dparams), dx), (paths(want), dwant))

@@ -375,6 +375,12 @@ def _accumulators(where: str, into: Any, node: Any, cfg: ChainConfig, dy: Any = 
         return cfg.names
     check_names(where, "into", into, cfg)
     check_into_tree(where, into, chain, cfg, node, dy)
+    seen: dict[tuple[str, str], str] = {}
+    for path, source in (*[(source, source) for source in {source for _, source in cfg.ties}], *cfg.ties):
+        first = seen.setdefault((source, path.partition(".")[0]), path)
+        if first != path:  # refused here, before the step of both refuses it
+            got = f"memory of into.{first}, which is in the same step"
+            fail(where, f"into.{path}", "a tensor of its own", got)
     return tied(where, into, cfg.ties)
 
 

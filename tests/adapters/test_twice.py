@@ -1,4 +1,4 @@
-"""A gradient under `create_graph=True` serves as a first derivative, and raises when it is differentiated: every face, every penalty."""
+"""A gradient under `create_graph=True` is a first derivative, and raises when it is differentiated: every face, every penalty."""
 
 import pytest
 import torch
