@@ -34,7 +34,6 @@ def product(a, b, choice, epilogue=products.Epilogue(), dtype=None):
     return out
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("programs", [1, 3, 5])
 def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch):
     """Slices that overlapped would be right where the last tile to be written is the right one."""
@@ -46,6 +45,7 @@ def test_splits_keep_apart_whatever_the_number_of_programs(programs, monkeypatch
         assert_close(product(a, b, kernel), want, dtype=torch.float32)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("flips", [(False, False), (False, True), (True, False), (True, True)], ids=str)
 def test_layouts(kernel, dtype, flips):

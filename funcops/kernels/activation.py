@@ -21,8 +21,8 @@ SATURATED = 1e4  # from here on exp(-|x|) is 0 in every dtype, and x^3 no infini
 class Activation(NamedTuple):
     """`forward(x)` gives y, and `backward(dy, x, y)` dx, both fresh tensors; y = f(x) is None unless `reads_y`."""
 
-    forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor, Optional[Tensor]], Tensor]
+    forward: Callable[..., Tensor]
+    backward: Callable[..., Tensor]
     reads_y: bool = False
 
 
