@@ -380,9 +380,10 @@ def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, devic
 
 
 def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) -> None:
-    if accumulator.element_size() < dtype.itemsize:
+    have = accumulator.dtype
+    if have is not dtype and have.itemsize <= dtype.itemsize:  # of float16 and bfloat16 neither holds all that the other does
         name = f"into.{path}" if path else "into"
-        fail(where, name, f"a float dtype at least as wide as {dtype}", accumulator.dtype, TypeError)
+        fail(where, name, f"{dtype} or a wider float dtype", have, TypeError)
 
 
 def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
