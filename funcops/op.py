@@ -4,10 +4,10 @@ An author writes `fwd`, `dgrad` and `wgrad` as plain functions under the decorat
 field (`funcops.schema`). `Op` derives the rest. The laws that every operator, combinator and fused op obeys, checked
 by `funcops.testing.check_op`:
 
-1. Split: `bwd` is `dgrad` then `wgrad`, bit for bit.
+1. Split: `bwd` is `dgrad` then `wgrad`, bit for bit, into accumulators too.
 2. Pure: no argument is written to, `into` and donated trees aside; the same call gives the same bits.
 3. Mirror: dparams has the structure of params, dx that of x; None where no gradient was needed or none exists.
-4. Frugal: residuals hold what the backward reads under `needs`, inputs as the very same objects; pending what wgrad reads.
+4. Frugal: residuals hold exactly what the backward reads under `needs`, inputs as the very same objects; pending what wgrad reads.
 5. Right: gradients match autograd and finite differences in float64.
 6. Two implementations, one meaning.
 7. Traceable: no graph break, no host sync, no data-dependent control flow.
@@ -380,9 +380,10 @@ def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, devic
 
 
 def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) -> None:
-    if accumulator.element_size() < dtype.itemsize:
+    have = accumulator.dtype
+    if have is not dtype and have.itemsize <= dtype.itemsize:  # of float16 and bfloat16 neither holds all that the other does
         name = f"into.{path}" if path else "into"
-        fail(where, name, f"a float dtype at least as wide as {dtype}", accumulator.dtype, TypeError)
+        fail(where, name, f"{dtype} or a wider float dtype", have, TypeError)
 
 
 def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:

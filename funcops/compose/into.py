@@ -36,8 +36,9 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
     check_apart(where, given)
     kept += [] if dy is None else tensors(dy)
     widest = max([t.element_size() for t in kept if t.is_floating_point()], default=0)
+    narrow = {t.dtype for t in given.values() if t.element_size() <= 2} - {t.dtype for t in kept}
     known = node is not None and (node.kind == "pending" or dy is not None)
-    if known and any([t.element_size() < widest for t in given.values()]) and not tracing():
+    if known and (narrow or any([t.element_size() < widest for t in given.values()])) and not tracing():
         for path, dtype in _gradient_dtypes(op, cfg, node, dy, kept).items():
             if path in given:
                 check_width(where, path, given[path], dtype)

@@ -48,6 +48,8 @@ def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending
     assert all(a is b for a, b in zip(leaves(total), leaves(into), strict=True)), "into must be returned"
     total_of_wgrad = case.op.wgrad(pending, case.cfg, into=other)
     assert all(a is b for a, b in zip(leaves(total_of_wgrad), leaves(other), strict=True)), "into must be returned by wgrad"
+    nothing_added = case.op.wgrad(None, case.cfg, into=other)
+    assert all(a is b for a, b in zip(leaves(nothing_added), leaves(other), strict=True)), "into must be returned by wgrad of None"
     same_bits(into, other, "into through bwd and through wgrad")
     want = tree_map(lambda g: None if g is None else g.to(wide(g.dtype)) + 1, dparams)
     assert_close(total, want, dtype=dtype, by_leaf=True, what="into")

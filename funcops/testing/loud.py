@@ -107,6 +107,7 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
         "on another device": _to_meta,
         "no tensor": lambda t: 3.0,
         "too narrow": lambda t: t.to(torch.bfloat16 if t.element_size() > 2 else torch.float8_e5m2),
+        "of the other 16-bit dtype": lambda t: t.to(OTHER[t.dtype]) if t.dtype in OTHER else None,
         "that requires grad": lambda t: t.requires_grad_(),
         "expanded": lambda t: t.new_zeros(()).expand(t.shape) if t.numel() > 1 else None,
     }
@@ -132,6 +133,9 @@ def _backward_into(case: Case, params: Any, residuals: Any, dy: Any, change: Cal
     finally:
         touched = [p for p, a in paths(into).items() if isinstance(a, Tensor) and not a.is_meta and a.float().any()]
         assert not touched, f"{', '.join(touched)} was added to before the error"
+
+
+OTHER = {torch.bfloat16: torch.float16, torch.float16: torch.bfloat16}
 
 
 class Foreign:

@@ -105,7 +105,7 @@ CASES = [
     case((0,), 4, 3),
     case((), 3, 1),
     Case(op=chain, cfg=apart(5, 4), x=lambda d: d.randn(2, 3, 5), reference=apart_reference, name="chain-apart"),
-    Case(op=chain, cfg=apart(8, 4), x=lambda d: d.randn(4096, 8), reference=apart_reference, name="chain-apart-4096"),
+    Case(op=chain, cfg=apart(8, 8), x=lambda d: d.randn(4096, 8), reference=apart_reference, name="chain-apart-4096"),
     Case(
         op=chain,
         cfg=EXTRAS,
