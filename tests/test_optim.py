@@ -427,3 +427,15 @@ def test_a_step_count_that_was_exchanged_is_the_one_that_counts(sparse):
     want, after = adamw_update(params, g, AdamWState(state.step.clone(), state.exp_avg, state.exp_avg_sq), cfg)
     adamw_update(params, g, state, cfg, in_place=True)
     assert torch.equal(state.step, after.step) and torch.equal(params["a"], want["a"])
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_strided_momentum_is_that_of_dense_params(nesterov):
+    cfg = SGDConfig(lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1)
+    torch.manual_seed(0)
+    dense, g = {"w": torch.randn(4, 3, dtype=torch.float64)}, {"w": torch.randn(4, 3, dtype=torch.float64)}
+    strided = {"w": dense["w"].t().contiguous().t()}
+    states = [sgd_init(dense, cfg), sgd_init(strided, cfg)]
+    for _ in range(3):
+        (dense, states[0]), (strided, states[1]) = sgd_update(dense, g, states[0], cfg), sgd_update(strided, g, states[1], cfg)
+    torch.testing.assert_close(dense["w"], strided["w"])

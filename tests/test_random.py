@@ -128,3 +128,15 @@ def test_other_data_are_refused(data):
         random.fold_in(random.key(0), torch.tensor(data)) if -(2**63) <= data < 2**63 else random.key(data * 2)
     with pytest.raises(TypeError, match="random.fold_in: data must be int64"):
         random.fold_in(random.key(0), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("place", range(64))
+def test_every_bit_of_a_key_counts(place):
+    """Of the seed and of the stream, the sign included."""
+    bit = (1 << place) - ((1 << 64) if place == 63 else 0)
+    key = torch.tensor([5, 7])
+    drawn = random.bits(key, 8)
+    for i in range(2):
+        other = key.clone()
+        other[i] ^= bit
+        assert not torch.equal(random.bits(other, 8), drawn)

@@ -307,3 +307,13 @@ def compare_on_a_line(make):
     x = torch.linspace(-1, 1, 2 * D, dtype=torch.float64).view(2, D)
     want, got = both(make)
     assert_close(gradients(got, x), gradients(want, x), dtype=torch.float64, length=256)
+
+
+def test_a_bias_that_is_taken_away_is_gone():
+    """The config follows the parameters, too."""
+    layer, x = fnn.Linear(3, 2), torch.randn(4, 3)
+    layer(x)
+    layer.bias = None
+    torch.testing.assert_close(layer(x), x @ layer.weight.t())
+    layer.bias = torch.nn.Parameter(torch.ones(2))
+    torch.testing.assert_close(layer(x), x @ layer.weight.t() + 1)

@@ -178,10 +178,12 @@ def end(process: subprocess.Popen[bytes]) -> None:
 def judge(runner: Runner, faults: Sequence[Fault]) -> Iterator[tuple[Fault, str, float]]:
     """Each fault and what became of it, with the seconds that it took, as they end."""
     sets = sorted({fault.tests for fault in faults if not fault.equivalent})
-    sound = dict(zip(sets, runner.pool.map(runner.passes, sets), strict=True))
+    sound = {
+        tests: runner.pool.submit(runner.passes, tests) for tests in sets
+    }  # all begin before the first fault, so none waits for ever
 
     def one(fault: Fault) -> tuple[Fault, str, float]:
-        if fault.equivalent or not sound[fault.tests]:
+        if fault.equivalent or not sound[fault.tests].result():
             return fault, EQUIVALENT if fault.equivalent else BROKEN, 0.0
         start = time.monotonic()
         state = SURVIVED if runner.passes(fault.tests, fault) else NOTICED
