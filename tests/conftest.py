@@ -20,6 +20,23 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = list(items)
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
+    _take_turns(items)
     for item in items:
         if absent and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and to be chosen by -m gpu alone"))
+
+
+def _take_turns(items):
+    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone prove much the same, so one of them, each in its turn, is in
+    the first tier, and the others are in the second."""
+    groups = {}
+    for item in items:
+        marker = item.get_closest_marker("turns")
+        if marker is not None:
+            of = item.callspec.params
+            key = item.function, *[repr(value) for name, value in of.items() if name != marker.args[0]]
+            groups.setdefault(key, []).append(item)
+    for turn, group in enumerate(groups.values()):
+        for i, item in enumerate(group):
+            if i != turn % len(group):
+                item.add_marker(pytest.mark.slow)

@@ -49,7 +49,10 @@ def measured(sample, dtype, providers=("funcops",)):
         return list(kernels.measure(sample, dtype, providers, HostTimer(), 1e9))
 
 
-@pytest.mark.parametrize(("i", "dtype"), drawn(range(len(names())), (torch.bfloat16, torch.float32), names()))
+KERNELS = [name.rpartition("-")[0] for name in names()]
+
+
+@pytest.mark.parametrize(("i", "dtype"), drawn(range(len(names())), (torch.bfloat16, torch.float32), names(), KERNELS))
 def test_every_sample_measures(i, dtype, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     (row,) = measured(tiny(dtype)[i], dtype)

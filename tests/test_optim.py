@@ -139,7 +139,9 @@ def test_strides_do_not_matter(init, update, cfg):
     close(update(turned_params, grads, init(turned_params, cfg), cfg, in_place=True), expected)
 
 
-@pytest.mark.parametrize(("optimiser", "in_place"), drawn(OPTIMISERS, [False, True], ["adamw", *map(str, SGDS)]))
+@pytest.mark.parametrize(
+    ("optimiser", "in_place"), drawn(OPTIMISERS, [False, True], ["adamw", *map(str, SGDS)], ["adamw", *["sgd"] * len(SGDS)])
+)
 def test_compiles_whole(optimiser, in_place):
     (init, update, cfg), params = optimiser, model()
     mask = decay_mask(params)

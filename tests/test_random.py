@@ -81,7 +81,8 @@ def test_uniform_stays_below_high_in_every_dtype(low, high, dtype, monkeypatch):
     drawn = random.uniform(random.key(0), (len(EXTREMES),), low=low, high=high, dtype=dtype).double()
     assert drawn.dtype is torch.float64 and low <= float(drawn.min()) and float(drawn.max()) < high
     assert (drawn.diff() >= 0).all()
-    near = 2 * torch.finfo(dtype).eps * max(abs(low), abs(high)) + (high - low) * 2.0**-24
+    limits = torch.finfo(dtype)
+    near = 2 * limits.eps * max(abs(low), abs(high), limits.tiny) + (high - low) * 2.0**-24
     assert float(drawn.min()) <= low + near and float(drawn.max()) >= high - near, "no further from the ends than rounding takes"
 
 

@@ -75,6 +75,7 @@ def test_bfloat16_trains(text, tmp_path):
     assert float(rows[-1][1]) < float(rows[0][1])
 
 
+@pytest.mark.slow
 def test_trains_on_triton_as_on_torch(text, tmp_path):
     pytest.importorskip("triton")
     smaller = "--dim 16 --layers 1 --hidden 32 --context 16 --batch 1 --eval-every 10".split()
@@ -86,7 +87,7 @@ def test_trains_on_triton_as_on_torch(text, tmp_path):
         "--steps",
         10,
         "--stop-at",
-        6,
+        3,
     ]  # the interpreter takes a minute to evaluate and to sample
     run(*flags, "--out", tmp_path / "a")
     with backend("triton"):

@@ -7,12 +7,14 @@ the first tier, and the rest of the grid in the second.
 import pytest
 
 
-def drawn(rows, columns, ids=None):
-    """Parameters (row, column): the i-th row with the i-th column, round and round, in the first tier; all others marked slow."""
+def drawn(rows, columns, ids=None, families=None):
+    """Parameters (row, column): the i-th row with the i-th column, round and round, in the first tier; all others marked slow.
+    With `families`, one for each row, so are all rows of a family but the first."""
     columns = list(columns)
     ids = [str(row) for row in rows] if ids is None else ids
+    again = [families is not None and family in families[:i] for i, family in enumerate(families or ids)]
     return [
-        pytest.param(row, column, id=f"{name}-{column}", marks=() if i % len(columns) == j else pytest.mark.slow)
+        pytest.param(row, column, id=f"{name}-{column}", marks=() if i % len(columns) == j and not again[i] else pytest.mark.slow)
         for i, (row, name) in enumerate(zip(rows, ids, strict=True))
         for j, column in enumerate(columns)
     ]

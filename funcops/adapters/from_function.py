@@ -115,8 +115,7 @@ def op_from_torch(
         node: Any = TorchResiduals
         return refill(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
 
-    @dgrad_of(TorchResiduals)
-    def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+    def backward(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
         outputs, values = own.graphs.outputs, gradients(own.y_shape, dy, [])
         for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
@@ -134,6 +133,9 @@ def op_from_torch(
             waiting[n] = residuals.kept[n] if n in kept else dys[int(n[3:])] if n.startswith("dy.") else next(middle)
         node: Any = TorchPending
         return dx, node.keep(cfg, residuals.needs, kept=waiting, traced=own)
+
+    backward.__name__ = f"{label}_dgrad"
+    dgrad = dgrad_of(TorchResiduals)(backward)
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
         if pending is None:

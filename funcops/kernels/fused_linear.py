@@ -30,7 +30,7 @@ def fused_linear_fwd(
 def fused_linear_dgrad(dy: Tensor, w: Tensor, z: Optional[Tensor], kind: str, scale: float) -> Tensor:
     """dx = scale dy w, times f'(z) where `kind`: x was f(z), and this is the gradient of z. z: [*, I]."""
     dx = torch.matmul(dy, w) * scale
-    if z is None:
+    if not kind or z is None:
         return dx
     f = ACTIVATIONS[kind]
     return f.backward(dx, z, f.forward(z) if f.reads_y else None)

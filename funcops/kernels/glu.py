@@ -38,7 +38,7 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
     return f.backward(dy * linear, gate, active), active.mul_(dy) if not f.reads_y else active * dy
 
 
-AT_ONCE = 1 << 16  # elements of dy, a thread, for which there are buffers besides dx
+AT_ONCE = 1 << 15  # elements of dy, a thread, for which there are buffers besides dx
 
 
 def _halves(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
@@ -76,23 +76,37 @@ def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
 def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
     """A new tensor; `again`: y is written over dy. Of more than AT_ONCE elements a thread, a part of the rows at a time, so that
     there is little beside dx and the parts stay in the cache; a compiler makes one kernel of it and saves memory by itself."""
-    if torch.compiler.is_compiling() or dy.numel() <= AT_ONCE:
-        return _dx_at_once(dy, x, f, first, again)
+    if torch.compiler.is_compiling():
+        return _dx_joined(dy, x, f, first, again)
     d_x, width = torch.empty_like(x, memory_format=torch.contiguous_format), dy.shape[-1]
+    if dy.numel() <= AT_ONCE:
+        _write_dx(d_x, dy, x, f, first, again)
+        return d_x
     rows = max(1, AT_ONCE * torch.get_num_threads() // width)
-    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (dy, x, d_x))
-    for d_y, part, found in zip(*parts, strict=True):
-        found.copy_(_dx_at_once(d_y, part, f, first, again))
+    parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (d_x, dy, x))
+    for found, d_y, part in zip(*parts, strict=True):
+        _write_dx(found, d_y, part, f, first, again)
     return d_x
 
 
-def _dx_at_once(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
+def _dx_joined(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
+    """Without writes to a part of a tensor, which a compiler does not see."""
     gate, linear = _halves(x, first)
     active = f.forward(gate)
     parts = f.backward(dy * linear, gate, active), dy * active
     if again:
         dy.copy_(active.mul_(linear))
     return torch.cat(parts if first else parts[::-1], -1)
+
+
+def _write_dx(d_x: Tensor, dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> None:
+    gate, linear = _halves(x, first)
+    d_gate, d_linear = _halves(d_x, first)
+    active = f.forward(gate)
+    d_linear.copy_(dy).mul_(active)
+    d_gate.copy_(f.backward(dy * linear, gate, active))
+    if again:
+        dy.copy_(active.mul_(linear))
 
 
 @kernel()

@@ -25,7 +25,7 @@ def drawn(draw):
 
 
 ERRORS = [
-    Error(call=lambda: ScaleConfig(float("nan")), match="ScaleConfig: factor must be finite, got nan"),
+    Error(call=lambda: ScaleConfig(float("nan")), match="ScaleConfig: factor must be a number, got nan"),
     Error(
         call=lambda: scale_fwd(None, torch.ones(2, dtype=torch.int64), ScaleConfig(2.0)),
         match="scale_fwd: x must be float64 or float32 or bfloat16 or float16, got int64",
