@@ -335,6 +335,7 @@ def drawn_chains(examples):
     )
 
 
+@pytest.mark.slow
 @drawn_chains(15)
 def test_drawn_chains_under_drawn_masks(words, data):
     check_drawn_chain(words, data)

@@ -70,6 +70,7 @@ def test_laws(case, policy):
             LAWS[law](case, torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["recompute_norms", "minimal", "compress_fp8"])
 def test_compiles(policy):
     case = next(c for c, _ in CASES if c.op.name == "chain")

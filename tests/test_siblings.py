@@ -111,6 +111,7 @@ def test_drawn_siblings_under_drawn_masks(monkeypatch, words, data):
     check_drawn_siblings(monkeypatch, "torch", words, data)
 
 
+@pytest.mark.slow
 @drawn_siblings(5)
 def test_drawn_siblings_on_triton(monkeypatch, words, data):
     check_drawn_siblings(monkeypatch, "triton", words, data)

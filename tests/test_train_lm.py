@@ -46,6 +46,7 @@ def test_delayed_wgrad_gives_the_same_bits(text, tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_resume_gives_the_same_bits(text, tmp_path):
     run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "a")
     said = run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--stop-at", 25)

@@ -26,11 +26,11 @@ EVERY = [
 
 def rows():
     """Every case, law and dtype. In the first tier: the first case of an op under every law but Edges (test_layouts has the kernels in
-    every layout), the others under one law in turn, each case in one dtype, in turn."""
+    every layout) and Frugal (what is kept is the op's affair, not its kernels'), the others under one law in turn, each case in one dtype, in turn."""
     for i, (case, is_first) in enumerate(EVERY):
         for j, law in enumerate(HELD):
             for k, dtype in enumerate(DTYPES):
-                chosen = i % 3 == k and law != "edges" and (is_first or j == i // 3 % len(HELD))
+                chosen = i % 3 == k and law not in ("edges", "frugal") and (is_first or j == i // 3 % len(HELD))
                 if dtype in case.dtypes and law not in case.exempt:
                     yield pytest.param(case, law, dtype, marks=() if chosen else pytest.mark.slow)
 

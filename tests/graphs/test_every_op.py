@@ -106,6 +106,7 @@ def halves(op, cfg):
     return step
 
 
+@pytest.mark.slow
 def test_fused_triton_kernels():
     """Interpreted here. A recording sees them as operators, and runs them again."""
     params, x = chain.init(FUSED, key=random.key(0)), torch.randn(5, 16)
