@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.reduce import BucketedMean
-from funcops.errors import StaleResidualError, fail
+from funcops.errors import StaleResidualError, describe, fail
 from funcops.op import Op
 from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
 
@@ -152,12 +152,16 @@ class WgradStore:
             raise RuntimeError(
                 f"delayed_wgrad: reduce_sharded() must follow run(), got {len(self.waiting)} weight gradients that wait"
             )
+        places = [(module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None]
+        absent = self.done.keys() - {id(p) for _, _, p in places}
+        if absent:
+            shapes = ", ".join(describe(self.done[one]) for one in absent)
+            fail("delayed_wgrad", "model", "one that holds all parameters that got a gradient", f"one without {shapes}")
         whole = []
-        for module in model.modules():
-            for name, p in module._parameters.items():
-                if id(p) in self.done and p.grad is not None:
-                    whole.append((module, name, p.grad))
-                    p.grad = None
+        for module, name, p in places:  # one that stands at two places is counted at the first
+            if id(p) in self.done and p.grad is not None:
+                whole.append((module, name, p.grad))
+                p.grad = None
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # type: ignore[operator]

@@ -208,3 +208,12 @@ def test_a_distributed_model_must_not_reduce(alone, wrap, options):
     store.reduce()
     plain(x).square().sum().backward()
     assert all(torch.equal(a, b) for a, b in zip(grads(plain), grads(ddp), strict=True))
+
+
+def test_a_model_without_a_parameter_that_got_a_gradient_is_refused():
+    store, weight = delayed_wgrad(), torch.nn.Parameter(torch.ones(2, 3))
+    store.done = {id(weight): weight}
+    with pytest.raises(
+        ValueError, match=r"model must be one that holds all parameters that got a gradient, got one without float32\[2, 3\]"
+    ):
+        store.reduce_sharded(torch.nn.Linear(3, 2))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
+from funcops.adapters.first_order import first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.statics import Leaf, Snapshot
 from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require
@@ -137,31 +138,36 @@ class _Graphed(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: Tensor) -> Any:
-        of, slot = ctx.of, ctx.slot
-        if ctx.token.done:
-            raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
-        if ctx.versions != [p._version for p in of.params]:
-            raise StaleResidualError(
-                f"{of.where}: parameters must be as the forward left them, got some that were written to since"
-            )
-        if of.order is not None:
-            of.order.take(-of.number)
-        wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
-        for static, dy in zip(slot.dys, wanted, strict=True):
-            static.copy_(dy)
-        if "bwd" in slot.graphs:
-            slot.graphs["bwd"].replay()
-        ctx.token.done = True
-        grads = list(slot.grads)
-        first_param = len(grads) - len(of.params)
-        own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(grads)]
-        if slot.weights:
-            of.waiting.append((slot, ctx.versions))
-        else:
-            slot.busy = False
-        return None, None, *own
+        if not torch.is_grad_enabled():
+            return _replayed(ctx, *dys)
+        with torch.no_grad():
+            found = _replayed(ctx, *dys)
+        return first_order(ctx.of.where, found)
+
+
+def _replayed(ctx: Any, *dys: Tensor) -> Any:
+    of, slot = ctx.of, ctx.slot
+    if ctx.token.done:
+        raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
+    if ctx.versions != [p._version for p in of.params]:
+        raise StaleResidualError(f"{of.where}: parameters must be as the forward left them, got some that were written to since")
+    if of.order is not None:
+        of.order.take(-of.number)
+    wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
+    for static, dy in zip(slot.dys, wanted, strict=True):
+        static.copy_(dy)
+    if "bwd" in slot.graphs:
+        slot.graphs["bwd"].replay()
+    ctx.token.done = True
+    grads = list(slot.grads)
+    first_param = len(grads) - len(of.params)
+    own = [None if g is None else g.clone() if i < first_param or of.clone else g.detach() for i, g in enumerate(grads)]
+    if slot.weights:
+        of.waiting.append((slot, ctx.versions))
+    else:
+        slot.busy = False
+    return None, None, *own
 
 
 def make_graphed_callables(
