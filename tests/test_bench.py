@@ -45,6 +45,7 @@ def test_an_interval_holds_its_median():
     assert median == 1.0 and 0.9 <= low <= median <= high <= 1.1
 
 
+@pytest.mark.slow
 def test_a_split_backward_does_no_work_twice_and_holds_less():
     """torch's own split of custom functions runs each backward twice; its split of torch.nn keeps every saved tensor until W."""
     pytest.importorskip("torch.distributed.pipelining")

@@ -89,6 +89,7 @@ def test_what_is_written(tmp_path, monkeypatch):
     assert (tmp_path / "k.png").stat().st_size > 1000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     command = [sys.executable, "-m", "funcops.bench", "kernels"]

@@ -64,6 +64,7 @@ def seen(tmp_path_factory):
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_what_triton_does_not_specialise_on_hits(seen):
     for name in ("again", "other tensors, alike", "other multiples of 16", "another float"):
         assert seen[name] == 0, name

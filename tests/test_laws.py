@@ -26,7 +26,12 @@ def _load(path):
 MODULES = {path.stem: _load(path) for path in FILES}
 CASES = [(case, dtype) for m in MODULES.values() for case in m.CASES for dtype in case.dtypes]
 FIRST = [m.CASES[0] for m in MODULES.values()]
-DRAWN = ("traceable",)  # a trace is the same in every dtype but for the dtypes: the first tier has one for each case
+DRAWN = (
+    "traceable",
+    "guarded",
+    "mirror",
+    "loud",
+)  # structures, marks and errors hardly know the dtype: the first tier has one a case
 ELSEWHERE = ("compiles", *DRAWN, "finite_differences")
 
 

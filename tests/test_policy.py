@@ -271,6 +271,7 @@ def test_the_peak_of_minimal_is_the_inputs_and_one_block(block):
     assert frugal - grads <= inputs + 1.1 * one
 
 
+@pytest.mark.slow
 def test_fit_takes_the_cheapest_that_fits():
     cfg, _, x, _ = made("llama")
     kept = {one.name: one.kept_bytes for one in fit(chain, cfg, x, 10**9).tried}

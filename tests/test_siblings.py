@@ -106,6 +106,7 @@ def drawn_siblings(examples):
     return lambda test: settings(max_examples=examples, suppress_health_check=quiet)(given(several, st.data())(test))
 
 
+@pytest.mark.slow
 @drawn_siblings(40)
 def test_drawn_siblings_under_drawn_masks(monkeypatch, words, data):
     check_drawn_siblings(monkeypatch, "torch", words, data)

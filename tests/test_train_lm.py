@@ -39,6 +39,7 @@ def test_trains_and_leaves_its_results(text, tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_delayed_wgrad_gives_the_same_bits(text, tmp_path):
     run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "a")
     run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--delay-wgrad")
@@ -55,6 +56,7 @@ def test_resume_gives_the_same_bits(text, tmp_path):
     assert losses(tmp_path / "a") == losses(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_policies_change_bytes_and_not_losses(text, tmp_path):
     run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "a")
     said = run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "b", "--policy", "minimal", "--delay-wgrad")
@@ -159,6 +161,7 @@ def test_empty_text_ends_with_one_line(tmp_path):
     assert "which is empty" in said and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_ctrl_c_finishes_the_step_saves_and_ends_well(text, tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *TINY, "--text", str(text), "--steps", "100000"]
     with subprocess.Popen(

@@ -67,6 +67,7 @@ def test_a_nan_ends_all_ranks(ranks):
         assert lines[0].startswith("FloatingPointError Pipeline.step: ys and gradients must be finite, got")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_others(tmp_path):
     """In the first tier, with the gradients of a schedule of two ranks and its first step."""
     found = two_ranks(["frozen", "kill"], tmp_path, codes=(0, 9))
