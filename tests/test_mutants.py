@@ -49,7 +49,7 @@ def small(folder, monkeypatch):
     (folder / "funcops" / "__init__.py").write_text("def twice(x):\n    return x * 2\n")
     body = "import funcops\n\n\ndef test_twice():\n    assert funcops.twice(2) == 4\n\n\ndef test_wrong():\n    assert funcops.twice(1) == 3\n"
     (folder / "test_it.py").write_text(body)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    slow\n")
     run.subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     monkeypatch.setattr(run, "ROOT", folder)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
@@ -77,7 +77,7 @@ def test_the_runner_tells_them_apart(tmp_path, monkeypatch, capsys):
         runner.stop()
     assert found == dict(cases)
     assert (tmp_path / "tree" / "funcops" / "__init__.py").read_text() == "def twice(x):\n    return x * 2\n"
-    monkeypatch.setattr(run, "judge", lambda runner, faults: iter([(one, state, 1.0) for one, state in cases]))
+    monkeypatch.setattr(run, "judge", lambda runner, faults, sure: iter([(one, state, 1.0) for one, state in cases]))
     assert run.main(["--jobs", "1", "--share", "0.9"]) == 1
     said = capsys.readouterr().out
     assert "funcops/__init__.py:2: x * 2 -> x * 3" in said and "2 of 4 noticed, 50.0%; 1 equivalent" in said
