@@ -180,7 +180,7 @@ def _glus(make: Maker) -> Iterator[Sample]:
 
 def _ropes(make: Maker) -> Iterator[Sample]:
     for interleaved in (False, True):
-        (tokens,), heads = make.sizes(8192), max(2, 32 // make.shrink)
+        (tokens, _), heads = make.sizes(8192, 32), max(2, 32 // make.shrink)
         x = make.floats(2, tokens, heads, 128)
         positions = torch.arange(tokens, device=make.device)
         table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)

@@ -5,6 +5,7 @@ y = f(gate) * linear * scale, where gate and linear are the halves of x.
 
 from __future__ import annotations
 
+import math
 from typing import Optional
 
 import torch
@@ -38,6 +39,7 @@ def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[T
     return f.backward(dy * linear, gate, active), active.mul_(dy) if not f.reads_y else active * dy
 
 
+VECTORS = 64  # a part is so many elements, or times that: what torch's loops leave over at their end they compute by another exp
 AT_ONCE = 1 << 15  # elements of dy, a thread, for which there are buffers besides dx
 
 
@@ -82,7 +84,8 @@ def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tenso
     if dy.numel() <= AT_ONCE:
         _write_dx(d_x, dy, x, f, first, again)
         return d_x
-    rows = max(1, AT_ONCE * torch.get_num_threads() // width)
+    whole = VECTORS // math.gcd(width, VECTORS)
+    rows = max(1, AT_ONCE * torch.get_num_threads() // width // whole) * whole
     parts = (t.reshape(-1, t.shape[-1]).split(rows) for t in (d_x, dy, x))
     for found, d_y, part in zip(*parts, strict=True):
         _write_dx(found, d_y, part, f, first, again)
