@@ -158,3 +158,28 @@ def test_a_backward_on_another_thread_runs_on_the_backend_of_its_forward(monkeyp
     with backend("triton"):
         plain = torch.autograd.grad(differentiable(activation)(None, x, cfg).sum(), x)
     assert seen == ["triton"] * 2
+
+
+@kernel(product=True)
+def product_probe(x: Tensor) -> Tensor:
+    """3 x, a bare product to the registry."""
+    return 3 * x
+
+
+@product_probe.triton
+def launch_product(x):
+    return torch.add(x * 3, 0.0)
+
+
+def test_who_is_chosen_for_a_dtype_and_a_provider_of_products():
+    """float64 checks the kernels, so it never runs on them; `gemm` moves bare products alone."""
+    wide, narrow = torch.ones(2, dtype=torch.float64), torch.ones(2)
+    probe, product = registry_probe.kernel, product_probe.kernel
+    assert probe.choose(narrow) is probe.torch_impl and product.choose(narrow) is product.torch_impl
+    with backend("triton"):
+        assert probe.choose(narrow) is probe.triton_impl and product.choose(narrow) is product.triton_impl
+        assert probe.choose(wide) is probe.torch_impl and product.choose(wide) is product.torch_impl
+        with gemm("cublas"):
+            assert probe.choose(narrow) is probe.triton_impl and product.choose(narrow) is product.torch_impl
+        with gemm("triton"):
+            assert product.choose(narrow) is product.triton_impl

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import re
 
 import pytest
 import torch
@@ -130,3 +131,10 @@ def test_without_safetensors(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(ImportError, match=r"pip install funcops\[examples\]"):
         save({"a": torch.ones(1)}, tmp_path / "f")
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (1, 3), (6,), (2, 3, 1), ()])
+def test_a_leaf_of_another_shape_is_named(tmp_path, shape):
+    save({"a": torch.ones(2, 3), "b": torch.ones(2)}, tmp_path / "t.safetensors")
+    with pytest.raises(CheckpointError, match=rf"mis-shaped: a {re.escape(str(list(shape)))}, got \[2, 3\]"):
+        load(tmp_path / "t.safetensors", {"a": torch.ones(shape), "b": torch.ones(2)})

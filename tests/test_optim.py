@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
 import torch
 from tiers import drawn
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.errors import GradModeError
 from funcops.optim import (
@@ -441,3 +443,14 @@ def test_strided_momentum_is_that_of_dense_params(nesterov):
     for _ in range(3):
         (dense, states[0]), (strided, states[1]) = sgd_update(dense, g, states[0], cfg), sgd_update(strided, g, states[1], cfg)
     torch.testing.assert_close(dense["w"], strided["w"])
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_a_trace_is_the_update_that_runs(init, update, cfg):
+    """A tracer is given other operators than the fused ones: the same numbers, decay by the mask and means that are not zero."""
+    g = torch.Generator().manual_seed(3)
+    params, first, grads = ({"a": torch.randn(4, 3, generator=g), "b": torch.randn(5, generator=g)} for _ in range(3))
+    cfg, decay = dataclasses.replace(cfg, weight_decay=0.3), {"a": True, "b": False}
+    params, state = update(params, first, init(params, cfg), cfg, decay=decay)
+    traced = make_fx(lambda *trees: update(*trees, cfg, decay=decay))(params, grads, state)
+    close(traced(params, grads, state), update(params, grads, state, cfg, decay=decay))
