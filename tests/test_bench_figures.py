@@ -287,7 +287,15 @@ def test_peak_bytes_are_of_what_lives_at_once():
         w = z.view(10, 100) + 1  # a view is no storage
         return w, z.add_(1)
 
+    def falls():
+        y = x + 1
+        z = y + 1
+        w = z + 1
+        del y, z
+        return w + 1
+
     assert memory.peak_of(work) == 8000
+    assert memory.peak_of(falls) == 12000, "which is more than lives at the end"
     assert memory.peak_of(lambda: [x + 1, x + 2, x + 3]) == 12000
     assert memory.peak_of(lambda: x.add_(1).view(10, 100)) == 0
 
