@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from random import Random
 
 import pytest
 import torch
@@ -44,10 +45,27 @@ STAGE_TIMES = st.tuples(*[st.sampled_from([0.5, 1.0, 1.75])] * 3, st.sampled_fro
 @settings(max_examples=60)
 @given(st.sampled_from(GENERATORS), st.integers(2, 4), st.integers(1, 8), st.data(), st.sampled_from([0.0, 0.5, 3.0]))
 def test_every_action_begins_as_soon_as_it_can_and_no_sooner(generator, p, m, data, latency):
-    """When its rank is free and what it needs was sent from where that was made; the two of a pair when both can, ending together."""
     made = generator(p, m)
     drawn = data.draw(st.lists(STAGE_TIMES, min_size=made.stages, max_size=made.stages))
-    costs = [Costs(f, i, w, together, output_bytes=size) for f, i, w, together, size in drawn]
+    check_times(made, [Costs(f, i, w, together, output_bytes=size) for f, i, w, together, size in drawn], latency)
+
+
+@pytest.mark.parametrize("latency", [0.25, 1.0, 3.0, 9.0])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (2, 9), (3, 8), (4, 8), (4, 20)])
+def test_pairs_begin_when_both_can(p, m, latency):
+    """DualPipe's, of which few drawn schedules have many."""
+    made = dualpipe_v(p, m)
+    assert made.together
+    draw = Random(p * m).choice
+    for _ in range(5):
+        together = draw([None, 2.5])
+        costs = [Costs(*(draw([0.5, 1.0, 1.75]) for _ in range(3)), together, output_bytes=draw([1.0, 4.0])) for _ in range(2 * p)]
+        check_times(made, costs, latency)
+
+
+def check_times(made, costs, latency):
+    """An action begins when its rank is free and what it needs was sent from where that was made; the two of a pair begin when both
+    can, and end together."""
     network = Network(latency, 2.0, ranks_per_node=2, near_latency=latency / 4, near_bandwidth=8.0)
     slots = [list(row) for row in simulate(made, costs, network).slots]
     end = {slot.action: slot.end for row in slots for slot in row}
