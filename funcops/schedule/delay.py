@@ -23,13 +23,21 @@ def delay_w(
     require_type("delay_w", "schedule", schedule, Schedule)
     require(budget_bytes > 0, "delay_w", "budget_bytes", "above 0", budget_bytes)
     model = Model.of(schedule, costs, network, "delay_w")
-    tried = [_Placing(schedule, model, budget_bytes, patient).run() for patient in (False, True)]
+    tried: list[Schedule] = []
+    refusal: ValueError | None = None
+    for patient in (False, True):
+        try:
+            tried.append(_Placing(schedule, model, budget_bytes, patient).run())
+        except ValueError as error:
+            refusal = error
     timed = [(simulate(one, costs, network), one) for one in (*tried, schedule)]
     within = [
         (found.time, max(found.peak_bytes), i)
         for i, (found, _) in enumerate(timed)
         if max(found.peak_bytes) <= budget_bytes * (1 + 1e-9)
     ]
+    if not within and refusal is not None:
+        raise refusal
     return timed[min(within)[2]][1]
 
 

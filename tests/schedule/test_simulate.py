@@ -204,27 +204,43 @@ def test_more_bytes_never_cost_time():
     st.integers(1, 9),
     st.floats(1, 40),
     st.lists(st.floats(0.25, 2), min_size=5, max_size=5),
+    st.sampled_from((0.5, 1.5, 2)),
 )
-def test_delayed_schedules_keep_their_budget(generator, p, m, budget, drawn):
-    """Whole (a Schedule checks itself), within the budget, not slower than before if that was; or refused by name."""
+def test_delayed_schedules_keep_their_budget(generator, p, m, budget, drawn, pending):
+    """Whole (a Schedule checks itself), within the budget, not slower than before if that was; or refused by name, if it was not."""
     forward, dgrad, wgrad, residual, latency = drawn
     costs, network = (
-        Costs(forward, dgrad, wgrad, residual_bytes=residual, pending_bytes=residual / 2),
+        Costs(forward, dgrad, wgrad, residual_bytes=residual, pending_bytes=residual * pending),
         Network(latency=latency),
     )
     before = generator(p, m)
+    was = simulate(before, costs, network)
     try:
         made = delay_w(before, budget, costs, network)
     except ValueError as error:
         assert "delay_w: budget_bytes must be at least" in str(error)
+        assert max(was.peak_bytes) > budget
         return
-    found, was = simulate(made, costs, network), simulate(before, costs, network)
+    found = simulate(made, costs, network)
     assert max(found.peak_bytes) <= budget * (1 + 1e-6)
     assert {(a.stage, a.microbatch) for row in made.ranks for a in row} == {
         (a.stage, a.microbatch) for row in before.ranks for a in row
     }
     if max(was.peak_bytes) <= budget:
         assert found.time <= was.time + 1e-9
+
+
+def test_a_schedule_that_is_within_the_budget_is_not_refused():
+    """Its whole backwards never hold a pending, which is larger here than the residuals."""
+    costs = Costs(1, 1, 1, residual_bytes=1, pending_bytes=3)
+    for p, m in ((1, 5), (3, 8)):
+        assert delay_w(one_f_one_b(p, m), p, costs) == one_f_one_b(p, m)
+
+
+def test_a_weight_gradient_makes_room_for_its_pending():
+    """With room for five pendings no rank waits but for the first microbatch: (p - 1) forwards, then m times F, I and W."""
+    made = delay_w(one_f_one_b(3, 8), 7.5, costs := Costs(1, 1, 0.5, residual_bytes=1, pending_bytes=1.5))
+    assert simulate(made, costs).time == 2 * 1 + 8 * 2.5
 
 
 def test_too_small_a_budget_is_named():
