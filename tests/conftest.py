@@ -1,3 +1,4 @@
+import importlib.util
 import os
 
 import pytest
@@ -14,6 +15,10 @@ def pytest_configure(config):
     """Triton reads this once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source."""
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
+        if importlib.util.find_spec("triton"):
+            import interpreter
+
+            interpreter.quicken()
 
 
 @pytest.hookimpl(tryfirst=True)
