@@ -329,25 +329,10 @@ def chains():
     return st.lists(st.sampled_from(words), min_size=1, max_size=7).map(" ".join)
 
 
-def drawn_chains(examples):
-    return lambda check: settings(max_examples=examples, suppress_health_check=[HealthCheck.too_slow])(
-        given(chains(), st.data())(check)
-    )
-
-
 @pytest.mark.slow
-@drawn_chains(15)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@given(chains(), st.data())
 def test_drawn_chains_under_drawn_masks(words, data):
-    check_drawn_chain(words, data)
-
-
-@pytest.mark.slow
-@drawn_chains(60)
-def test_more_drawn_chains_under_drawn_masks(words, data):
-    check_drawn_chain(words, data)
-
-
-def check_drawn_chain(words, data):
     cfg = made(words)
     every = [path for path, t in paths(chain.init(cfg, device="meta")).items() if t is not None]
     params = data.draw(st.one_of(st.booleans(), st.lists(st.sampled_from(every), unique=True) if every else st.just(False)))

@@ -100,31 +100,11 @@ def beside(cfg, dtype, needs, donated=False, split=False, into=False):
     return y, dparams, dx, names
 
 
-def drawn_siblings(examples):
-    several = st.lists(st.sampled_from(list(BRANCHES)), min_size=2, max_size=4).map(" ".join)
-    quiet = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return lambda test: settings(max_examples=examples, suppress_health_check=quiet)(given(several, st.data())(test))
-
-
 @pytest.mark.slow
-@drawn_siblings(40)
-def test_drawn_siblings_under_drawn_masks(monkeypatch, words, data):
-    check_drawn_siblings(monkeypatch, "torch", words, data)
-
-
-@pytest.mark.slow
-@drawn_siblings(5)
-def test_drawn_siblings_on_triton(monkeypatch, words, data):
-    check_drawn_siblings(monkeypatch, "triton", words, data)
-
-
-@pytest.mark.slow
-@drawn_siblings(40)
-def test_more_drawn_siblings_on_triton(monkeypatch, words, data):
-    check_drawn_siblings(monkeypatch, "triton", words, data)
-
-
-def check_drawn_siblings(monkeypatch, name, words, data):
+@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+@given(st.lists(st.sampled_from(list(BRANCHES)), min_size=2, max_size=4).map(" ".join), st.data())
+def test_drawn_siblings_under_drawn_masks(monkeypatch, name, words, data):
     monkeypatch.setattr(planning, "FEW", 0)
     cfg = side_by_side(words)
     every = [path for path, t in paths(parallel.init(cfg, device="meta")).items() if t is not None]
