@@ -79,79 +79,19 @@ def op_from_torch(
         softplus = op_from_torch(lambda params, x, cfg: torch.nn.functional.softplus(x), name="softplus")
         y, residuals = softplus.fwd(None, x, TorchConfig())
     """
-    label = name or fn.__name__
-    memo: dict[Any, Traced] = {}
-
-    def traced(params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
-        leaves: list[Tensor] = []
-        params_shape = hollow(params, leaves)
-        count = len(leaves)
-        x_shape = hollow(x, leaves)
-        _check_leaves(f"{label}_fwd", params, x)
-        flat = [resolved(t) for t in leaves]
-        # The reprs are there because 1 == 1.0 == True and 0.0 == -0.0, which a function may tell apart.
-        key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
-        found = memo.get(key)
-        if found is not None and found.graphs.placed:
-            key = *key, tuple([t.storage_offset() for t in flat])
-            found = memo.get(key)
-        if found is None:
-            found = memo[key] = _trace(label, fn, cfg, needs, params_shape, x_shape, flat, count)
-        return found, leaves
+    own = _Function(name or fn.__name__, fn, config, init)
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-        if type(cfg) is not config:
-            fail(f"{label}_fwd", "cfg", config.__name__, describe(cfg), TypeError)
-        if init is None and params is not None:
-            fail(f"{label}_fwd", "params", "None (op_from_torch got no init)", describe(params), TypeError)
-        if _autocast_enabled():
-            refuse_autocast(f"{label}_fwd", params, x)
-        if needs is not Needs.ALL:
-            check_needs(f"{label}_fwd", needs, params, x)
-        own, leaves = traced(params, x, cfg, needs)
-        found, count = own.graphs.forward(*map(resolved, leaves)), len(own.graphs.outputs)
-        values = iter(found[count:])
-        kept = {n: leaves[int(n[6:])] if n.startswith("input.") else next(values) for n in own.graphs.kept}
-        node: Any = TorchResiduals
-        return refill(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
+        return own.forward(params, x, cfg, needs)
 
     def backward(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
-        own: Traced = residuals.traced
-        outputs, values = own.graphs.outputs, gradients(own.y_shape, dy, [])
-        for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
-            if d is not None:
-                check(f"{label}_dgrad", "dy" if len(outputs) == 1 else f"dy.{i}", d, like.shape, like.dtype)
-        dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
-        kept = {n: like.laid_out(f"{label}_dgrad", f"residuals.kept.{n}", residuals.kept[n]) for n, like in own.graphs.kept.items()}
-        found = own.graphs.dgrad(*kept.values(), *dys)
-        count = sum(own.asked[own.params :])
-        dx = refill(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
-        if not residuals.needs.params:
-            return dx, None
-        middle, waiting = iter(found[count:]), {}
-        for n in own.graphs.waiting:
-            waiting[n] = residuals.kept[n] if n in kept else dys[int(n[3:])] if n.startswith("dy.") else next(middle)
-        node: Any = TorchPending
-        return dx, node.keep(cfg, residuals.needs, kept=waiting, traced=own)
+        return own.backward(residuals, dy)
 
-    backward.__name__ = f"{label}_dgrad"
+    backward.__name__ = f"{own.label}_dgrad"
     dgrad = dgrad_of(TorchResiduals)(backward)
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
-        if pending is None:
-            return nothing_like(init(cfg, key=None, device="meta", dtype=None)) if into is None and init is not None else into
-        if _autocast_enabled():
-            refuse_autocast(f"{label}_wgrad", pending)
-        node = open_node(f"{label}_wgrad", pending, TorchPending, cfg)
-        own: Traced = node.traced
-        waiting = [like.laid_out(f"{label}_wgrad", f"pending.kept.{n}", node.kept[n]) for n, like in own.graphs.waiting.items()]
-        found = own.graphs.wgrad(*waiting)
-        dparams = refill(own.params_shape, own.spread(found, 0, own.params))
-        if node is not pending:
-            node.empty()
-        elif into is None:
-            dparams = _apart(dparams, node.kept)
-        return accumulate(f"{label}_wgrad", dparams, into)
+        return own.weights(pending, cfg, into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         dx, waiting = dgrad(residuals, dy, cfg)
@@ -162,7 +102,86 @@ def op_from_torch(
 
     wgrad.node_class, wgrad.params_class = TorchPending, object  # type: ignore[attr-defined]
     fwd.any_tree = True  # type: ignore[attr-defined]
-    return make_op(label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+    return make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+
+
+class _Function:
+    """What the functions of one op share, and its traces by what they were made for."""
+
+    def __init__(self, label: str, fn: Callable[..., Any], config: type, init: Callable[..., Any] | None) -> None:
+        self.label, self.fn, self.config, self.init = label, fn, config, init
+        self.memo: dict[Any, Traced] = {}
+
+    def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
+        """The trace for these trees, and their leaves."""
+        leaves: list[Tensor] = []
+        params_shape = hollow(params, leaves)
+        count = len(leaves)
+        x_shape = hollow(x, leaves)
+        _check_leaves(f"{self.label}_fwd", params, x)
+        flat = [resolved(t) for t in leaves]
+        # The reprs are there because 1 == 1.0 == True and 0.0 == -0.0, which a function may tell apart.
+        key: Any = (cfg, repr(cfg), needs, count, repr((params_shape, x_shape)), tuple(map(Like.of, flat)), *_defaults())
+        found = self.memo.get(key)
+        if found is not None and found.graphs.placed:
+            key = *key, tuple([t.storage_offset() for t in flat])
+            found = self.memo.get(key)
+        if found is None:
+            found = self.memo[key] = _trace(self.label, self.fn, cfg, needs, params_shape, x_shape, flat, count)
+        return found, leaves
+
+    def forward(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Any, Any]:
+        label = f"{self.label}_fwd"
+        if type(cfg) is not self.config:
+            fail(label, "cfg", self.config.__name__, describe(cfg), TypeError)
+        if self.init is None and params is not None:
+            fail(label, "params", "None (op_from_torch got no init)", describe(params), TypeError)
+        if _autocast_enabled():
+            refuse_autocast(label, params, x)
+        if needs is not Needs.ALL:
+            check_needs(label, needs, params, x)
+        own, leaves = self.traced(params, x, cfg, needs)
+        found, count = own.graphs.forward(*map(resolved, leaves)), len(own.graphs.outputs)
+        values = iter(found[count:])
+        kept = {n: leaves[int(n[6:])] if n.startswith("input.") else next(values) for n in own.graphs.kept}
+        node: Any = TorchResiduals
+        return refill(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
+
+    def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
+        own: Traced = residuals.traced
+        label, outputs, values = f"{self.label}_dgrad", own.graphs.outputs, gradients(own.y_shape, dy, [])
+        for i, (d, like) in enumerate(zip(values, outputs, strict=True)):
+            if d is not None:
+                check(label, "dy" if len(outputs) == 1 else f"dy.{i}", d, like.shape, like.dtype)
+        dys = [like.zeros() if d is None else like.laid_out("", "", d) for d, like in zip(values, outputs, strict=True)]
+        kept = {n: like.laid_out(label, f"residuals.kept.{n}", residuals.kept[n]) for n, like in own.graphs.kept.items()}
+        found = own.graphs.dgrad(*kept.values(), *dys)
+        count = sum(own.asked[own.params :])
+        dx = refill(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
+        if not residuals.needs.params:
+            return dx, None
+        middle, waiting = iter(found[count:]), {}
+        for n in own.graphs.waiting:
+            waiting[n] = residuals.kept[n] if n in kept else dys[int(n[3:])] if n.startswith("dy.") else next(middle)
+        node: Any = TorchPending
+        return dx, node.keep(residuals.cfg, residuals.needs, kept=waiting, traced=own)
+
+    def weights(self, pending: Any, cfg: Any, into: Any) -> Any:
+        label, init = f"{self.label}_wgrad", self.init
+        if pending is None:
+            return nothing_like(init(cfg, key=None, device="meta", dtype=None)) if into is None and init is not None else into
+        if _autocast_enabled():
+            refuse_autocast(label, pending)
+        node = open_node(label, pending, TorchPending, cfg)
+        own: Traced = node.traced
+        waiting = [like.laid_out(label, f"pending.kept.{n}", node.kept[n]) for n, like in own.graphs.waiting.items()]
+        found = own.graphs.wgrad(*waiting)
+        dparams = refill(own.params_shape, own.spread(found, 0, own.params))
+        if node is not pending:
+            node.empty()
+        elif into is None:
+            dparams = _apart(dparams, node.kept)
+        return accumulate(label, dparams, into)
 
 
 def _defaults() -> tuple[Any, ...]:
