@@ -26,20 +26,14 @@ def _load(path):
 MODULES = {path.stem: _load(path) for path in FILES}
 CASES = [(case, dtype) for m in MODULES.values() for case in m.CASES for dtype in case.dtypes]
 FIRST = [m.CASES[0] for m in MODULES.values()]
-DRAWN = (
-    "traceable",
-    "guarded",
-    "mirror",
-    "loud",
-)  # structures, marks and errors hardly know the dtype: the first tier has one a case
+DRAWN = ("traceable", "guarded", "mirror", "loud")  # structures, marks and errors hardly know the dtype: each case has them in one
 ELSEWHERE = ("compiles", *DRAWN, "finite_differences")
 
 
 def turns():
-    """Every case and dtype, those marked slow whose turn is not theirs: the dtypes take turns from case to case."""
+    """Every case in one dtype: they take turns from case to case."""
     for i, case in enumerate(case for m in MODULES.values() for case in m.CASES):
-        for j, dtype in enumerate(case.dtypes):
-            yield pytest.param(case, dtype, marks=() if i % len(case.dtypes) == j else pytest.mark.slow)
+        yield case, case.dtypes[i % len(case.dtypes)]
 
 
 def test_every_exported_op_has_a_case():

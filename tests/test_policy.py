@@ -134,6 +134,17 @@ def test_pending_keeps_no_output_that_can_be_had_again():
     assert kept["up"].x is None and kept["norm"].x is x
 
 
+def test_pending_keeps_no_output_that_its_dgrad_had_again():
+    """The one op whose dgrad reads its x and whose pending has it, too."""
+    loss = Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(8, 5), takes=("labels",))
+    cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), loss), extras=("labels",))
+    params, x = chain.init(cfg, key=random.key(0)), WithExtras(torch.randn(3, 8), {"labels": torch.tensor([0, 4, 1])})
+    _, kept = chain.fwd(params, x, cfg)
+    dx, pending = chain.dgrad(kept, torch.tensor(2.0), cfg)
+    assert kept["loss"].x is None and pending["loss"].x is None and pending["norm()"].x is x.main
+    assert same((chain.wgrad(pending, cfg), dx), chain.bwd(kept, torch.tensor(2.0), cfg))
+
+
 @pytest.mark.parametrize(
     "needs", [Needs(x=False), Needs(params=False), Needs(params=["down.weight"]), Needs(x=False, params=["up.weight"])]
 )
