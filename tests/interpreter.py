@@ -1,10 +1,12 @@
 """Triton's interpreter with less looking up: it does the same, in half of the time.
 
 At each call of a jitted function, one within a kernel as well, the interpreter goes through all members of `triton.language` for those
-to replace by its own, and for each value it makes a table of dtypes. Here the members are looked up once, a function within a kernel
-finds them replaced, and the table is made once.
+to replace by its own, for each value it makes a table of dtypes, and for each sum of integers it works out whether it overflows and
+asserts nothing by it. Here the members are looked up once, a function within a kernel finds them replaced, the table is made once, and
+sums are not looked at (`index_ranges.py` does that).
 """
 
+import dataclasses
 import functools
 import inspect
 
@@ -21,6 +23,9 @@ def quicken():
     interpreter._patch_builtin = _patch_builtin
     interpreter._patch_lang = _once_for_a_launch(interpreter._patch_lang)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
 @functools.cache
