@@ -4,13 +4,14 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train test test-rest test-all gpu aot check mutants clean
+.PHONY: help train test test-rest test-all gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot check mutants clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
 	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
-	@echo "make gpu     the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
+	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
+	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make check   set up, then lint and type-check"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
@@ -39,10 +40,24 @@ test-rest: $(VENV)/.ready
 test-all: $(VENV)/.ready
 	$(PYTEST) -m "not gpu" $(ARGS)
 
-gpu:
-	$(PYTHON) -m pytest -q -m gpu $(ARGS) && status=0 || status=$$?; \
-	$(PYTHON) -m funcops.bench kernels --seconds 240 --json $(RESULTS)/kernels.json --liger-csv $(RESULTS)/kernels-liger.csv \
-		--plot $(RESULTS)/kernels.png && $(PYTHON) -m funcops.bench graph --json $(RESULTS)/graph.json && exit $$status
+gpu:  # what fails does not keep the rest from running
+	$(MAKE) -k gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step
+
+gpu-smoke:
+	timeout 90 $(PYTHON) tests/smoke/run.py --json $(RESULTS)/smoke.jsonl $(ARGS)
+
+gpu-test:
+	timeout 200 $(PYTHON) -m pytest -q -m gpu tests/test_gpu.py tests/graphs $(ARGS)
+
+gpu-kernels:
+	timeout 270 $(PYTHON) -m funcops.bench kernels --seconds 200 --json $(RESULTS)/kernels.json --liger-csv $(RESULTS)/kernels-liger.csv \
+		--plot $(RESULTS)/kernels.png $(ARGS)
+
+gpu-graph:
+	timeout 60 $(PYTHON) -m funcops.bench graph --json $(RESULTS)/graph.json $(ARGS)
+
+gpu-step:
+	timeout 60 $(PYTHON) -m funcops.bench step --device cuda --json $(RESULTS)/step-cuda.json $(ARGS)
 
 aot: $(VENV)/.ready
 	$(PY) -m funcops.bench aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv
