@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from funcops.bench import graph, memory, residuals, schedule, step
+from funcops.bench.measure import BenchError
 from funcops.bench.models import Sizes
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "cpu-schedule.json"
@@ -38,6 +39,16 @@ def test_the_providers_of_a_step_do_the_same_work(dtype, rel):
     ours, plain = losses["funcops"], losses["torch eager"]
     assert ours == losses["funcops, save_all"] == losses["funcops, unfused"], "at this size the CPU fuses nothing"
     assert ours[-1] < ours[0] and ours == pytest.approx(plain, rel=rel)
+
+
+def test_a_step_on_a_device_ends_when_the_device_has(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("waited"))
+    step.finished(lambda: calls.append("ran"))()
+    assert calls == ["ran", "waited"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(BenchError, match="--device: expected cpu, as there is no CUDA device, got cuda"):
+        step.run("cuda")
 
 
 def test_an_interval_holds_its_median():

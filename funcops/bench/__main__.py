@@ -18,7 +18,7 @@ BENCHES = {
     "overhead": "host time of forward and backward on small tensors",
     "residuals": "bytes that a block keeps for its backward",
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",
-    "step": "a training step of the example's model on the CPU",
+    "step": "a training step of the example's model",
     "wgrads": "many weight gradients at once, against one after another",
 }
 

@@ -9,6 +9,7 @@ and AdamW are float32: funcops casts its params tree; the plain version keeps a 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import itertools
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
-from funcops.bench.measure import Row, interleaved
+from funcops.bench.measure import BenchError, Row, interleaved
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.plain import PlainLlama
 from funcops.needs import Needs
@@ -52,7 +53,7 @@ def funcops_step(
         lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta")
     )
     state = adamw_init(params, adamw)
-    table = rope_table(torch.arange(x.shape[1]), RopeConfig(sizes.dim // sizes.heads))
+    table = rope_table(torch.arange(x.shape[1], device=x.device), RopeConfig(sizes.dim // sizes.heads))
     given = WithExtras(x, {"positions": table, "labels": labels})
     needs = Needs(x=False)
 
@@ -104,7 +105,7 @@ def torch_step(
     return step
 
 
-def steps(sizes: Sizes, dtype: torch.dtype) -> dict[str, Step]:
+def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, Step]:
     """The providers' steps, all from the same weights on the same batch."""
     torch.manual_seed(0)
     module = PlainLlama(
@@ -115,8 +116,8 @@ def steps(sizes: Sizes, dtype: torch.dtype) -> dict[str, Step]:
         hidden=sizes.hidden,
         context=sizes.context,
         vocab=sizes.vocab,
-    )
-    x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context))
+    ).to(device)
+    x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context)).to(device)
     return {
         "funcops": funcops_step(sizes, module, x, labels, dtype),
         "funcops, save_all": funcops_step(sizes, module, x, labels, dtype, "save_all"),
@@ -133,9 +134,20 @@ def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, flo
     return statistics.median(ratios), medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
 
 
-def measure(dtype: torch.dtype, sizes: Sizes, rounds: int) -> list[Row]:
-    case = str(dtype).removeprefix("torch.")
-    samples = interleaved(steps(sizes, dtype), rounds=rounds, calls=1)
+def finished(step: Step) -> Callable[[], None]:
+    """The step until the device has done it."""
+
+    def run() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return run
+
+
+def measure(dtype: torch.dtype, sizes: Sizes, rounds: int, device: str = "cpu") -> list[Row]:
+    case = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f", {device}")
+    of = steps(sizes, dtype, device)
+    samples = interleaved(of if device == "cpu" else {name: finished(step) for name, step in of.items()}, rounds=rounds, calls=1)
     rows = []
     for name, values in samples.items():
         low, middle, high = statistics.quantiles(values, n=4)
@@ -152,5 +164,11 @@ def measure(dtype: torch.dtype, sizes: Sizes, rounds: int) -> list[Row]:
     return rows
 
 
-def run() -> list[Row]:
-    return [row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, Sizes(), ROUNDS)]
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the step runs (default: %(default)s)")
+
+
+def run(device: str = "cpu") -> list[Row]:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise BenchError("--device: expected cpu, as there is no CUDA device, got cuda")
+    return [row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, Sizes(), ROUNDS, device)]
