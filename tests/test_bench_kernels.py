@@ -57,7 +57,7 @@ def samples_in_turn():
         yield pytest.param(i, id=name, marks=pytest.mark.slow if KERNELS[i] in KERNELS[:i] else ())
 
 
-@pytest.mark.parametrize("i", samples_in_turn())
+@pytest.mark.parametrize("i", list(samples_in_turn()))
 def test_every_sample_measures(i, monkeypatch):
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     dtype = (torch.bfloat16, torch.float32)[i % 2]
