@@ -7,7 +7,6 @@ import importlib
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 import funcops
 from funcops import Policy, Recompute
@@ -35,7 +34,8 @@ def test_torch_layers():
         "6": "elementwise_affine must be True: the op has a weight, got False",
         "7": "not known",
     }
-    assert "2.0: Linear -> funcops.nn.Linear" in str(done) and "7: Conv1d left: not known" in str(done)
+    lines = done.details().splitlines()
+    assert "2.0: Linear -> funcops.nn.Linear" in lines and "7: Conv1d left: not known" in lines
     assert list(model.state_dict()) == list(before.state_dict()) and isinstance(model[2], fnn.Sequential)
     assert_close(model(ids).detach(), before(ids).detach(), dtype=torch.float32, length=64)
     assert seen == [1]
@@ -72,7 +72,9 @@ def test_an_exception_leaves_the_model_as_it_was(error, monkeypatch):
     model = nn.ModuleList([tiny(), nn.Sequential(nn.GLU(), nn.Linear(4, 4), nn.LayerNorm(4))])
     before, module = state_of(model), importlib.import_module("funcops.adapters.nn.from_torch")
     steps = (
-        [("prepare", i) for i in (0, 1, 7, 13, 20)] + [("known", i) for i in (0, 3)] + [("_left", 1), ("Change", 9), ("Change", -1)]
+        [("prepare", i) for i in (0, 1, 7, 13, 20)]
+        + [("swapped", i) for i in (0, 3)]
+        + [("_left", 1), ("Change", 9), ("Change", -1)]
     )
     real_change = fnn.from_torch(copy.deepcopy(model)).replaced
     for name, at in steps:
@@ -202,58 +204,3 @@ def test_halves_of_a_batch_add_up_to_the_whole():
             half.backward()
         torch.testing.assert_close(sum(halves), whole)
         torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, want)
-
-
-def kept(model, batch, dtype):
-    """loss, logits, gradients, and the bytes that the forward leaves for the backward, parameters aside."""
-    parameters = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen = {}
-
-    def pack(t):
-        if t.untyped_storage()._cdata not in parameters:
-            seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes(), t
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        out = model(input_ids=batch, labels=batch)
-    total = sum(size for size, _ in seen.values())
-    out.loss.backward()
-    return out.loss.detach(), out.logits.detach(), {n: p.grad for n, p in model.named_parameters()}, total
-
-
-def hugging_face(name):
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    sizes = dict(
-        vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
-    )
-    if name == "gpt2":
-        cfg = transformers.GPT2Config(
-            vocab_size=256, n_embd=64, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-        return transformers.GPT2LMHeadModel(cfg)
-    kind = {"llama": "Llama", "qwen2": "Qwen2"}[name]
-    return getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**sizes))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("policy", [None, "minimal"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
-def test_hugging_face(name, policy, dtype):
-    model = hugging_face(name).to(dtype)
-    other = copy.deepcopy(model)
-    done = fnn.from_torch(other, policy=policy)
-    names = {c.before for c in done.replaced}
-    assert {"Linear", "ForCausalLMLoss", {"llama": "LlamaMLP", "qwen2": "Qwen2RMSNorm", "gpt2": "GPT2MLP"}[name]} <= names
-    batch = torch.randint(256, (8, 64))  # large enough that norms are computed again
-    model.zero_grad()
-    want, got = kept(copy.deepcopy(model), batch, dtype), kept(other, batch, dtype)
-    print(f"{name} {dtype} {policy}: {got[3] / want[3]:.3f} of {want[3]:,} bytes")
-    assert_close(got[:2], want[:2], dtype=dtype, length=4096)
-    exact = kept(copy.deepcopy(model).float(), batch, torch.float32)[2]
-    for path, gradient in exact.items():
-        errors = [(found[2][path].float() - gradient).norm() / (gradient.norm() + 1e-6) for found in (got, want)]
-        assert errors[0] < 1.3 * errors[1] + 1e-4, (path, errors, "no further from float32 than torch is")
-    assert got[3] <= 0.6 * want[3], (got[3], want[3])

@@ -1,6 +1,7 @@
 """`funcops.nn`: modules with torch.nn's names that run on funcops' operators."""
 
 from funcops.adapters.nn.from_torch import from_torch as from_torch
+from funcops.adapters.nn.from_torch import to_torch as to_torch
 from funcops.adapters.nn.layers import GELU as GELU
 from funcops.adapters.nn.layers import GLU as GLU
 from funcops.adapters.nn.layers import Dropout as Dropout

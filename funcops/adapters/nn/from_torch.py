@@ -1,4 +1,4 @@
-"""`from_torch(model)`: the layers of a model that have an op run on it, in place."""
+"""`from_torch(model)`: the layers of a model that have an op run on it, in place; `to_torch(model)` undoes it."""
 
 from __future__ import annotations
 
@@ -6,67 +6,60 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from funcops.adapters.nn import layers, losses
-from funcops.adapters.nn.hugging_face import LOSSES, MODELS, ChainModule, known
-from funcops.adapters.nn.module import prepare
+from funcops.adapters.nn import layers
+from funcops.adapters.nn.choose import Chosen
+from funcops.adapters.nn.hugging_face import ChainModule
+from funcops.adapters.nn.models import LOSSES, TORCH, swapped
+from funcops.adapters.nn.module import CACHES, OpModule, prepare
+from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.compose.chain import chain
 from funcops.compose.policy import with_policy
 from funcops.errors import describe, fail, require_type
 from funcops.residuals.policy import Policy
 
-EXACT: dict[type, type] = {
-    nn.Linear: layers.Linear,
-    nn.Embedding: layers.Embedding,
-    nn.LayerNorm: layers.LayerNorm,
-    nn.RMSNorm: layers.RMSNorm,
-    nn.Dropout: layers.Dropout,
-    nn.GELU: layers.GELU,
-    nn.ReLU: layers.ReLU,
-    nn.SiLU: layers.SiLU,
-    nn.Sigmoid: layers.Sigmoid,
-    nn.Tanh: layers.Tanh,
-    nn.GLU: layers.GLU,
-    nn.CrossEntropyLoss: losses.CrossEntropyLoss,
-    nn.Sequential: Sequential,
-}
+LOSS = "loss_function"  # the attribute of a model of transformers
 
 
-class Change(NamedTuple):
-    path: str
-    before: str
-    after: str  # the class now, or why it stayed
+class Swap(NamedTuple):
+    """What a swapped module keeps about what it was."""
+
+    before: type
+    after: type
+    added: tuple[str, ...]  # attributes that came with the new class
+    loss: Any = None  # of a model whose loss was swapped: a tuple of the one that was set on it, or empty
 
 
-class Replaced(NamedTuple):
-    """What `from_torch` replaced, and the layers that it left, with the reason."""
-
-    replaced: list[Change]
-    left: list[Change]
-
-    def __str__(self) -> str:
-        lines = [f"{c.path or '(the model)'}: {c.before} -> {c.after}" for c in self.replaced]
-        return "\n".join(lines + [f"{c.path or '(the model)'}: {c.before} left: {c.after}" for c in self.left])
-
-
-def from_torch(model: nn.Module, *, policy: Policy | str | None = None) -> Replaced:
+def from_torch(
+    model: nn.Module, *, policy: Policy | str | None = None, only: Any = None, skip: Any = (),
+) -> Replaced:  # fmt: skip
     """Let every layer of `model` that funcops knows run on funcops, and say what was replaced and what was left.
 
-    Known are the layers of torch.nn that `funcops.nn` has, and of Hugging Face's Llama, Mistral, Qwen and GPT-2 the norms, MLPs and
-    the causal loss, by their own classes: a subclass, or a class of the same name from elsewhere, is left. In place: a module
-    changes its class; parameters, buffers, names, hooks and state_dict stay what they are. An MLP whose layers are changed later (an
-    adapter, a hook, a sharded weight) runs them one by one. `policy`: what MLPs keep, as in `with_policy`; "minimal" keeps their
-    inputs and runs them again.
+    Known are the layers of torch.nn that `funcops.nn` has, and the norms, MLPs, activations and the causal loss of those models of
+    Hugging Face that have a row in `funcops.adapters.nn.models`, by their own classes: a subclass, or a class of the same name from
+    elsewhere, is left. In place: a module changes its class to a subclass of the one that it had; parameters, buffers, names, hooks
+    and state_dict stay what they are. An MLP whose layers are changed later (an adapter, a hook, a sharded weight) runs them one by
+    one.
 
-    Raises `TypeError` for a model that is no module, `ValueError` for an unknown policy, one whose rules match nothing, and one for
-    a model without an MLP that is known. The model is then as it was, as after any other exception.
+    `policy`: what MLPs keep, as in `with_policy`; "minimal" keeps their inputs and runs them again. A second call gives it to MLPs
+    that the first has swapped. `only`, `skip`: a pattern or several: a class, or a glob for a module's path ("model.layers.0.*"), for
+    the end of it ("lm_head") or for the name of its class ("*RMSNorm"). A pattern finds a module and all that is in it.
+
+    Raises `TypeError` for a model that is no module and for what is no pattern, `ValueError` for a pattern that finds no module, an
+    unknown policy, one whose rules match nothing, and one for a model without an MLP that is known. The model is then as it was, as
+    after any other exception.
     """
     require_type("from_torch", "model", model, nn.Module)
     if policy is not None:
         with_policy(chain, policy)
-    done, undo = Replaced([], []), Undo()
+    losses = [_joined(path, LOSS) for path, module in model.named_modules() if _loss_of(module) is not None]
+    chosen = None if only is None else Chosen("from_torch", "only", only, model, (*losses,))
+    if chosen is not None and not chosen.paths:
+        fail("from_torch", "only", "None or at least one pattern", "none")
+    skipped = Chosen("from_torch", "skip", skip, model, (*losses,))
+    done, undo = Replaced([], [], []), Undo()
     try:
-        _swap(model, policy, done, undo)
+        _swap(model, policy, lambda path: (chosen is None or path in chosen) and path not in skipped, done, undo)
     except BaseException:
         undo.all()
         raise
@@ -90,11 +83,16 @@ class Undo(list[Any]):
             self.last()
 
 
-def _swap(model: nn.Module, policy: Any, done: Replaced, undo: Undo) -> None:
+def _swap(model: nn.Module, policy: Any, wanted: Any, done: Replaced, undo: Undo) -> None:
     acted = policy is None
     for path, module in list(model.named_modules()):
         before = type(module)
-        to = EXACT.get(before) or known(before, MODELS)
+        if not wanted(path):
+            continue
+        if isinstance(module, (OpModule, Sequential)):
+            acted |= _again(path, module, policy, done, undo)
+            continue
+        to = swapped(before)
         if to is None:
             _left(done, path, module)
             continue
@@ -102,6 +100,7 @@ def _swap(model: nn.Module, policy: Any, done: Replaced, undo: Undo) -> None:
             done.left.append(Change(path, before.__name__, "a forward of its own is set on it"))
             continue
         undo.note(module)
+        attributes = {*vars(module), *CACHES}
         module.__class__ = to
         reason = _refusal(module)
         if reason is not None:
@@ -109,23 +108,68 @@ def _swap(model: nn.Module, policy: Any, done: Replaced, undo: Undo) -> None:
             done.left.append(Change(path, before.__name__, reason))
             continue
         if policy is not None and isinstance(module, ChainModule):
-            module.policy, acted = policy, True
-            module.op.init(module.cfg, device="meta")
+            acted = _keep(module, policy)
         prepare(module)
-        done.replaced.append(Change(path, before.__name__, f"funcops.nn.{to.__name__}"))
+        vars(module)["_swap"] = Swap(before, to, tuple(sorted(vars(module).keys() - attributes)))
+        done.replaced.append(Change(path, before.__name__, _name(to)))
     if not acted:
         fail("from_torch", "policy", "None for a model without an MLP that is known (it says what MLPs keep)", describe(policy))
+    _swap_losses(model, wanted, done, undo)
+
+
+def _again(path: str, module: Any, policy: Any, done: Replaced, undo: Undo) -> bool:
+    """Note a module that runs on funcops already, and give it the policy."""
+    acts = policy is not None and isinstance(module, ChainModule)
+    if acts:
+        undo.note(module)
+        _keep(module, policy)
+    swap = vars(module).get("_swap")
+    before = type(module) if swap is None else swap.before
+    done.already.append(Change(path, before.__name__, _name(type(module)) + (" (policy given)" if acts else "")))
+    return acts
+
+
+def _keep(module: Any, policy: Any) -> bool:
+    module.policy = policy
+    module.op.init(module.cfg, device="meta")
+    return True
+
+
+def _name(cls: type) -> str:
+    """A class as a report names it: one that was made of a row by what the row says."""
+    return f"funcops.nn.{(cls if 'original' not in vars(cls) else cls.__bases__[0]).__name__}"
+
+
+def _loss_of(module: Any) -> Any:
+    """The loss that a model of transformers computes, where that is known; the op's own where it was swapped."""
+    given: Any = module.loss_function if isinstance(getattr(type(module), LOSS, None), property) else None
+    known = LOSSES.get(f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', '')}")
+    return given if known is not None or given in LOSSES.values() else None
+
+
+def _swap_losses(model: nn.Module, wanted: Any, done: Replaced, undo: Undo) -> None:
     owners: list[str] = []
     for path, module in model.named_modules():
-        given: Any = module.loss_function if isinstance(getattr(type(module), "loss_function", None), property) else None
-        loss: Any = LOSSES.get(f"{getattr(given, '__module__', '')}.{getattr(given, '__qualname__', '')}")
-        if loss is None or any([not owner or path.startswith(f"{owner}.") for owner in owners]):
+        given = _loss_of(module)
+        if given is None or any([not owner or path.startswith(f"{owner}.") for owner in owners]):
             continue  # the module that holds it computes the loss
         owners.append(path)
+        name = _joined(path, LOSS)
+        if not wanted(name):
+            continue
+        if given in LOSSES.values():
+            done.already.append(Change(name, given.__name__, "of funcops.nn"))
+            continue
+        loss: Any = LOSSES[f"{given.__module__}.{given.__qualname__}"]
         undo.note(module)
+        set_before = tuple(vars(module)[at] for at in (f"_{LOSS}",) if at in vars(module))
         module.loss_function = loss
-        name = f"{path}.loss_function" if path else "loss_function"
+        vars(module)["_swap"] = Swap(type(module), type(module), (), loss=set_before)
         done.replaced.append(Change(name, given.__name__, loss.__name__))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
 
 
 def _refusal(module: Any) -> str | None:
@@ -143,8 +187,41 @@ def _refusal(module: Any) -> str | None:
 
 def _left(done: Replaced, path: str, module: nn.Module) -> None:
     """Layers that hold parameters of their own, and subclasses of known ones, are worth a word."""
-    known = next((cls for cls in EXACT if isinstance(module, cls) and type(module).__module__.partition(".")[0] != "funcops"), None)
+    known = next((cls for cls in TORCH if isinstance(module, cls)), None)
     if known is not None:
         done.left.append(Change(path, type(module).__name__, f"a subclass of {known.__name__}"))
-    elif next(module.parameters(recurse=False), None) is not None and not hasattr(module, "op"):
+    elif next(module.parameters(recurse=False), None) is not None:
         done.left.append(Change(path, type(module).__name__, "not known"))
+
+
+def to_torch(model: nn.Module) -> Replaced:
+    """Undo `from_torch`: every module of `model` that it has swapped gets back the class that it had, and says so.
+
+    In place: parameters, buffers, names, hooks and state_dict stay what they are. A module that was made as one of `funcops.nn`
+    stays one. So does one whose class was changed again since (parametrized, sharded): it is left, with the reason.
+
+    Raises `TypeError` for a model that is no module.
+    """
+    require_type("to_torch", "model", model, nn.Module)
+    done = Replaced([], [], [])
+    for path, module in model.named_modules():
+        swap: Any = vars(module).get("_swap")
+        if swap is None:
+            continue
+        if type(module) is not swap.after:
+            done.left.append(Change(path, swap.before.__name__, f"its class is {type(module).__name__} by now"))
+            continue
+        del vars(module)["_swap"]
+        if swap.loss is not None:
+            given: Any = _loss_of(module)
+            if given in LOSSES.values():
+                vars(module).pop(f"_{LOSS}", None)
+                vars(module).update(dict.fromkeys([f"_{LOSS}"], *swap.loss) if swap.loss else {})
+                done.replaced.append(Change(_joined(path, LOSS), given.__name__, module.loss_function.__name__))  # type: ignore[union-attr]
+            continue
+        after = type(module)
+        module.__class__ = swap.before
+        for name in (*swap.added, *CACHES):
+            vars(module).pop(name, None)
+        done.replaced.append(Change(path, _name(after), swap.before.__name__))
+    return done

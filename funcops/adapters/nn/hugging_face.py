@@ -1,106 +1,124 @@
-"""Layers of Hugging Face's decoders as ops. They are known by where their classes are defined, so that nothing is
-imported for them."""
+"""What Hugging Face's norms, MLPs and losses are as ops; `models.py` says whose."""
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcops.adapters.autocast import LOWER, any_autocast, casts, is_on, outside
 from funcops.adapters.autograd import run
+from funcops.adapters.nn.layers import drawn_key
 from funcops.adapters.nn.module import OpModule, is_plain, untouched, watched
+from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind_of
+from funcops.adapters.nn.sequential import KEY
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.policy import with_policy
-from funcops.compose.step import Step
+from funcops.compose.step import Step, WithExtras
 from funcops.errors import fail, require
 from funcops.op import Op
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 
-LINEAR, CONV1D = "a linear layer", "a Conv1D"
-KINDS: dict[str, str] = {
-    "torch.nn.modules.linear.Linear": LINEAR,
-    "funcops.adapters.nn.layers.Linear": LINEAR,
-    "transformers.pytorch_utils.Conv1D": CONV1D,
-    "torch.nn.modules.activation.SiLU": "swiglu",
-    "funcops.adapters.nn.layers.SiLU": "swiglu",
-    "transformers.activations.SiLUActivation": "swiglu",
-    "torch.nn.modules.activation.GELU": "geglu",
-    "funcops.adapters.nn.layers.GELU": "geglu",
-    "transformers.activations.GELUActivation": "geglu",
-    "transformers.activations.NewGELUActivation": "geglu_tanh",
-}
-WITHOUT_GATE = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}
-
-
-def known(cls: type, table: dict[str, Any]) -> Any:
-    """What the table has for a class, by where it is defined: a class of the same name elsewhere is another, and so is one whose
-    forward was replaced."""
-    found = table.get(f"{cls.__module__}.{cls.__qualname__}")
-    forward = getattr(cls, "forward", None)
-    return found if getattr(forward, "__module__", None) in (cls.__module__, OpModule.__module__) else None
-
-
-_kinds: dict[type, str] = {}
-
-
-def kind_of(module: Any) -> str | None:
-    """What a part of an MLP is, if a call of it is no more than that."""
-    cls = type(module)
-    kind = _kinds.get(cls)
-    if kind is None:
-        kind = known(cls, KINDS)
-        if kind is None:
-            return None  # and is not remembered: such classes are made on the fly
-        _kinds[cls] = kind
-    if kind == "geglu":
-        state = module.__dict__
-        if state.get("approximate", "none") != "none":
-            return "geglu_tanh"
-        if state.get("act", nn.functional.gelu) is not nn.functional.gelu:
-            return None
-    return kind
-
 
 class RMSNorm(OpModule):
-    """LlamaRMSNorm and those that are like it: `weight` and `variance_epsilon`. x and weight of two dtypes give the wider one."""
+    """LlamaRMSNorm and those that are like it: `weight` and `variance_epsilon`. Where x and weight have two dtypes, y has the wider."""
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("variance_epsilon",)
+    zero_centered = False
 
     def make_cfg(self) -> RMSNormConfig:
-        return RMSNormConfig(dim=tuple(self.weight.shape), eps=self.variance_epsilon)
+        eps = getattr(self, self.values[0])
+        return RMSNormConfig(dim=tuple(self.weight.shape), eps=eps, zero_centered_gamma=self.zero_centered)
 
     def forward(self, x: Tensor) -> Any:
         (weight,) = self._own()
         if x.dtype is weight.dtype or not (is_plain(x) and is_plain(weight)):
             return super().forward(x)
-        dtype = torch.promote_types(x.dtype, weight.dtype)
-        return self.launched([weight.to(dtype)], x.to(dtype))
+        wide, dtype = torch.promote_types(x.dtype, weight.dtype), self.y_dtype(x.dtype, weight.dtype)
+        y = self.launched([weight.to(wide)], x if wide is torch.float32 and dtype is x.dtype else x.to(wide))
+        return y if y.dtype is dtype else y.to(dtype)
 
-    def plain(self, *given: Any) -> Any:
-        (x,) = given
-        n = x.to(torch.float32)
-        n = n * torch.rsqrt(n.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * n.to(x.dtype)
+    @staticmethod
+    def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        """The dtype of y for those of x and weight, where they differ."""
+        return torch.promote_types(x, weight)
 
-    def extra_repr(self) -> str:
-        return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
+
+class RMSNormOfX(RMSNorm):
+    """Olmo2RMSNorm and those that are like it: y has x's dtype."""
+
+    @staticmethod
+    def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        return x
+
+
+class GemmaRMSNorm(RMSNormOfX):
+    """GemmaRMSNorm and those that are like it: scaled by 1 + weight, and their `eps`."""
+
+    values, zero_centered = ("eps",), True
+
+
+class T5LayerNorm(RMSNorm):
+    """T5LayerNorm, an RMSNorm: y has the weight's dtype where that has 16 bits, else the wider of the two and float32."""
+
+    @staticmethod
+    def y_dtype(x: torch.dtype, weight: torch.dtype) -> torch.dtype:
+        return weight if weight.itemsize == 2 else torch.promote_types(torch.promote_types(x, weight), torch.float32)
+
+
+class Activation(OpModule):
+    """Activations of transformers; most of them hold the function that they call as `act`."""
+
+    op, values = activation, ("act",)
+
+    def make_cfg(self) -> ActivationConfig:
+        kind = kind_of(self)
+        require(kind is not None, f"funcops.nn.{type(self).__name__}", "act", "as its class has it", "another function")
+        return ActivationConfig(kind=kind)
+
+
+class Conv1D(OpModule):
+    """GPT-2's Conv1D: a linear layer whose weight is [in, out]. The op takes a view of it."""
+
+    op, params_class, fields = linear, LinearParams, ("weight", "bias")
+    autocast = LOWER
+
+    def make_cfg(self) -> LinearConfig:
+        i, o = self.weight.shape
+        return LinearConfig(in_features=i, out_features=o, bias=self.bias is not None)
+
+    def forward(self, x: Tensor) -> Any:
+        weight, bias = self._own()
+        if not (is_plain(x) and is_plain(weight) and is_plain(bias)):
+            return self.plain(x)
+        return self.launched([weight, bias], x)
+
+    def _params(self, own: list[Any]) -> LinearParams:
+        return LinearParams(own[0].mT, own[1])
 
 
 class ChainModule(OpModule):
     """A module that is a chain of its layers, as long as they are what they were: each call looks, and goes through the layers where
-    one was replaced, hooked, sharded or given a forward of its own. `policy` says what the chain keeps."""
+    one was replaced, hooked, sharded or given a forward of its own. `policy` says what the chain keeps.
+
+    Of a kind of MLP, a class says the names: `layers`, the linear ones (of `layer_kind`); `act_name`; `drop_name`, a Dropout before
+    the last layer; `last_name`, one after it, which is called.
+    """
 
     policy: Any = None
     layers: tuple[str, ...] = ()
     layer_kind: str = LINEAR
-    act_name: str = ""
+    act_name: str = "act_fn"
+    drop_name: str = ""
+    last_name: str = ""
+    acts: Any = ACTS
 
     @property
     def op(self) -> Op:  # type: ignore[override]
@@ -116,27 +134,37 @@ class ChainModule(OpModule):
     def op_params(self) -> Any:
         """The chain's params; the leaves are the layers' own parameters."""
         found = self._found()
-        return self._explain() if found is None else self._params(found[1:])
+        return self._explain() if found is None else self._params(found[2:], found[1])
 
     def forward(self, x: Tensor) -> Any:
         found = self._found()
         if found is None or not is_plain(x):
             return self.plain(x)
-        cfg, own = self._config(found), found[1:]
-        if any_autocast() and is_on(x.device.type):
-            x, own = casts(LOWER, x, x.device.type, own)
-            with outside(x.device.type):
-                return run(self.op, self._params(own), x, cfg)
-        return run(self.op, self._params(own), x, cfg)
+        y = self._chained(x, found)
+        return self._modules[self.last_name](y) if self.last_name else y
+
+    def _chained(self, x: Tensor, found: list[Any]) -> Any:
+        cfg, own, device = self._config(found), found[2:], x.device.type
+        if any_autocast() and is_on(device):
+            x, own = casts(LOWER, x, device, own)
+        given = WithExtras(x, {KEY: drawn_key(x)}) if cfg.extras else x
+        with outside(device):
+            return run(self.op, self._params(own, found[1]), given, cfg)
 
     def _found(self) -> list[Any] | None:
-        """The kind of the activation, and the layers' weights and biases; None where a part must be called."""
+        """The kind of the activation, the probability of its Dropout, and the layers' weights and biases; None where a part must be
+        called."""
         modules = self._modules
         act = modules.get(self.act_name)
         kind = kind_of(act)
-        if kind not in WITHOUT_GATE or not untouched(act, ()) or watched():
+        if kind not in self.acts or not untouched(act, ()) or watched():
             return None
-        found: list[Any] = [kind]
+        found: list[Any] = [kind, 0.0]
+        if self.drop_name:
+            drop: Any = modules.get(self.drop_name)
+            if kind_of(drop) is not DROPOUT or not untouched(drop, ()):
+                return None
+            found[1] = drop.p if drop.training else 0.0
         for name in self.layers:
             layer: Any = modules.get(name)
             if kind_of(layer) is not self.layer_kind or not untouched(layer, FIELDS):
@@ -148,80 +176,138 @@ class ChainModule(OpModule):
     def _explain(self) -> NoReturn:
         """Say which part keeps the module from being a chain."""
         where = f"funcops.nn.{type(self).__name__}"
-        for name in (*self.layers, self.act_name):
-            part, kind = self._modules.get(name), kind_of(self._modules.get(name))
-            ok = kind in WITHOUT_GATE if name == self.act_name else kind == self.layer_kind
-            wanted = "an activation that GLU has" if name == self.act_name else self.layer_kind
+        kinds = [*((name, (self.layer_kind,), self.layer_kind, FIELDS) for name in self.layers)]
+        kinds.append((self.act_name, tuple(self.acts), "an activation that funcops has", ()))
+        kinds += [(self.drop_name, (DROPOUT,), DROPOUT, ())] if self.drop_name else []
+        for name, allowed, wanted, fields in kinds:
+            part = self._modules.get(name)
             got = f"{type(part).__module__}.{type(part).__qualname__}"
-            require(ok, where, name, f"{wanted}, of a class that is known", got)
-            plain = untouched(part, () if name == self.act_name else FIELDS)
+            require(kind_of(part) in allowed, where, name, f"{wanted}, of a class that is known", got)
+            plain = untouched(part, fields)
             require(plain, where, name, "as its class has it, without hooks", f"a {type(part).__name__} that was changed")
         fail(where, "hooks", "absent", "some on all modules")
 
     def _config(self, found: list[Any]) -> ChainConfig:
         """The config for what was found; made anew only where it would be another."""
-        key = [found[0], *[None if t is None else t.shape for t in found[1:]]]
+        key = [found[0], found[1], *[None if t is None else t.shape for t in found[2:]]]
         made = self.__dict__.get("_made")
         if made is None or made[0] != key:
-            made = self.__dict__["_made"] = key, self.make_cfg()
+            made = self.__dict__["_made"] = key, self.config_of(*found)
         return made[1]  # type: ignore[no-any-return]
+
+    def config_of(self, kind: str, p: float, *own: Any) -> ChainConfig:
+        """The chain for the kind of the activation, the probability of the Dropout, and the layers' weights and biases."""
+        raise NotImplementedError
+
+    def _params(self, own: list[Any], p: float = 0.0) -> dict[str, Any]:
+        raise NotImplementedError
 
 
 FIELDS = ("weight", "bias")
 
 
+def _linear(weight: Tensor, bias: Any) -> LinearConfig:
+    o, i = weight.shape
+    return LinearConfig(in_features=i, out_features=o, bias=bias is not None)
+
+
+def _drop(p: float) -> Step:
+    return Step(name="drop", op=dropout, cfg=DropoutConfig(p=p), takes=(KEY,))
+
+
 class GatedMLP(ChainModule):
-    """LlamaMLP and those that are like it: down(act(gate(x)) * up(x)), as one chain."""
+    """LlamaMLP and those that are like it: down(act(gate(x)) * up(x)), as one chain. A Dropout of the product is one of up(x): it
+    multiplies, and the product is computed again."""
 
-    layers, act_name = ("gate_proj", "up_proj", "down_proj"), "act_fn"
+    layers, acts = ("gate_proj", "up_proj", "down_proj"), GATES
 
-    def make_cfg(self) -> ChainConfig:
-        gate, up, down = (_linear(self._modules[name]) for name in self.layers)
-        branches = (Step(name="gate", op=linear, cfg=gate), Step(name="up", op=linear, cfg=up))
+    def config_of(self, kind: str, p: float, *own: Any) -> ChainConfig:
+        gate, up, down = (_linear(*own[i : i + 2]) for i in (0, 2, 4))
+        branches = [Step(name="gate", op=linear, cfg=gate), Step(name="up", op=linear, cfg=up)]
+        extras = (KEY,) if p else ()
+        if p:
+            dropped = ChainConfig(steps=(Step(name="linear", op=linear, cfg=up), _drop(p)), extras=extras)
+            branches[1] = Step(name="up", op=chain, cfg=dropped, takes=extras)
         steps = (
-            Step(name="project", op=parallel, cfg=ParallelConfig(branches=branches)),
-            Step(name="act", op=glu, cfg=GLUConfig(kind=kind_of(self.act_fn), paired=True)),
+            Step(name="project", op=parallel, cfg=ParallelConfig(branches=tuple(branches)), takes=extras),
+            Step(name="act", op=glu, cfg=GLUConfig(kind=GATES[kind], paired=True)),
             Step(name="down", op=linear, cfg=down),
         )
-        return ChainConfig(steps=steps)
+        return ChainConfig(steps=steps, extras=extras)
 
-    def _params(self, own: list[Any]) -> dict[str, Any]:
+    def _params(self, own: list[Any], p: float = 0.0) -> dict[str, Any]:
         gate, up, down = (LinearParams(*own[i : i + 2]) for i in (0, 2, 4))
-        return {"project": {"gate": gate, "up": up}, "act": None, "down": down}
-
-    def plain(self, *given: Any) -> Any:
-        (x,) = given
-        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return {"project": {"gate": gate, "up": {"linear": up, "drop": None} if p else up}, "act": None, "down": down}
 
 
-def _linear(module: Any) -> LinearConfig:
-    o, i = module.weight.shape
-    return LinearConfig(in_features=i, out_features=o, bias=module.bias is not None)
+class FusedMLP(ChainModule):
+    """Phi3MLP and those that are like it: down(up * act(gate)), gate and up the halves of one product."""
 
+    layers, acts = ("gate_up_proj", "down_proj"), GATES
 
-class GPT2MLP(ChainModule):
-    """GPT2MLP: c_proj(act(c_fc(x))), then its dropout. Its weights are [in, out]; the op takes views of them."""
-
-    layers, layer_kind, act_name = ("c_fc", "c_proj"), CONV1D, "act"
-
-    def make_cfg(self) -> ChainConfig:
-        (i, h), (_, o) = self.c_fc.weight.shape, self.c_proj.weight.shape
+    def config_of(self, kind: str, p: float, *own: Any) -> ChainConfig:
         steps = (
-            Step(name="c_fc", op=linear, cfg=LinearConfig(in_features=i, out_features=h)),
-            Step(name="act", op=activation, cfg=ActivationConfig(kind=WITHOUT_GATE[str(kind_of(self.act))])),
-            Step(name="c_proj", op=linear, cfg=LinearConfig(in_features=h, out_features=o)),
+            Step(name="project", op=linear, cfg=_linear(*own[:2])),
+            Step(name="act", op=glu, cfg=GLUConfig(kind=GATES[kind], gate="first")),
+            Step(name="down", op=linear, cfg=_linear(*own[2:])),
         )
         return ChainConfig(steps=steps)
 
-    def _params(self, own: list[Any]) -> dict[str, Any]:
-        first, last = (LinearParams(own[i].mT, own[i + 1]) for i in (0, 2))
-        return {"c_fc": first, "act": None, "c_proj": last}
+    def _params(self, own: list[Any], p: float = 0.0) -> dict[str, Any]:
+        return {"project": LinearParams(*own[:2]), "act": None, "down": LinearParams(*own[2:])}
 
-    def forward(self, hidden_states: Tensor) -> Any:
-        return self.dropout(super().forward(hidden_states))
 
-    def plain(self, *given: Any) -> Any:
-        return self.c_proj(self.act(self.c_fc(given[0])))
+class PlainMLP(ChainModule):
+    """ViTMLP and those that are like it: last(act(first(x))), as one chain. A Dropout after a ReLU is one before it: it multiplies by
+    no negative number, and the ReLU is computed again."""
+
+    layers = ("fc1", "fc2")
+
+    def config_of(self, kind: str, p: float, *own: Any) -> ChainConfig:
+        between = [Step(name="act", op=activation, cfg=ActivationConfig(kind=kind))]
+        if p:
+            between.insert(0 if kind == "relu" else 1, _drop(p))
+        first, last = (Step(name=name, op=linear, cfg=_linear(*t)) for name, t in zip(self.layers, self._views(own), strict=True))
+        return ChainConfig(steps=(first, *between, last), extras=(KEY,) if p else ())
+
+    def _params(self, own: list[Any], p: float = 0.0) -> dict[str, Any]:
+        between = {"act": None, "drop": None} if p else {"act": None}
+        first, last = (LinearParams(*found) for found in self._views(own))
+        return {self.layers[0]: first, **between, self.layers[1]: last}
+
+    def _views(self, own: Any) -> Any:
+        """Weight [out, in] and bias of both layers."""
+        return (own[:2], own[2:]) if self.layer_kind is LINEAR else ((own[0].mT, own[1]), (own[2].mT, own[3]))
+
+
+class T5Dense(ChainModule):
+    """What T5's MLPs have in common: names, and a last layer that may be of another dtype, to which x is cast."""
+
+    act_name, drop_name = "act", "dropout"
+
+    def _found(self) -> list[Any] | None:
+        found = super()._found()
+        return None if found is None or found[2].dtype is not found[-2].dtype else found
+
+
+class Phi3MLP(FusedMLP):
+    act_name = "activation_fn"
+
+
+class ViTMLP(PlainMLP):
+    act_name = "activation_fn"
+
+
+class GPT2MLP(PlainMLP):
+    layers, layer_kind, act_name, last_name = ("c_fc", "c_proj"), CONV1D, "act", "dropout"
+
+
+class T5DenseActDense(T5Dense, PlainMLP):
+    layers = ("wi", "wo")
+
+
+class T5DenseGatedActDense(T5Dense, GatedMLP):
+    layers = ("wi_0", "wi_1", "wo")
 
 
 def causal_lm_loss(
@@ -250,13 +336,3 @@ def _loss_config(ignore_index: int, reduction: str) -> CrossEntropyConfig:
     if key not in _loss_configs:
         _loss_configs[key] = CrossEntropyConfig(ignore_index=ignore_index, reduction=reduction)
     return _loss_configs[key]
-
-
-_FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")
-_MODELING = "transformers.models.{0}.modeling_{0}."
-MODELS: dict[str, type] = {
-    **{f"{_MODELING.format(family.lower())}{family}RMSNorm": RMSNorm for family in _FAMILIES},
-    **{f"{_MODELING.format(family.lower())}{family}MLP": GatedMLP for family in _FAMILIES},
-    f"{_MODELING.format('gpt2')}GPT2MLP": GPT2MLP,
-}
-LOSSES = {"transformers.loss.loss_utils.ForCausalLMLoss": causal_lm_loss}

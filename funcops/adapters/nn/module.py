@@ -14,6 +14,7 @@ from funcops.adapters.autograd import run
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
+CACHES = ("_cfg", "_cached", "_made")  # attributes that a call finds or makes
 PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # and others as they are met
 
 

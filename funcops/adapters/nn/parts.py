@@ -1,0 +1,84 @@
+"""What classes of other libraries are: known by where they are defined, so that nothing is imported for them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+from torch import nn
+
+from funcops.adapters.nn.module import OpModule
+
+LINEAR, CONV1D, DROPOUT = "a linear layer", "a Conv1D", "a Dropout"
+KINDS: dict[str, str] = {
+    "torch.nn.modules.linear.Linear": LINEAR,
+    "funcops.adapters.nn.layers.Linear": LINEAR,
+    "transformers.pytorch_utils.Conv1D": CONV1D,
+    "torch.nn.modules.dropout.Dropout": DROPOUT,
+    "funcops.adapters.nn.layers.Dropout": DROPOUT,
+    "torch.nn.modules.activation.ReLU": "relu",
+    "funcops.adapters.nn.layers.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "funcops.adapters.nn.layers.SiLU": "silu",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "funcops.adapters.nn.layers.GELU": "gelu",
+    "transformers.activations.SiLUActivation": "silu",
+    "transformers.activations.GELUActivation": "gelu",
+    "transformers.activations.GELUTanh": "gelu_tanh",
+    "transformers.activations.NewGELUActivation": "gelu_tanh",
+    "transformers.activations.FastGELUActivation": "gelu_tanh",
+    "transformers.activations.AccurateGELUActivation": "gelu_tanh",
+    "transformers.activations.QuickGELUActivation": "quick_gelu",
+    "transformers.activations.ReLUSquaredActivation": "squared_relu",
+}
+GATES = {  # the GLU of an activation
+    "relu": "reglu", "squared_relu": "squared_reglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "quick_gelu": "quick_geglu",
+    "silu": "swiglu",
+}  # fmt: skip
+ACTS = frozenset(GATES)
+
+
+def known(cls: type, table: dict[str, Any]) -> Any:
+    """What the table has for a class, by where it is defined: a class of the same name elsewhere is another, and so is one whose
+    forward was replaced or wrapped."""
+    found = table.get(f"{cls.__module__}.{cls.__qualname__}")
+    if found is None or getattr(sys.modules.get(cls.__module__), cls.__qualname__, None) is not cls:
+        return None
+    forward = getattr(cls, "forward", None)
+    own = getattr(forward, "__module__", None) in (cls.__module__, OpModule.__module__) and not hasattr(forward, "__wrapped__")
+    return found if own else None
+
+
+_kinds: dict[type, str] = {}
+
+
+def kind_of(module: Any) -> str | None:
+    """What a part of an MLP is, if a call of it is no more than that."""
+    cls = type(module)
+    kind = _kinds.get(cls)
+    if kind is None:
+        kind = known(cls.__dict__.get("original", cls), KINDS)
+        if kind is None:
+            return None  # and is not remembered: such classes are made on the fly
+        _kinds[cls] = kind
+    if kind in _VARIANTS:
+        return _VARIANTS[kind](module.__dict__)
+    return kind
+
+
+def _gelu(state: dict[str, Any]) -> str | None:
+    if state.get("approximate", "none") != "none":
+        return "gelu_tanh"
+    return "gelu" if state.get("act", nn.functional.gelu) is nn.functional.gelu else None
+
+
+def _gelu_tanh(state: dict[str, Any]) -> str | None:
+    act = state.get("act")
+    if act is None:
+        return "gelu_tanh"
+    found = type(act) is functools.partial and act.func is nn.functional.gelu and act.keywords == {"approximate": "tanh"}
+    return "gelu_tanh" if found else None
+
+
+_VARIANTS = {"gelu": _gelu, "gelu_tanh": _gelu_tanh}
