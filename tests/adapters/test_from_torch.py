@@ -204,3 +204,148 @@ def test_halves_of_a_batch_add_up_to_the_whole():
             half.backward()
         torch.testing.assert_close(sum(halves), whole)
         torch.testing.assert_close({n: p.grad for n, p in model.named_parameters()}, want)
+
+
+def test_a_class_that_only_says_where_it_is_from():
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    names = {"__module__": modeling.__name__, "__qualname__": "LlamaRMSNorm", "forward": modeling.LlamaRMSNorm.forward}
+    impostor = type("LlamaRMSNorm", (nn.Module,), names)()
+    impostor.weight, impostor.variance_epsilon = nn.Parameter(torch.ones(4)), 1e-6
+    assert [c.after for c in fnn.from_torch(impostor).left] == ["not known"]
+
+
+def changed(model, **chosen):
+    return sorted(c.path for c in fnn.from_torch(copy.deepcopy(model), **chosen).replaced)
+
+
+def test_only_and_skip():
+    """Globs of paths, ends of paths, names of classes, and classes; each finds a module and all that is in it."""
+    model = tiny()
+    everything = changed(model)
+    mlp = type(model.model.layers[0].mlp)
+    finds = {
+        "*": everything,
+        "model.layers.0": [p for p in everything if p.startswith("model.layers.0.")],
+        "model.layers.*.mlp": [p for p in everything if ".mlp" in p],
+        "layers.?.mlp": [p for p in everything if ".mlp" in p],
+        "mlp": [p for p in everything if ".mlp" in p],
+        "q_proj": [p for p in everything if p.endswith(".q_proj")],
+        "lm_head": ["lm_head"],
+        "loss_function": ["loss_function"],
+        "*RMSNorm": [p for p in everything if "norm" in p],
+        "LlamaMLP": [p for p in everything if ".mlp" in p],
+        mlp: [p for p in everything if ".mlp" in p],
+        nn.Linear: [p for p in everything if p.endswith(("_proj", "lm_head"))],
+        (nn.Embedding, "lm_head"): ["lm_head", "model.embed_tokens"],
+    }
+    for pattern, found in finds.items():
+        assert found and changed(model, only=pattern) == found, pattern
+        rest = sorted(set(everything) - set(found))
+        assert changed(model, skip=pattern) == rest, pattern
+        assert changed(model, only="*", skip=pattern) == rest
+    assert changed(model, skip=[]) == everything
+    assert changed(model, only="mlp", policy="minimal") == finds["mlp"]
+
+
+@pytest.mark.parametrize("name", ["only", "skip"])
+def test_patterns_that_are_wrong(name):
+    model = tiny()
+    before = state_of(model)
+    for pattern, error, text in (
+        ("lm_haed", ValueError, "patterns that each find a module of the model, got 'lm_haed'"),
+        ("model.layers.2", ValueError, "patterns that each find a module of the model, got 'model.layers.2'"),
+        ("Model.layers.1", ValueError, "patterns that each find a module of the model, got 'Model.layers.1'"),
+        (["mlp", "lm_haed"], ValueError, "patterns that each find a module of the model, got 'lm_haed'"),
+        (nn.Conv2d, ValueError, "patterns that each find a module of the model, got Conv2d"),
+        ("", ValueError, "patterns that each find a module of the model, got ''"),
+        (7, TypeError, "globs of paths, names of classes, or classes, got 7"),
+        (["mlp", None], TypeError, "globs of paths, names of classes, or classes, got None"),
+        (model.lm_head, TypeError, "globs of paths, names of classes, or classes, got Linear"),
+    ):
+        with pytest.raises(error, match=f"^from_torch: {name} must be {text}$"):
+            fnn.from_torch(model, **{name: pattern})
+    with pytest.raises(ValueError, match="from_torch: only must be None or at least one pattern, got none"):
+        fnn.from_torch(model, only=[])
+    with pytest.raises(ValueError, match="from_torch: policy must be None for a model without an MLP"):
+        fnn.from_torch(model, only="lm_head", policy="minimal")
+    assert_untouched(model, before)
+
+
+def test_the_report_is_a_summary():
+    for layers in (2, 12):
+        model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Conv1d(1, 1, 1)) for _ in range(layers)])
+        done = fnn.from_torch(model)
+        lines = str(done).splitlines()
+        assert lines[0] == f"{2 * layers} replaced, {2 * layers} left, 0 already on funcops" and len(lines) == 5
+        more = f"2.0, ... ({layers - 3} more)" if layers > 2 else "1.0"
+        assert any(line.startswith(f"{layers:4} x Linear -> funcops.nn.Linear: 0.0, 1.0") and line.endswith(more) for line in lines)
+        assert repr(done) == str(done) and len(done.details().splitlines()) == 4 * layers
+
+
+def test_a_second_call_says_so():
+    model = tiny()
+    first = fnn.from_torch(model)
+    state = state_of(model)
+    second = fnn.from_torch(model)
+    assert not second.replaced and not second.left and len(second.already) == len(first.replaced)
+    assert str(second).startswith(f"0 replaced, 0 left, {len(first.replaced)} already on funcops")
+    assert "LlamaMLP already funcops.nn.GatedMLP" in str(second)
+    assert_untouched(model, state)
+    third = fnn.from_torch(model, policy="minimal")
+    assert not third.replaced and sum("policy given" in c.after for c in third.already) == 2
+    mlp, x = model.model.layers[0].mlp, torch.randn(2, 16)
+    assert mlp.policy == "minimal" and mlp(x).grad_fn.name() == "_NodeBackward"
+    partly = tiny()
+    fnn.from_torch(partly, only="mlp")
+    assert not fnn.from_torch(partly, only="mlp").replaced
+    assert len(fnn.from_torch(partly).replaced) == len(first.replaced) - 10
+
+
+def models_to_undo():
+    own_loss = tiny()
+    own_loss.loss_function = own_loss.loss_function
+    made = nn.Sequential(
+        nn.Linear(4, 4), fnn.Linear(4, 4), nn.GLU(), fnn.Sequential(nn.GELU()), nn.LayerNorm(2, elementwise_affine=False)
+    )
+    return tiny(), tiny("gpt2"), own_loss, made
+
+
+def test_to_torch_undoes_it():
+    for model in models_to_undo():
+        for options in ({}, {"policy": "minimal"}, {"only": "*Linear"}):
+            before, parameters, keys = state_of(model), list(model.parameters()), list(model.state_dict())
+            try:
+                done = fnn.from_torch(model, **options)
+            except ValueError:  # without an MLP that is known, or a Linear
+                continue
+            x = torch.randint(32, (2, 8)) if hasattr(model, "config") else torch.randn(2, 4)
+            model(x)
+            model.eval().train()
+            undone = fnn.to_torch(model)
+            assert sorted(c.path for c in undone.replaced) == sorted(c.path for c in done.replaced)
+            assert {(c.path, c.before) for c in done.replaced} == {(c.path, c.after) for c in undone.replaced}
+            assert list(model.state_dict()) == keys
+            assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+            for module in model.modules():
+                vars(module).pop("_cfg", None), vars(module).pop("_cached", None)
+            for (cls, attributes), (cls_before, attributes_before) in zip(state_of(model), before, strict=True):
+                assert cls is cls_before and attributes.keys() == attributes_before.keys() - {"_cfg", "_cached"}
+            assert not fnn.to_torch(model).replaced
+            assert len(fnn.from_torch(model, **options).replaced) == len(done.replaced)
+            fnn.to_torch(model)
+    with pytest.raises(TypeError, match="to_torch: model must be Module"):
+        fnn.to_torch(None)
+
+
+def test_to_torch_leaves_what_was_changed_since():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fnn.from_torch(model)
+    nn.utils.parametrizations.weight_norm(model[0])
+    done = fnn.to_torch(model)
+    assert [c.path for c in done.replaced] == ["", "1"]
+    assert [(c.path, c.after) for c in done.left] == [("0", "its class is ParametrizedLinear by now")]
+    decoder = tiny()
+    fnn.from_torch(decoder)
+    mine = decoder.loss_function = lambda *given, **options: None
+    fnn.to_torch(decoder)
+    assert decoder.loss_function is mine

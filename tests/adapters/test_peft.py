@@ -14,7 +14,11 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 SIZES = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
 LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-GPT2 = ["c_attn", "c_fc", "c_proj"]
+TARGETS = {
+    "llama": LLAMA,
+    "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"],
+    "gpt2": ["c_attn", "c_fc", "c_proj"],
+}
 
 
 class ExactNorm(nn.Module):
@@ -28,6 +32,8 @@ def decoder(name):
     torch.manual_seed(0)
     if name == "llama":
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).double()
+    if name == "phi3":
+        return transformers.Phi3ForCausalLM(transformers.Phi3Config(pad_token_id=0, **SIZES)).double()
     drops = dict(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
     return transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=32, n_embd=16, n_layer=2, n_head=2, n_positions=16, **drops)
@@ -35,9 +41,9 @@ def decoder(name):
 
 
 def config(kind, name):
-    targets = LLAMA if name == "llama" else GPT2
+    targets = TARGETS[name]
     if kind == "ia3":
-        feed = ["down_proj"] if name == "llama" else ["c_fc"]
+        feed = ["c_fc"] if name == "gpt2" else ["down_proj"]
         return peft.IA3Config(
             target_modules=targets, feedforward_modules=feed, fan_in_fan_out=name == "gpt2", init_ia3_weights=False
         )
@@ -61,12 +67,12 @@ def outcome(model, ids):
 
 @pytest.mark.parametrize("order", ["the swap first", "the adapter first"])
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("phi3", marks=pytest.mark.slow)])
 def test_adapters(name, kind, order):
     got, ids = decoder(name), torch.randint(32, (2, 9))
     want = copy.deepcopy(got)
     for module in want.modules():
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__ in ("LlamaRMSNorm", "Phi3RMSNorm"):
             module.__class__ = ExactNorm
     want = adapted(want, kind, name)
     if order == "the swap first":
@@ -106,7 +112,7 @@ def test_every_parameter_learns_beside_an_adapter(name):
     """As `modules_to_save` and full fine-tuning beside an adapter have it."""
     models = [adapted(decoder(name), "lora", name) for _ in range(2)]
     for module in models[0].modules():
-        if type(module).__name__ == "LlamaRMSNorm":
+        if type(module).__name__ in ("LlamaRMSNorm", "Phi3RMSNorm"):
             module.__class__ = ExactNorm
     fnn.from_torch(models[1])
     for model in models:

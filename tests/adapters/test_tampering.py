@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
 
 from funcops import nn as fnn
+from tests.tiers import drawn
 
 D = 6
 
@@ -38,12 +39,35 @@ def gpt2_mlp():
     return modeling.GPT2MLP(8, SimpleNamespace(hidden_size=D, activation_function="gelu_new", resid_pdrop=0.0))
 
 
+def mlp_of(family, name, **sizes):
+    def make():
+        modeling = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+        return getattr(modeling, name)(
+            SimpleNamespace(hidden_size=D, intermediate_size=8, d_model=D, d_ff=8, dropout_rate=0.0, **sizes)
+        )
+
+    return make
+
+
+def conv1d():
+    return Holder(pytest.importorskip("transformers.pytorch_utils").Conv1D(D, D))
+
+
 MODELS = {  # how it is made, a linear layer of it, its activation
     "llama": (decoder_mlp("llama"), "up_proj", "act_fn"),
     "qwen2": (decoder_mlp("qwen2"), "down_proj", "act_fn"),
     "gpt2": (gpt2_mlp, "c_fc", "act"),
     "sequential": (lambda: nn.Sequential(nn.Linear(D, 8), nn.SiLU(), nn.Linear(8, D)), "2", "1"),
     "linear": (lambda: Holder(nn.Linear(D, D)), "inner", None),
+}
+OTHERS = {
+    "phi3": (mlp_of("phi3", "Phi3MLP", hidden_act="silu"), "gate_up_proj", "activation_fn"),
+    "gemma3": (mlp_of("gemma3", "Gemma3MLP", hidden_activation="gelu_pytorch_tanh"), "gate_proj", "act_fn"),
+    "vit": (mlp_of("vit", "ViTMLP", hidden_act="gelu"), "fc2", "activation_fn"),
+    "t5": (mlp_of("t5", "T5DenseActDense", dense_act_fn="relu"), "wi", "act"),
+    "t5 gated": (mlp_of("t5", "T5DenseGatedActDense", dense_act_fn="gelu_new"), "wi_1", "act"),
+    "bert": (mlp_of("bert", "BertIntermediate", hidden_act="gelu"), "dense", "intermediate_act_fn"),
+    "conv1d": (conv1d, "inner", None),
 }
 
 
@@ -264,12 +288,14 @@ def plain(t):
     return t.full_tensor() if hasattr(t, "full_tensor") else t.as_subclass(torch.Tensor)
 
 
+GRID = [pytest.param(tampering, kind, id=f"{tampering}-{kind}") for tampering in TAMPERINGS for kind in MODELS]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("tampering", TAMPERINGS)
+@pytest.mark.parametrize(("tampering", "kind"), [*GRID, *drawn(TAMPERINGS, OTHERS)])
 def test_tampering(tampering, kind, request):
-    make, name, act = MODELS[kind]
-    if (act is None and tampering in OF_ACT) or (kind, tampering) == ("gpt2", "without bias"):
+    make, name, act = {**MODELS, **OTHERS}[kind]
+    if (act is None and tampering in OF_ACT) or (kind in ("gpt2", "conv1d") and tampering == "without bias"):
         pytest.skip("torch has none")
     if tampering == "fully_shard":
         request.getfixturevalue("process_group")

@@ -45,4 +45,4 @@ def _matches(pattern: str | type, path: str, module: nn.Module) -> bool:
 
 
 def _of_path(pattern: str, path: str) -> bool:
-    return fnmatchcase(path, pattern) or fnmatchcase(path, f"*.{pattern}")
+    return (pattern != "" and fnmatchcase(path, pattern)) or fnmatchcase(path, f"*.{pattern}")
