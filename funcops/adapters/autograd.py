@@ -223,6 +223,7 @@ class _TracedNode(Function):
 
 
 _transforms = torch._C._functorch.maybe_current_level
+_jit_tracing = torch._C._get_tracing_state
 _compiling, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _bound: dict[Any, Bound] = {}
 
@@ -243,6 +244,8 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     asked = tuple([t.requires_grad for t in leaves])
     if True not in asked:
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    if _jit_tracing() is not None:
+        fail(op.name, "torch.jit.trace", "around calls under torch.no_grad()", "one that asks for a gradient", RuntimeError)
     key: Any = (op.fwd, cfg, asked)
     if select.chosen_anywhere:
         key = (*key, select.choice())

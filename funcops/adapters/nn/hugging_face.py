@@ -124,8 +124,7 @@ class ChainModule(OpModule):
     def op(self) -> Op:  # type: ignore[override]
         return chain if self.policy is None else with_policy(chain, self.policy)
 
-    @property
-    def cfg(self) -> ChainConfig:
+    def config(self) -> ChainConfig:
         found = self._found()
         if found is None:
             self._explain()
@@ -176,7 +175,7 @@ class ChainModule(OpModule):
     def _explain(self) -> NoReturn:
         """Say which part keeps the module from being a chain."""
         where = f"funcops.nn.{type(self).__name__}"
-        kinds = [*((name, (self.layer_kind,), self.layer_kind, FIELDS) for name in self.layers)]
+        kinds: list[Any] = [(name, (self.layer_kind,), self.layer_kind, FIELDS) for name in self.layers]
         kinds.append((self.act_name, tuple(self.acts), "an activation that funcops has", ()))
         kinds += [(self.drop_name, (DROPOUT,), DROPOUT, ())] if self.drop_name else []
         for name, allowed, wanted, fields in kinds:

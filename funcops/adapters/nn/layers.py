@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import LOWER, NORM
 from funcops.adapters.nn.module import OpModule, prepare
 from funcops.errors import require
+from funcops.ops._norm import DTYPES
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, embedding
@@ -37,11 +38,20 @@ class Embedding(OpModule, nn.Embedding):
 
     op, params_class, fields = embedding, EmbeddingParams, ("weight",)
     values = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+    dtypes = frozenset((torch.int64, torch.int32))
+
+    def op_input(self, x: Tensor) -> Tensor:
+        return ids(x)
 
     def make_cfg(self) -> EmbeddingConfig:
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
             require(not getattr(self, name), "funcops.nn.Embedding", name, "off: it has no functional form", getattr(self, name))
         return EmbeddingConfig(num_embeddings=self.num_embeddings, dim=self.embedding_dim, padding_idx=self.padding_idx)
+
+
+def ids(t: Any) -> Any:
+    """Indices as the ops take them: int32 and uint8 as int64."""
+    return t.long() if getattr(t, "dtype", None) in (torch.int32, torch.uint8) else t
 
 
 class LayerNorm(OpModule, nn.LayerNorm):
@@ -59,7 +69,7 @@ class RMSNorm(OpModule, nn.RMSNorm):
     """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype."""
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
-    autocast = NORM
+    autocast, pairs = NORM, DTYPES
 
     def make_cfg(self) -> RMSNormConfig:
         _affine("RMSNorm", self)
@@ -75,6 +85,13 @@ class Dropout(OpModule, nn.Dropout):
     """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` decides."""
 
     op, values = dropout, ("p", "training", "inplace")
+
+    def rests(self) -> bool:
+        """Whether it gives x itself: without p, and in eval mode."""
+        return self.p == 0.0 or not self.training
+
+    def forward(self, x: Tensor) -> Any:
+        return x if self.rests() else super().forward(x)
 
     def make_cfg(self) -> DropoutConfig:
         require(not self.inplace, "funcops.nn.Dropout", "inplace", "False", self.inplace)
@@ -148,7 +165,9 @@ class GLU(OpModule, nn.GLU):
 
     def plain(self, *given: Any) -> Any:
         torchs = (self.kind, self.gate) == ("glu", "second")
-        require(torchs, "funcops.nn.GLU", "x", f"a plain tensor: torch has no {self.kind}", type(given[0]).__name__)
+        require(
+            torchs, f"funcops.nn.{type(self).__name__}", "x", f"a plain tensor: torch has no {self.kind}", type(given[0]).__name__
+        )
         return super().plain(*given)
 
     def extra_repr(self) -> str:

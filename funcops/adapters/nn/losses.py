@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.autocast import LOWER
+from funcops.adapters.nn.layers import ids
 from funcops.adapters.nn.module import OpModule, is_plain, prepare
-from funcops.errors import require
+from funcops.errors import FLOATS, require
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
 
 
 class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or
-    [N, V, *] as in torch."""
+    [N, V, *] as in torch. Targets that are probabilities are left to torch. The loss of 16-bit logits is float32."""
 
     op, values = cross_entropy, ("label_smoothing", "ignore_index", "reduction")
 
@@ -26,11 +27,10 @@ class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
         return CrossEntropyConfig(**{name: getattr(self, name) for name in self.values})
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
-        require(not target.is_floating_point(), "funcops.nn.CrossEntropyLoss", "target", "class indices", str(target.dtype))
-        if not is_plain(input):
+        if not (is_plain(input) and is_plain(target)) or getattr(target, "dtype", None) in FLOATS:
             return super().plain(input, target)
         logits = input.movedim(1, -1) if input.dim() > 2 else input
-        return self.launched([], (logits, target))
+        return self.launched([], (logits, ids(target)))
 
 
 class LinearCrossEntropyLoss(OpModule):
@@ -66,7 +66,7 @@ class LinearCrossEntropyLoss(OpModule):
         weight = self.weight
         if not (is_plain(input) and is_plain(weight)):
             return self.plain(input, target)
-        return self.launched([weight], (input, target))
+        return self.launched([weight], (input, ids(target)))
 
     def plain(self, *given: Any) -> Any:
         scores, options = nn.functional.linear(given[0], self.weight), {name: getattr(self, name) for name in self.values[2:]}

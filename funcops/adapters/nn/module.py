@@ -7,10 +7,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx import Proxy
 from torch.nn.modules import module as hooks
 
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd import run
+from funcops.errors import FLOATS
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
@@ -43,13 +45,18 @@ class Prepared(nn.Module):
 
 class OpModule(Prepared):
     """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. `values`: the attributes that
-    the config is made of; `fields`: the parameters, in the order of `params_class`; `autocast`: which of autocast's lists it is on."""
+    the config is made of; `fields`: the parameters, in the order of `params_class`; `autocast`: which of autocast's lists it is on.
+
+    x of a dtype that is not in `dtypes`, or not beside the first parameter's in `pairs`, is left to torch.
+    """
 
     op: Op
     params_class: Any = None
     values: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
     autocast: str = ""
+    dtypes: frozenset[Any] = frozenset(FLOATS)
+    pairs: frozenset[Any] = frozenset()
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -64,7 +71,11 @@ class OpModule(Prepared):
 
     @property
     def cfg(self) -> Any:
-        """The op's config, from the module's attributes as they are."""
+        """The op's config, from the module's attributes as they are; absent where the op has none for them, as `config()` says."""
+        return config_or_absent(self)
+
+    def config(self) -> Any:
+        """`cfg`. Raises `ValueError` for what the op does not have."""
         made = self.__dict__.get("_cfg")
         if made is None:
             made = self.__dict__["_cfg"] = self.make_cfg()
@@ -91,25 +102,30 @@ class OpModule(Prepared):
         for t in (x, *own):
             if not (PLAIN.get(type(t)) or is_plain(t)):
                 return self.plain(x)
+        dtype = getattr(x, "dtype", None)
+        if dtype not in self.dtypes and dtype is not None:
+            return self.plain(x)
+        if self.pairs and own[0] is not None and (dtype, own[0].dtype) not in self.pairs:
+            return self.plain(x)
         given = self.op_input(x)
         if any_autocast() and is_on(x.device.type):
             return self.followed(own, given, x.device.type)
         leaves = [t for t in own if t is not None]
         leaves += given if type(given) is tuple else (given,)
-        return run(self.op, self._params(own), given, self.cfg, leaves)
+        return run(self.op, self._params(own), given, self.config(), leaves)
 
     def followed(self, own: list[Any], given: Any, kind: str) -> Any:
         """The op where autocast is on: outside of it, on what autocast would have cast."""
         given, own = casts(self.autocast, given, kind, own)
         with outside(kind):
-            return run(self.op, self._params(own), given, self.cfg)
+            return run(self.op, self._params(own), given, self.config())
 
     def launched(self, own: list[Any], given: Any) -> Any:
         """The op, with or without autocast, for modules with a forward of their own."""
         kind = (given[0] if type(given) is tuple else given).device.type
         if any_autocast() and is_on(kind):
             return self.followed(own, given, kind)
-        return run(self.op, self._params(own), given, self.cfg)
+        return run(self.op, self._params(own), given, self.config())
 
     def _params(self, own: list[Any]) -> Any:
         return None if self.params_class is None else self.params_class(*own)
@@ -120,11 +136,12 @@ class OpModule(Prepared):
 
 
 def is_plain(t: Any) -> bool:
-    """Whether a tensor is torch's own, or a stand-in for one while torch traces; what is no tensor is for the op to refuse."""
+    """Whether a tensor is torch's own, or a stand-in for one while torch traces, but for one of torch.fx, which records torch's
+    functions; what is no tensor is for the op to refuse."""
     kind = type(t)
     found = PLAIN.get(kind)
     if found is None:
-        found = PLAIN[kind] = not issubclass(kind, Tensor) or issubclass(kind, (FakeTensor, FunctionalTensor, nn.Buffer))
+        found = PLAIN[kind] = not issubclass(kind, (Tensor, Proxy)) or issubclass(kind, (FakeTensor, FunctionalTensor, nn.Buffer))
     return found
 
 
@@ -157,12 +174,20 @@ def watched() -> bool:
 def prepare(module: Any) -> None:
     """Make the config now, where it can be made."""
     try:
-        module.cfg  # noqa: B018
+        module.config()
     except (AttributeError, KeyError, TypeError, ValueError):
         return  # not yet complete, or wrong: its first use says so
+
+
+def config_or_absent(module: Any) -> Any:
+    """A module's config; `AttributeError` where there is none, so that `hasattr` and `inspect` can ask."""
+    try:
+        return module.config()
+    except (TypeError, ValueError) as error:
+        raise AttributeError(str(error)) from error
 
 
 def functional(module: Any) -> tuple[Op, Any, Any]:
     """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the
     module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain."""
-    return module.op, module.cfg, tree_map_tensors(lambda t: t.detach(), module.op_params())
+    return module.op, module.config(), tree_map_tensors(lambda t: t.detach(), module.op_params())

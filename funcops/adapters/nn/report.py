@@ -30,7 +30,8 @@ class Replaced(NamedTuple):
         lines += _kinds(self.already, "{before} already {after}")
         return "\n".join(lines)
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     def details(self) -> str:
         """A line for each module: its path, what it was, and what it is now or why it stayed."""

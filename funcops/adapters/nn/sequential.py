@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
 from funcops.adapters.autograd import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, Prepared, is_plain, untouched, watched
+from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, untouched, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plan import FEW
 from funcops.compose.step import Step, WithExtras
@@ -31,7 +31,7 @@ class Group:
         self.params: Any = None
 
     def run(self, x: Any) -> Any:
-        if self.cfg is None or self.small is None or not is_plain(x):
+        if self.cfg is None or self.small is None or not is_plain(x) or getattr(x, "dtype", None) not in self.modules[0].dtypes:
             return self.one_by_one(x)
         if any_autocast() and is_on(x.device.type):
             return self.followed(x, x.device.type)
@@ -81,7 +81,11 @@ class Sequential(Prepared, nn.Sequential):
 
     @property
     def cfg(self) -> ChainConfig:
-        """The chain that all modules are, where they are one."""
+        """The chain that all modules are, where they are one; absent where they are not."""
+        return config_or_absent(self)  # type: ignore[no-any-return]
+
+    def config(self) -> ChainConfig:
+        """`cfg`. Raises `ValueError` for modules that are not one chain."""
         return self._whole().cfg  # type: ignore[return-value]
 
     def op_params(self) -> dict[str, Any]:
@@ -98,7 +102,7 @@ class Sequential(Prepared, nn.Sequential):
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
         seen = watched()
-        now = [m if seen or not _joins(m) else m.cfg for m in self._modules.values()]
+        now = [m if seen or not _joins(m) else m.config() for m in self._modules.values()]
         cached = self.__dict__.get("_cached")
         if (
             cached is None
@@ -111,9 +115,12 @@ class Sequential(Prepared, nn.Sequential):
         return cached[1]  # type: ignore[no-any-return]
 
 
+FORWARDS = (OpModule.forward, Dropout.forward)
+
+
 def _joins(module: Any) -> bool:
     """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op."""
-    if not isinstance(module, OpModule) or type(module).forward is not OpModule.forward:
+    if not isinstance(module, OpModule) or type(module).forward not in FORWARDS:
         return False
     return untouched(module, module.fields)
 
@@ -130,6 +137,8 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
             joined.clear()
 
     for i, (name, module) in enumerate(modules.items()):
+        if joins[i] and isinstance(module, Dropout) and module.rests():
+            continue  # it gives x itself
         if joins[i]:
             joined.append((f"m{i}", module))  # a module's name need not be an identifier
         else:
@@ -140,4 +149,4 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
 
 
 def _step(name: str, module: Any) -> Step:
-    return Step(name=name, op=module.op, cfg=module.cfg, takes=(KEY,) if isinstance(module, Dropout) else ())
+    return Step(name=name, op=module.op, cfg=module.config(), takes=(KEY,) if isinstance(module, Dropout) else ())
