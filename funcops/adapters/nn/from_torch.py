@@ -131,7 +131,7 @@ def _again(path: str, module: Any, policy: Any, done: Replaced, undo: Undo) -> b
 
 def _keep(module: Any, policy: Any) -> bool:
     module.policy = policy
-    module.op.init(module.config(), device="meta")
+    module.op.init(module.known_cfg(), device="meta")
     return True
 
 
@@ -179,7 +179,7 @@ def _refusal(module: Any) -> str | None:
     if isinstance(module, layers.GLU):
         module.kind, module.gate = "glu", "second"
     try:
-        module.config() if isinstance(module, ChainModule) else module.make_cfg()
+        module.known_cfg() if isinstance(module, ChainModule) else module.make_cfg()
     except (ValueError, TypeError) as error:
         return str(error).partition(": ")[2]
     return None

@@ -124,7 +124,7 @@ class ChainModule(OpModule):
     def op(self) -> Op:  # type: ignore[override]
         return chain if self.policy is None else with_policy(chain, self.policy)
 
-    def config(self) -> ChainConfig:
+    def known_cfg(self) -> ChainConfig:
         found = self._found()
         if found is None:
             self._explain()

@@ -71,10 +71,10 @@ class OpModule(Prepared):
 
     @property
     def cfg(self) -> Any:
-        """The op's config, from the module's attributes as they are; absent where the op has none for them, as `config()` says."""
+        """The op's config, from the module's attributes as they are; absent where the op has none for them, as `known_cfg()` says."""
         return config_or_absent(self)
 
-    def config(self) -> Any:
+    def known_cfg(self) -> Any:
         """`cfg`. Raises `ValueError` for what the op does not have."""
         made = self.__dict__.get("_cfg")
         if made is None:
@@ -112,20 +112,20 @@ class OpModule(Prepared):
             return self.followed(own, given, x.device.type)
         leaves = [t for t in own if t is not None]
         leaves += given if type(given) is tuple else (given,)
-        return run(self.op, self._params(own), given, self.config(), leaves)
+        return run(self.op, self._params(own), given, self.known_cfg(), leaves)
 
     def followed(self, own: list[Any], given: Any, kind: str) -> Any:
         """The op where autocast is on: outside of it, on what autocast would have cast."""
         given, own = casts(self.autocast, given, kind, own)
         with outside(kind):
-            return run(self.op, self._params(own), given, self.config())
+            return run(self.op, self._params(own), given, self.known_cfg())
 
     def launched(self, own: list[Any], given: Any) -> Any:
         """The op, with or without autocast, for modules with a forward of their own."""
         kind = (given[0] if type(given) is tuple else given).device.type
         if any_autocast() and is_on(kind):
             return self.followed(own, given, kind)
-        return run(self.op, self._params(own), given, self.config())
+        return run(self.op, self._params(own), given, self.known_cfg())
 
     def _params(self, own: list[Any]) -> Any:
         return None if self.params_class is None else self.params_class(*own)
@@ -174,7 +174,7 @@ def watched() -> bool:
 def prepare(module: Any) -> None:
     """Make the config now, where it can be made."""
     try:
-        module.config()
+        module.known_cfg()
     except (AttributeError, KeyError, TypeError, ValueError):
         return  # not yet complete, or wrong: its first use says so
 
@@ -182,7 +182,7 @@ def prepare(module: Any) -> None:
 def config_or_absent(module: Any) -> Any:
     """A module's config; `AttributeError` where there is none, so that `hasattr` and `inspect` can ask."""
     try:
-        return module.config()
+        return module.known_cfg()
     except (TypeError, ValueError) as error:
         raise AttributeError(str(error)) from error
 
@@ -190,4 +190,4 @@ def config_or_absent(module: Any) -> Any:
 def functional(module: Any) -> tuple[Op, Any, Any]:
     """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the
     module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain."""
-    return module.op, module.config(), tree_map_tensors(lambda t: t.detach(), module.op_params())
+    return module.op, module.known_cfg(), tree_map_tensors(lambda t: t.detach(), module.op_params())

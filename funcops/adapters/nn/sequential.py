@@ -84,7 +84,7 @@ class Sequential(Prepared, nn.Sequential):
         """The chain that all modules are, where they are one; absent where they are not."""
         return config_or_absent(self)  # type: ignore[no-any-return]
 
-    def config(self) -> ChainConfig:
+    def known_cfg(self) -> ChainConfig:
         """`cfg`. Raises `ValueError` for modules that are not one chain."""
         return self._whole().cfg  # type: ignore[return-value]
 
@@ -102,7 +102,7 @@ class Sequential(Prepared, nn.Sequential):
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
         seen = watched()
-        now = [m if seen or not _joins(m) else m.config() for m in self._modules.values()]
+        now = [m if seen or not _joins(m) else m.known_cfg() for m in self._modules.values()]
         cached = self.__dict__.get("_cached")
         if (
             cached is None
@@ -149,4 +149,4 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
 
 
 def _step(name: str, module: Any) -> Step:
-    return Step(name=name, op=module.op, cfg=module.config(), takes=(KEY,) if isinstance(module, Dropout) else ())
+    return Step(name=name, op=module.op, cfg=module.known_cfg(), takes=(KEY,) if isinstance(module, Dropout) else ())
