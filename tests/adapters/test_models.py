@@ -188,3 +188,15 @@ def test_dropout_of_an_mlp(name):
     assert torch.equal(x.grad == 0, zeros)
     assert not torch.equal(mlp(x) == 0, zeros), "another mask each time"
     assert not (mlp.eval()(x) == 0).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", ["Phi3MLP", "Gemma2RMSNorm", "T5DenseGatedActDense"])
+def test_compiled_before_any_call(cls):
+    """What a swapped module looks up of its parts is found by then: a compiler cannot make it."""
+    torch._dynamo.reset()
+    model = tiny({"Phi3MLP": "Phi3", "Gemma2RMSNorm": "Gemma2", "T5DenseGatedActDense": "T5 1.1"}[cls]).eval()
+    fnn.from_torch(model)
+    module, x = next(m for m in model.modules() if type(m).__name__ == cls), torch.randn(2, 8, 64)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    torch.testing.assert_close(compiled, module(x))

@@ -11,6 +11,7 @@ from funcops.adapters.nn.choose import Chosen
 from funcops.adapters.nn.hugging_face import ChainModule
 from funcops.adapters.nn.models import LOSSES, TORCH, swapped
 from funcops.adapters.nn.module import CACHES, OpModule, prepare
+from funcops.adapters.nn.parts import ORIGINALS
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.compose.chain import chain
@@ -115,6 +116,9 @@ def _swap(model: nn.Module, policy: Any, wanted: Any, done: Replaced, undo: Undo
     if not acted:
         fail("from_torch", "policy", "None for a model without an MLP that is known (it says what MLPs keep)", describe(policy))
     _swap_losses(model, wanted, done, undo)
+    for module in model.modules():
+        if isinstance(module, ChainModule):
+            prepare(module)  # its layers have other classes now; a compiler finds them known
 
 
 def _again(path: str, module: Any, policy: Any, done: Replaced, undo: Undo) -> bool:
@@ -137,7 +141,7 @@ def _keep(module: Any, policy: Any) -> bool:
 
 def _name(cls: type) -> str:
     """A class as a report names it: one that was made of a row by what the row says."""
-    return f"funcops.nn.{(cls if 'original' not in vars(cls) else cls.__bases__[0]).__name__}"
+    return f"funcops.nn.{(cls.__bases__[0] if cls in ORIGINALS else cls).__name__}"
 
 
 def _loss_of(module: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import nn
 
 from funcops.adapters.nn import hugging_face as hf
 from funcops.adapters.nn import layers, losses
-from funcops.adapters.nn.parts import KINDS, known
+from funcops.adapters.nn.parts import KINDS, ORIGINALS, known
 from funcops.adapters.nn.sequential import Sequential
 
 TORCH: dict[type, type] = {
@@ -65,8 +65,9 @@ def swapped(cls: type) -> type | None:
     if found is None and to is not None:
         found = _made.get(cls)
     if found is None and to is not None:
-        names = {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": to.__doc__, "original": cls}
+        names = {"__module__": __name__, "__qualname__": cls.__qualname__, "__doc__": to.__doc__}
         found = _made[cls] = type(cls.__name__, (to, cls), names)
+        ORIGINALS[found] = cls
     return found
 
 

@@ -50,6 +50,7 @@ def known(cls: type, table: dict[str, Any]) -> Any:
     return found if own else None
 
 
+ORIGINALS: dict[type, type] = {}  # of classes that were made for those of a row
 _kinds: dict[type, str] = {}
 
 
@@ -58,7 +59,7 @@ def kind_of(module: Any) -> str | None:
     cls = type(module)
     kind = _kinds.get(cls)
     if kind is None:
-        kind = known(cls.__dict__.get("original", cls), KINDS)
+        kind = known(ORIGINALS.get(cls, cls), KINDS)
         if kind is None:
             return None  # and is not remembered: such classes are made on the fly
         _kinds[cls] = kind
