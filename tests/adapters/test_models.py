@@ -29,7 +29,10 @@ def test_every_row_has_a_model():
         assert all(models.swapped(getattr(module, name)) for name in classes), row
 
 
-@pytest.mark.parametrize("name", MODELS)
+KINDS = ("Gemma2", "Phi3", "Olmo2", "DeepSeek-V3", "GPT-2", "BERT", "ViT", "T5", "T5 1.1")  # a model of each norm and MLP
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else pytest.mark.slow) for name in MODELS])
 def test_loss_and_gradients(name):
     """In float64, as far as norms that compute in float32 let them be equal; weights that are no ones and zeros."""
     sizes = MODELS[name][3]
@@ -191,12 +194,12 @@ def test_dropout_of_an_mlp(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", ["Phi3MLP", "Gemma2RMSNorm", "T5DenseGatedActDense"])
-def test_compiled_before_any_call(cls):
+def test_compiled_before_any_call():
     """What a swapped module looks up of its parts is found by then: a compiler cannot make it."""
     torch._dynamo.reset()
-    model = tiny({"Phi3MLP": "Phi3", "Gemma2RMSNorm": "Gemma2", "T5DenseGatedActDense": "T5 1.1"}[cls]).eval()
+    model = tiny("T5 1.1", num_layers=1)
     fnn.from_torch(model)
-    module, x = next(m for m in model.modules() if type(m).__name__ == cls), torch.randn(2, 8, 64)
-    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
-    torch.testing.assert_close(compiled, module(x))
+    block, x = model.encoder.block[0].layer[1], torch.randn(2, 8, 64)
+    with torch.no_grad():
+        y = torch.compile(block, backend="eager", fullgraph=True)(x)  # with its dropouts
+    assert y.shape == x.shape and not torch.equal(y, x)
