@@ -51,8 +51,8 @@ class Kernel:
         self._operator: Implementation | None = None
 
     def triton(self, launch: Implementation) -> Implementation:
-        """Decorator: `launch` is the Triton implementation."""
-        self.triton_impl = launch
+        """Decorator: `launch` is the Triton implementation. What it writes to in place counts the write."""
+        self.triton_impl = _counted(launch, self.torch_impl, self.mutates) if self.mutates else launch
         return launch
 
     def fake(self, outputs: Implementation) -> Implementation:
@@ -103,6 +103,22 @@ def _contiguous(fake: Implementation, *args: Any) -> Any:
     if isinstance(found, tuple):
         return tuple([t if t is None else t.contiguous() for t in found])
     return found if found is None else found.contiguous()
+
+
+def _counted(launch: Implementation, body: Implementation, mutates: tuple[str, ...]) -> Implementation:
+    """A launch writes behind torch's back: autograd and residuals would see no version change."""
+    names = list(inspect.signature(body).parameters)
+    places = [names.index(name) for name in mutates]
+
+    @functools.wraps(launch)
+    def counted(*args: Any) -> Any:
+        result = launch(*args)
+        for place in places:
+            if args[place] is not None:
+                torch.autograd.graph.increment_version(args[place])
+        return result
+
+    return counted
 
 
 def _on_device(device: torch.device, implementation: Implementation, *args: Any) -> Any:

@@ -228,7 +228,7 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
     v = [make.floats(*shape).square() for shape in shapes]
     steps = [make.wide().fill_(3.0) for _ in shapes]
     decayed = [len(shape) > 1 for shape in shapes]
-    yield Sample(adamw.adamw, f"gpt-2 {len(shapes)} tensors", (p, g, m, v, steps, decayed, 1e-3, 0.9, 0.95, 1e-8, 0.1))
+    yield Sample(adamw.adamw, f"gpt-2 {len(shapes)} tensors", (p, g, m, v, steps, decayed, 1e-3, None, 0.9, 0.95, 1e-8, 0.1))
 
 
 def _products(make: Maker) -> Iterator[Sample]:

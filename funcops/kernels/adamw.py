@@ -5,7 +5,7 @@ count, a float32 scalar; its gradient: that dtype or a narrower one.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -34,12 +34,14 @@ def like_params(grads: Sequence[Tensor], dtype: torch.dtype) -> Sequence[Tensor]
 @kernel(mutates=("params", "exp_avg", "exp_avg_sq"))
 def adamw(
     params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
-    decayed: list[bool], lr: Union[float, Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
+    decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
     """m <- b1 m + (1 - b1) g; v <- b2 v + (1 - b2) g^2; p <- p - lr weight_decay p (where `decayed`)
-    - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). The tensors are on one device, and contiguous but for the gradients."""
+    - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps). `lr_tensor`, 0-d, stands for lr where it is given. The tensors are on one
+    device, and contiguous but for the gradients."""
     for decays, (p, g, m, v, t) in grouped([params, grads, exp_avg, exp_avg_sq, steps], decayed):
         torch._fused_adamw_(  # type: ignore[call-overload]
-            p, like_params(g, p[0].dtype), m, v, [], t, lr=lr, beta1=beta1, beta2=beta2,
+            p, like_params(g, p[0].dtype), m, v, [], t, lr=lr if lr_tensor is None else lr_tensor, beta1=beta1, beta2=beta2,
             weight_decay=weight_decay if decays else 0.0, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
+    torch.autograd.graph.increment_version([*params, *exp_avg, *exp_avg_sq])  # torch's fused ops count no write

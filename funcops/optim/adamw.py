@@ -109,7 +109,8 @@ def adamw_update(
         dense, copies = walkable(rows)
         for (device, _), (p, g, m, v, t, decays) in kernels.grouped([*dense, times, decayed], kinds):
             t = [s.to(device) for s in t] if t[0].device != device else t
-            run(p, g, m, v, t, decays, on_device(rate, device), b1, b2, cfg.eps, cfg.weight_decay)
+            number, rate_tensor = (0.0, on_device(rate, device)) if isinstance(rate, Tensor) else (rate, None)
+            run(p, g, m, v, t, decays, number, rate_tensor, b1, b2, cfg.eps, cfg.weight_decay)
         for tensor, copy in copies:
             tensor.copy_(copy)
     if in_place:
@@ -131,9 +132,11 @@ def _elements(state: AdamWState, step: Tensor) -> Sequence[Tensor]:
 
 
 def _foreach_(
-    params: Any, g: Any, m: Any, v: Any, t: Any, decayed: Any, lr: Any, b1: float, b2: float, eps: float, decay: float
-) -> None:
+    params: Any, g: Any, m: Any, v: Any, t: Any, decayed: Any, number: float, rate_tensor: Any, b1: float, b2: float, eps: float,
+    decay: float,
+) -> None:  # fmt: skip
     """As the kernel, in operators that a tracer can follow."""
+    lr = number if rate_tensor is None else rate_tensor
     g = kernels.like_params(g, params[0].dtype)
     for decays, (p,) in kernels.grouped([params], decayed):
         if decays and decay:

@@ -101,6 +101,7 @@ def _fused_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> No
         p, g, u, weight_decay=decay, momentum=cfg.momentum, lr=lr, dampening=0.0, nesterov=cfg.nesterov,
         maximize=False, is_first_step=False,
     )  # fmt: skip
+    torch.autograd.graph.increment_version([*p, *u])  # torch's fused ops count no write
 
 
 def _foreach_(p: Any, g: Any, u: Any, lr: Any, cfg: SGDConfig, decay: float) -> None:

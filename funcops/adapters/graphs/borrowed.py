@@ -83,5 +83,11 @@ class Outputs:
         return Borrowed.over(t, self.generation, path) if self.debug else t
 
     @property
+    def borrowed(self) -> list[Tensor]:
+        """The buffers that are lent: a replay writes over them."""
+        found = [t for (_, t), same in zip(self.leaves, self.same_as, strict=True) if same is None and isinstance(t, Tensor)]
+        return found if self.policy == "borrow" else []
+
+    @property
     def nbytes(self) -> int:
         return nbytes([t for (_, t), same in zip(self.leaves, self.same_as, strict=True) if same is None])

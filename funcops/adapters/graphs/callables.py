@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
 from funcops.adapters.first_order import first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.statics import Leaf, Snapshot
+from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
 from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
@@ -30,6 +30,7 @@ class _Slot:
     weights: list[tuple[Tensor, Tensor]]  # params whose gradients were delayed, and those gradients
     held: Any  # the autograd graph and the pendings: their memory is read at each backward, and must not go back to the pool
     graphs: dict[str, Captured]
+    written: Written  # by the forward
 
 
 class _Callable:
@@ -129,6 +130,7 @@ class _Graphed(torch.autograd.Function):
             if static.data_ptr() != given.data_ptr():
                 static.copy_(given)
         slot.graphs["fwd"].replay()
+        slot.written.count()
         if any(ctx.needs_input_grad):
             slot.busy = True
             ctx.token = _Token(slot)
@@ -297,7 +299,9 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     with torch.enable_grad():
         if warm:
             capturer.warm_up(both)
+        slot.written = Written(c.fn.buffers() if isinstance(c.fn, nn.Module) else ())
         slot.graphs["fwd"], slot.outputs = capturer.capture(forward)
+        slot.written.note()
         slot.out_tensors = tensors(slot.outputs)
         outs = [t for t in slot.out_tensors if t.requires_grad]
         slot.dys = [torch.ones_like(t) for t in outs]
@@ -318,6 +322,8 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.grads = [by_id.get(id(t)) for t in (*given, *c.params)]
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
+    if c.outputs == "borrow":
+        slot.written.tensors += slot.out_tensors
     return slot
 
 

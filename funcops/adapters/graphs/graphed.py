@@ -9,7 +9,7 @@ import torch
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
-from funcops.adapters.graphs.statics import Inputs, Snapshot
+from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
 from funcops.errors import require
 
 
@@ -36,6 +36,7 @@ class _Slot(NamedTuple):
     inputs: Inputs
     outputs: Outputs
     captured: Captured
+    written: Written
 
 
 class Graphed:
@@ -50,9 +51,10 @@ class Graphed:
         dtype, device, or (pinned, donated) address is not what was captured."""
         if not self._slots:
             raise RuntimeError("graphed: must not be called after reset()")
-        inputs, outputs, captured = self._slots[self._next]
+        inputs, outputs, captured, written = self._slots[self._next]
         given = inputs.take(trees)
         captured.replay()
+        written.count()
         self._next = (self._next + 1) % len(self._slots)
         return outputs.give(given)
 
@@ -142,7 +144,9 @@ def _capture(
             if warm:
                 capturer.warm_up(call)
             inputs.check_unwritten()
+            written = Written(inputs.donated)
             captured, result = capturer.capture(call)
+            written.note()
         finally:
             before.restore()
     try:
@@ -151,4 +155,5 @@ def _capture(
     except Exception:
         captured.reset()
         raise
-    return _Slot(inputs, outputs, captured)
+    written.tensors += outputs.borrowed
+    return _Slot(inputs, outputs, captured, written)

@@ -15,7 +15,7 @@ from torch import Tensor
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.graphed import Report
-from funcops.adapters.graphs.statics import Inputs, Snapshot, clones
+from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones
 from funcops.compose.step import check_body
 from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError, describe, fail, require
 from funcops.needs import Needs
@@ -53,9 +53,14 @@ class _Slot:
     dparams: Any
     whole_dparams: Any
     graphs: dict[str, Captured]
+    written: dict[str, Written]  # by graph
     params: list[Tensor]
     kept: list[Tensor]  # what the forward leaves: y and the residuals
     versions: tuple[list[int], list[int]]
+
+    def replay(self, name: str) -> None:
+        self.graphs[name].replay()
+        self.written[name].count()
 
 
 class GraphedOp:
@@ -76,7 +81,7 @@ class GraphedOp:
             )
         slot = self._slots[index]
         given = slot.inputs.take((params, x))
-        slot.graphs["fwd"].replay()
+        slot.replay("fwd")
         slot.state, slot.ticket = RESIDUALS, slot.ticket + 1
         y = slot.y.give(given)
         slot.versions = _versions(slot)
@@ -86,14 +91,14 @@ class GraphedOp:
         """dx, and the pending weight gradient in the same slot."""
         slot = self._slot("dgrad", residuals, RESIDUALS)
         given = slot.dy.take((dy,))
-        slot.graphs["dgrad"].replay()
+        slot.replay("dgrad")
         slot.state, slot.ticket = PENDING, slot.ticket + 1
         return slot.dx.give(given), InFlight(self, PENDING, residuals.slot, slot.ticket, slot.pending)
 
     def wgrad(self, pending: InFlight) -> Any:
         """dparams, which the caller owns; or `into`, with them added. Frees the slot."""
         slot = self._slot("wgrad", pending, PENDING)
-        slot.graphs["wgrad"].replay()
+        slot.replay("wgrad")
         slot.state, slot.ticket = FREE, slot.ticket + 1
         return clones(slot.dparams) if self._into is None else self._into
 
@@ -101,7 +106,7 @@ class GraphedOp:
         """`(dparams, dx)`, as `dgrad` and then `wgrad`. Frees the slot."""
         slot = self._slot("bwd", residuals, RESIDUALS)
         given = slot.dy.take((dy,))
-        slot.graphs["bwd"].replay()
+        slot.replay("bwd")
         slot.state, slot.ticket = FREE, slot.ticket + 1
         return clones(slot.whole_dparams) if self._into is None else self._into, slot.whole_dx.give(given)
 
@@ -247,10 +252,12 @@ def _capture(
 
     if warm:
         capturer.warm_up(all_of_it)
-    slot.graphs = {}
+    slot.graphs, slot.written = {}, {}
 
     def captured(name: str, fn: Any) -> Any:
+        slot.written[name] = written = Written([*slot.inputs.donated, *tensors(into)])
         slot.graphs[name], result = capturer.capture(fn)
+        written.note()
         return result
 
     y, slot.residuals = captured("fwd", forward)
@@ -267,6 +274,8 @@ def _give_outputs(slot: _Slot, y: Any, dx: Any, whole_dx: Any, policy: str, debu
     given, dys = ([leaf.static for leaf in of.leaves] for of in (slot.inputs, slot.dy))
     slot.y = Outputs("graphed_op", y, given, policy, debug)
     slot.dx, slot.whole_dx = (Outputs("graphed_op", one, dys, policy, debug) for one in (dx, whole_dx))
+    for name, lent in (("fwd", slot.y), ("dgrad", slot.dx), ("bwd", slot.whole_dx)):
+        slot.written[name].tensors += lent.borrowed
 
 
 def _versions(slot: _Slot) -> tuple[list[int], list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -138,6 +138,24 @@ class Snapshot:
     def restore(self) -> None:
         for t, copy in self.pairs:
             t.copy_(copy)
+
+
+class Written:
+    """Those of some tensors that a capture writes to. A replay writes to them behind torch's back, so it counts that."""
+
+    def __init__(self, among: Iterable[Tensor]) -> None:
+        self._before = [(t, t._version) for t in among]
+        self.tensors: list[Tensor] = []
+
+    def note(self) -> None:
+        """The capture is over."""
+        self.tensors += [t for t, before in self._before if t._version != before]
+        self._before = []
+
+    def count(self) -> None:
+        """There was a replay."""
+        if self.tensors:
+            torch.autograd.graph.increment_version(self.tensors)
 
 
 def clones(tree: Any) -> Any:

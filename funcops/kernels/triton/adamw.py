@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
@@ -94,17 +94,17 @@ _captured: list[_Table] = []  # a CUDA graph reads them at every replay
 @declared.adamw.triton
 def adamw(
     params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
-    decayed: list[bool], lr: Union[float, Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
+    decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
 ) -> None:  # fmt: skip
-    lr_tensor = lr if isinstance(lr, Tensor) and lr.device == params[0].device else None
-    rate = 0.0 if lr_tensor is not None else float(lr)
+    if lr_tensor is not None and lr_tensor.device != params[0].device:
+        lr, lr_tensor = float(lr_tensor), None
     rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, decayed]
     for _, (p, g, m, v, t, decays) in declared.grouped(rows, [g.dtype for g in grads]):
         g = [one.contiguous() for one in g]
         table = _table_of(p, g, m, v, t, decays)
         if table.chunks.shape[0]:
             _launch(
-                table.chunks.shape[0], 1, 1, table.rows, table.chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, rate,
+                table.chunks.shape[0], 1, 1, table.rows, table.chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, lr,
                 1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay, table.aligned, BLOCK, BLOCKS,
             )  # fmt: skip
 
