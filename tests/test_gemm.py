@@ -215,13 +215,33 @@ def test_who_multiplies():
             pass
 
 
-def test_float32_products_are_exact_unless_torch_is_told_otherwise():
+SWITCHES = {  # torch's old one, and its new ones, of which a narrower goes before a wider
+    "old": lambda on: torch.set_float32_matmul_precision("high" if on else "highest"),
+    "older": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+    "products": lambda on: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32" if on else "ieee"),
+    "cuda": lambda on: setattr(torch.backends.cudnn, "fp32_precision", "tf32" if on else "ieee"),
+    "all": lambda on: setattr(torch.backends, "fp32_precision", "tf32" if on else "ieee"),
+}
+
+
+@pytest.fixture
+def switches():
+    yield
+    for of in (torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul):
+        of.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+
+
+def test_float32_products_are_exact_unless_torch_is_told_otherwise(switches):
+    """By every switch, and two after another: as cuBLAS reads them."""
     assert products.precision(torch.float32) == "ieee"
-    torch.set_float32_matmul_precision("high")
-    try:
-        assert products.precision(torch.float32) == "tf32" and products.precision(torch.bfloat16) == "ieee"
-    finally:
-        torch.set_float32_matmul_precision("highest")
+    for first, second, on, then in itertools.product(SWITCHES, SWITCHES, (False, True), (False, True)):
+        SWITCHES[first](on)
+        SWITCHES[second](then)
+        want = torch.backends.cuda.matmul.fp32_precision
+        assert products.precision(torch.float32) == ("tf32" if want == "tf32" else "ieee"), (first, on, second, then)
+        assert products.precision(torch.bfloat16) == "ieee"
+        assert second not in ("old", "older", "products") or want == ("tf32" if then else "ieee")
 
 
 def test_every_row_of_the_table_is_chosen():

@@ -154,8 +154,10 @@ def _describable(t: Tensor) -> bool:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """float32 products are exact unless torch's own switch asks for tf32, so that cuBLAS and these kernels agree."""
-    return "tf32" if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest" else "ieee"
+    """float32 products are exact unless torch's own switches ask for tf32, so that cuBLAS and these kernels agree: this is what
+    `torch.backends.cuda.matmul.fp32_precision` reads, which knows the older switches too."""
+    asked = dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    return "tf32" if asked else "ieee"
 
 
 def device_has_descriptors() -> bool:
