@@ -76,16 +76,29 @@ class Kernel:
             return self.torch_impl
         if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
             return self.torch_impl
+        if tracing() or torch._C._len_torch_dispatch_stack():
+            # whatever watches operators sees this one, not a launch behind torch's back
+            return self._operator if self.ready() else self._without_triton()  # type: ignore[return-value]
         if self.triton_impl is None and not self.find_triton():
-            require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
-            return self.torch_impl
-        if (
-            tracing() or torch._C._len_torch_dispatch_stack()
-        ):  # whatever watches operators sees this one, not a launch behind torch's back
-            return self.operator()
+            return self._without_triton()
         if first.is_cuda and first.get_device() != torch.cuda.current_device():
             return functools.partial(_on_device, first.device, self.triton_impl)  # type: ignore[arg-type]
         return self.triton_impl  # type: ignore[return-value]
+
+    def ready(self) -> bool:
+        """Whether there is a Triton implementation; then its operator is there after this. Files are imported and operators defined
+        outside of what is traced: torch.compile calls this as it is, for a constant. (`torch.compiler.assume_constant_result` sets
+        this very mark, and would import the compiler for it.)"""
+        found = self.find_triton()
+        if found:
+            self.operator()
+        return found
+
+    ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+    def _without_triton(self) -> Implementation:
+        require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
+        return self.torch_impl
 
     def find_triton(self) -> bool:
         """Import the file that holds the Triton implementation, once, and say whether there is one."""
