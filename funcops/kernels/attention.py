@@ -1,18 +1,42 @@
 """Attention on torch's own kernels, with logsumexp as a value. q: [B, T, H, D]; k, v: [B, S, K, D]; out: [B, T, H, D].
 
-CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit, memory-efficient attention for float32.
-logsumexp has the layout of the kernel that made it. No [T, S] matrix is kept.
+CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for float32
+and for longer heads, written out for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S] matrix is kept.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel
+from funcops.backend import kernel, tracing
 
 _aten = torch.ops.aten
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+VECTOR = 16  # bytes that the CUDA kernels read at a time: of a head, a stride, an address
+LONGEST = 256  # the head size of flash attention
+
+
+class Way(NamedTuple):
+    """How CUDA computes it: by "flash", "efficient" or "math"; the head size, to which zeros are added; and whether k and v must have a
+    head for each of q's."""
+
+    kernel: str
+    size: int
+    repeated: bool
+
+
+def way(dtype: torch.dtype, head_size: int) -> Way:
+    """The kernels take heads of whole vectors, flash attention 16-bit ones of up to 256 elements, and float64 neither."""
+    if dtype is torch.float64:
+        return Way("math", head_size, True)
+    step = VECTOR // dtype.itemsize
+    size = -(-head_size // step) * step
+    flash = dtype.itemsize == 2 and size <= LONGEST
+    return Way("flash" if flash else "efficient", size, not flash)
 
 
 @kernel(library=True)
@@ -22,9 +46,8 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
         lse = q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.promote_types(q.dtype, torch.float32))
         return torch.zeros_like(q), lse
     if q.is_cuda:
-        out, lse = _cuda_fwd(_heads(q), _repeated(k, q.shape[2]), _repeated(v, q.shape[2]), causal, scale)
-    else:
-        out, lse = torch._scaled_dot_product_flash_attention_for_cpu(_heads(q), _heads(k), _heads(v), 0.0, causal, scale=scale)
+        return cuda_fwd(q, k, v, causal, scale)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(_heads(q), _heads(k), _heads(v), 0.0, causal, scale=scale)
     return out.transpose(1, 2), lse
 
 
@@ -35,33 +58,88 @@ def attention_bwd(
     """dq, dk, dv from out and logsumexp: the probabilities are recomputed."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    d_y, y = _heads(dy), _heads(out)
-    if not q.is_cuda:
-        dq, dk, dv = _cpu_backward(d_y, _heads(q), _heads(k), _heads(v), y, logsumexp, 0.0, causal, scale=scale)
-        return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
-    heads = _heads(q), _repeated(k, q.shape[2]), _repeated(v, q.shape[2])
-    dq, dk, dv = (g.transpose(1, 2) for g in _cuda_bwd(d_y, *heads, y, logsumexp, causal, scale))
+    if q.is_cuda:
+        return cuda_bwd(dy, q, k, v, out, logsumexp, causal, scale)
+    heads = _heads(q), _heads(k), _heads(v), _heads(out)
+    dq, dk, dv = _cpu_backward(_heads(dy), *heads, logsumexp, 0.0, causal, scale=scale)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def cuda_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    how, size = way(q.dtype, q.shape[-1]), q.shape[-1]
+    k, v = _for_kernel(k, how, q.shape[2]), _for_kernel(v, how, q.shape[2])
+    out, lse = WAYS[how.kernel].forward(_for_kernel(q, how), k, v, causal, scale)
+    return _cut(out.transpose(1, 2), size), lse
+
+
+def cuda_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    how, size = way(q.dtype, q.shape[-1]), q.shape[-1]
+    heads = _for_kernel(q, how), _for_kernel(k, how, q.shape[2]), _for_kernel(v, how, q.shape[2])
+    found = WAYS[how.kernel].backward(_for_kernel(dy, how), *heads, _for_kernel(out, how), logsumexp, causal, scale)
+    dq, dk, dv = (_cut(g.transpose(1, 2), size) for g in found)
     return dq, _sum_groups(dk, k.shape[2]), _sum_groups(dv, k.shape[2])
 
 
-def _cuda_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if q.dtype is torch.float32:
-        return _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+def _flash_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
     return _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)[:2]
 
 
-def _cuda_bwd(
+def _flash_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if q.dtype is torch.float32:
-        seed = torch.empty((), dtype=torch.int64, device=q.device)
-        return _aten._scaled_dot_product_efficient_attention_backward.default(
-            dy, q, k, v, None, y, logsumexp, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
-        )[:3]
     state = torch.empty((), dtype=torch.uint64, device=q.device)
     return _aten._scaled_dot_product_flash_attention_backward.default(
         dy, q, k, v, y, logsumexp, None, None, q.shape[2], k.shape[2], 0.0, causal, state, state, scale=scale
     )
+
+
+def _efficient_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
+
+
+def _efficient_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    seed = torch.empty((), dtype=torch.int64, device=q.device)
+    return _aten._scaled_dot_product_efficient_attention_backward.default(
+        dy, q, k, v, None, y, logsumexp, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
+    )[:3]
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = torch.matmul(q, k.mT) * scale
+    if not causal:
+        return scores
+    t = torch.arange(q.shape[2], device=q.device)
+    return scores.masked_fill(t > t.unsqueeze(1), float("-inf"))
+
+
+def _math_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    return torch.matmul((scores - lse.unsqueeze(-1)).exp(), v), lse
+
+
+def _math_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    p = (_scores(q, k, causal, scale) - logsumexp.unsqueeze(-1)).exp()
+    ds = p * (torch.matmul(dy, v.mT) - (dy * y).sum(-1, keepdim=True)) * scale
+    return torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(p.mT, dy)
+
+
+class _Pair(NamedTuple):
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+WAYS = {
+    "flash": _Pair(_flash_fwd, _flash_bwd),
+    "efficient": _Pair(_efficient_fwd, _efficient_bwd),
+    "math": _Pair(_math_fwd, _math_bwd),
+}
 
 
 def _heads(t: Tensor) -> Tensor:
@@ -69,10 +147,27 @@ def _heads(t: Tensor) -> Tensor:
     return (t if t.stride()[-1] == 1 else t.contiguous()).transpose(1, 2)
 
 
-def _repeated(t: Tensor, heads: int) -> Tensor:
-    """[B, S, K, D] as [B, heads, S, D], each key head repeated for its group of query heads."""
-    t = _heads(t)
-    return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
+def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
+    """[B, T, H, D] as [B, H, T, size]: zeros after each head, in vectors; with `heads` each head repeated for its group, where it must
+    be."""
+    if t.shape[-1] != how.size:
+        t = torch.nn.functional.pad(t, (0, how.size - t.shape[-1]))
+    elif how.kernel != "math" and not in_vectors(t):
+        t = t.clone(memory_format=torch.contiguous_format)
+    t = t.transpose(1, 2)
+    repeats = 1 if heads is None or not how.repeated else heads // t.shape[1]
+    return t if repeats == 1 else t.repeat_interleave(repeats, 1)
+
+
+def in_vectors(t: Tensor) -> bool:
+    """Whether the last stride is 1, and the others and the address are multiples of a vector. A tracer knows no address."""
+    *outer, last = zip(t.shape, t.stride(), strict=True)
+    start = t.storage_offset() * t.itemsize if tracing() else t.data_ptr()
+    return last[1] == 1 and start % VECTOR == 0 and all([n == 1 or (s > 0 and s * t.itemsize % VECTOR == 0) for n, s in outer])
+
+
+def _cut(t: Tensor, size: int) -> Tensor:
+    return t if t.shape[-1] == size else t.narrow(-1, 0, size).clone(memory_format=torch.contiguous_format)
 
 
 def _sum_groups(t: Tensor, heads: int) -> Tensor:

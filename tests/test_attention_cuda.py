@@ -1,0 +1,126 @@
+"""What attention asks of torch's CUDA kernels is what they take: their rules, from torch's sources, against every call; and numbers, with
+the CPU's kernel in their place."""
+
+import random
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcops.kernels import attention
+from funcops.kernels.attention import attention_bwd, attention_fwd, cuda_bwd, cuda_fwd
+from funcops.testing.layouts import LAYOUTS
+from funcops.testing.tolerances import assert_close
+
+aten = torch.ops.aten
+HALVES = (torch.float16, torch.bfloat16)
+KERNELS = {
+    aten._scaled_dot_product_flash_attention.default: "flash",
+    aten._scaled_dot_product_flash_attention_backward.default: "flash",
+    aten._scaled_dot_product_efficient_attention.default: "efficient",
+    aten._scaled_dot_product_efficient_attention_backward.default: "efficient",
+}
+
+
+def refused(kernel, q, k, v, *others):
+    """Why torch's kernel would not take these, or would read them wrongly (mha_fwd, mha_bwd; check_supported of
+    PyTorchMemEffAttention, with the alignment of its float32 and its aligned 16-bit kernels): None where it takes them."""
+    if q.dtype not in (HALVES if kernel == "flash" else (*HALVES, torch.float32)):
+        return f"{q.dtype}"
+    step = 16 // q.itemsize
+    if q.shape[-1] % step or (kernel == "flash" and q.shape[-1] > 256):
+        return f"head size {q.shape[-1]}"
+    if k.shape[1] != q.shape[1] and (kernel == "efficient" or q.shape[1] % k.shape[1]):
+        return "heads"
+    for t in (q, k, v, *others):
+        start = t.storage_offset() * t.itemsize if isinstance(t, FakeTensor) else t.data_ptr()
+        outer = zip(t.shape[:-1], t.stride()[:-1], strict=True)
+        if t.stride(-1) != 1 or start % 16 or any(n > 1 and s % step for n, s in outer):
+            return f"strides {t.stride()} from {start}"
+    return None
+
+
+def on_cuda(t):
+    """A fake CUDA tensor that lies as this one does."""
+    room = torch.empty(t.untyped_storage().size() // t.itemsize, dtype=t.dtype, device="cuda")
+    return room.as_strided(t.shape, t.stride(), t.storage_offset())
+
+
+class Rules(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen, self.wrong = [], []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in KERNELS:
+            given = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
+            dy, given = (given[:1], given[1:]) if "backward" in func.name() else ([], given)
+            self.seen.append(KERNELS[func])
+            why = refused(KERNELS[func], *given, *dy)
+            if why:
+                self.wrong.append(f"{func}: {why}")
+        return func(*args, **(kwargs or {}))
+
+
+def drawn(seed, n):
+    draw = random.Random(seed)
+    for _ in range(n):
+        kv_heads = draw.choice((1, 2, 3))
+        heads, t = kv_heads * draw.choice((1, 2, 4)), draw.choice((1, 5, 33))
+        size = draw.choice((draw.randint(1, 320), 8 * draw.randint(1, 40), 64, 128, 256, 264))
+        layout = draw.choice(["contiguous", "packed", *LAYOUTS])
+        yield draw.randint(1, 2), t, heads, kv_heads, size, layout, draw.random() < 0.5
+
+
+def made(make, dtype, b, t, heads, kv_heads, size, layout):
+    """q, k, v: apart in some layout, or the parts of one tensor as a projection gives them."""
+    if layout == "packed":
+        parts = make(b, t, (heads + 2 * kv_heads) * size).to(dtype).split([n * size for n in (heads, kv_heads, kv_heads)], -1)
+        return [part.unflatten(-1, (-1, size)) for part in parts]
+    return [LAYOUTS.get(layout, lambda t: t)(make(b, t, n, size).to(dtype)) for n in (heads, kv_heads, kv_heads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_call_is_one_that_the_device_takes(dtype):
+    wants = set()
+    for b, t, heads, kv_heads, size, layout, causal in drawn(0, 30):
+        like = made(torch.zeros, dtype, b, t, heads, kv_heads, size, layout)
+        with FakeTensorMode(), Rules() as rules:
+            q, k, v = (on_cuda(x) for x in like)
+            y, lse = attention_fwd.kernel.torch_impl(q, k, v, causal, 0.5)
+            grads = attention_bwd.kernel.torch_impl(torch.empty_like(y), q, k, v, y, lse, causal, 0.5)
+        assert not rules.wrong, (size, layout, rules.wrong)
+        assert y.shape == q.shape and [g.shape for g in grads] == [q.shape, k.shape, v.shape]
+        wants |= set(rules.seen)
+    assert wants == {torch.float64: set(), torch.float32: {"efficient"}}.get(dtype, {"flash", "efficient"})
+
+
+def stands_in(kernel):
+    """The CPU's kernel, refusing what the device's refuses, with as many heads of k and v as of q or fewer."""
+
+    def forward(q, k, v, causal, scale):
+        assert not refused(kernel, q, k, v)
+        return torch._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+    def backward(dy, q, k, v, y, lse, causal, scale):
+        assert not refused(kernel, q, k, v, y, dy)
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dy, q, k, v, y, lse, 0.0, causal, scale=scale)
+
+    return attention._Pair(forward, backward)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_numbers_are_those_of_the_heads_as_they_came(dtype, monkeypatch):
+    for kernel in ("flash", "efficient"):
+        monkeypatch.setitem(attention.WAYS, kernel, stands_in(kernel))
+    torch.manual_seed(0)
+    for b, t, heads, kv_heads, size, layout, causal in drawn(1, 25):
+        q, k, v = made(torch.randn, dtype, b, t, heads, kv_heads, size, layout)
+        y, lse = cuda_fwd(q, k, v, causal, size**-0.5)
+        dy = LAYOUTS.get(layout, lambda t: t)(torch.randn(y.shape).to(dtype))
+        got = y, cuda_bwd(dy, q, k, v, y, lse, causal, size**-0.5)
+        q, k, v, dy = (x.contiguous() for x in (q, k, v, dy))
+        want, lse = attention_fwd(q, k, v, causal, size**-0.5)
+        want = want, attention_bwd(dy, q, k, v, want, lse, causal, size**-0.5)
+        assert_close(got, want, dtype=dtype, what=f"{size} {layout}")
