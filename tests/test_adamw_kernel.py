@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from funcops.backend import backend
+from funcops.backend.tables import Tables
 from funcops.kernels import adamw as kernels
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
@@ -66,14 +67,13 @@ def test_one_launch_for_all_tensors(monkeypatch):
 
 
 def test_a_table_is_made_once_for_the_same_addresses(monkeypatch):
-    monkeypatch.setattr(launching, "KEPT", 3)
+    monkeypatch.setattr(launching, "_tables", Tables(3))
     params, grads = made(torch.float32, 0, [(3, 5), (0, 4)]), made(torch.float32, 1, [(3, 5), (0, 4)])
-    launching._tables.clear()
     updated("triton", params, [grads] * 3, 3, in_place=True)
-    assert len(launching._tables) == 1
-    for _ in range(launching.KEPT + 3):
+    assert len(launching._tables.cache) == 1
+    for _ in range(6):
         updated("triton", copy.deepcopy(params), [grads], 1, in_place=True)
-    assert len(launching._tables) <= launching.KEPT
+    assert len(launching._tables.cache) == 3
 
 
 def test_the_rate_as_a_tensor_and_gradients_of_any_strides():

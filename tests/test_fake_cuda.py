@@ -6,7 +6,9 @@ import torch
 from test_laws import CASES
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from funcops.ops.linear_wgrads import Product, linear_wgrads
 from funcops.testing.laws import float_like
 from funcops.trees import leaves, tensors, tree_map_tensors
 
@@ -54,6 +56,33 @@ def indexed(x, where):
     return torch.ops.aten.index.Tensor(x, indices) if indices else x
 
 
+class NoWaiting(TorchDispatchMode):
+    """Refuses what would make the host wait for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source, blocking = (
+                (args[0], not (kwargs or {}).get("non_blocking")) if len(args) < 2 else (args[1], args[2:] != (True,))
+            )
+            assert source.device == result.device or not blocking, f"{func} from {source.device} to {result.device} waits"
+        assert func is not torch.ops.aten._local_scalar_dense.default, "a value is read"
+        return result
+
+
+@pytest.mark.parametrize("rows", [(8, 8), (8, 24, 16)], ids=str)
+@pytest.mark.parametrize("how", [None, "concatenate", "batch", "group"])
+def test_joined_weight_gradients_do_not_wait(how, rows, indexing, monkeypatch):
+    monkeypatch.setattr(Product, "place", property(lambda p: id(p.dw)))  # a fake tensor has no address
+    with FakeTensorMode(), NoWaiting():
+        made = []
+        for n in rows:
+            dy, x = (torch.empty(n, size, dtype=torch.bfloat16, device="cuda") for size in (16, 32))
+            made.append(Product.of(dy, x, torch.empty(16, 32, device="cuda"), torch.empty(16, device="cuda")))
+        linear_wgrads(made, how)
+    assert all(p.dw.is_cuda for p in made)
+
+
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [pytest.param(case, dtype, marks=() if i % 4 == i // 4 % 4 else pytest.mark.slow) for i, (case, dtype) in enumerate(ROWS)],
@@ -64,7 +93,7 @@ def test_results_stay_on_the_device(case, dtype, indexing):
     y, residuals = case.op.fwd(params, x, case.cfg)
     dy = float_like(y, 7)
     want = y, case.op.bwd(residuals, dy, case.cfg)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), NoWaiting():
         params, x, dy = tree_map_tensors(
             lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda"), (params, x, dy)
         )

@@ -170,6 +170,26 @@ def test_no_row_and_one(rows, dtype):
         assert torch.equal(into, torch.ones(32, 24)) and torch.equal(into_b, torch.ones(32))
 
 
+def test_operands_that_are_expanded():
+    """Rows, columns or elements repeated by a stride of 0: by every kernel, with and without an epilogue; and rows that overlap."""
+    rows = draw(1, 200, dtype=torch.float32)
+    lying = {
+        "rows": lambda m, k, t: t[:1, :k].expand(m, k),
+        "columns": lambda m, k, t: t[:1, :m].mT.expand(m, k),
+        "elements": lambda m, k, t: t[:1, :1].expand(m, k),
+        "overlapping": lambda m, k, t: t[0].as_strided((m, k), (4, 1)),
+        "overlapping columns": lambda m, k, t: t[0].as_strided((m, k), (1, 4)),
+        "dense": lambda m, k, t: draw(m, k, dtype=torch.float32, seed=1),
+    }
+    for first, second in itertools.product(lying, lying):
+        a, b = lying[first](16, 24, rows), lying[second](24, 32, rows)
+        want = a.double() @ b.double()
+        for kernel in KERNELS.values():
+            assert_close(product(a, b, kernel), want, dtype=torch.float32, what=f"{first} by {second}")
+        with gemm("specialised"):
+            assert_close(product(a, b, KERNELS["descriptor"]), want, dtype=torch.float32, what=f"{first} by {second}, specialised")
+
+
 @pytest.mark.parametrize("by", [1, 3, 5])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_unaligned_addresses_and_strides(by, dtype):

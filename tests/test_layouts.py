@@ -5,6 +5,7 @@ import functools
 import importlib
 import itertools
 import pkgutil
+import warnings
 
 import pytest
 import torch
@@ -173,3 +174,17 @@ def test_a_compiler_is_told_the_strides_of_results(name):
         for fake, real in zip(tensors(faked), tensors(sample.kernel.kernel.triton_impl(*args)), strict=True):
             assert (fake.shape, fake.dtype) == (real.shape, real.dtype)
             assert fake.is_contiguous() and real.is_contiguous(), sample.shape
+
+
+def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
+    """Warnings are errors here, and on CUDA attention and cuBLAS warn where deterministic algorithms are asked for."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with poisoned_empties():
+            torch.zeros(3).put_(torch.tensor([0]), torch.ones(1))
+            assert torch.empty(3).isnan().all()
+            for said in ("Flash Attention defaults to a non-deterministic algorithm.", "Deterministic behavior was enabled with"):
+                warnings.warn(said, UserWarning, stacklevel=1)
+            with pytest.raises(UserWarning, match="another"):
+                warnings.warn("another", UserWarning, stacklevel=1)
+    assert not torch.are_deterministic_algorithms_enabled()

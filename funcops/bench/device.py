@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcops.adapters.graphs.backend import DeviceBackend, Options
+from funcops.errors import CaptureError
+
 Call = Callable[[], Any]
 COLD_BYTES = 256 * 2**20  # rotating over this much leaves nothing in a level-2 cache of 50 to 126 MB
 REPLAY_US, MOST_CALLS, MOST_COPIES = 2000.0, 64, 16
@@ -38,13 +41,15 @@ class CudaTimer:
                 call()
             times = 1 + int(REPLAY_US / max(1.0, self._event_us(calls) * len(calls)))
         order = (list(calls) * times)[: max(len(calls), MOST_CALLS)]
-        graph = torch.cuda.CUDAGraph()
+
+        def run() -> None:
+            for call in order:
+                call()
+
         try:
-            with torch.cuda.graph(graph, stream=self.stream):
-                for call in order:
-                    call()
-        except RuntimeError:
-            return Replay(lambda: [call() for call in order], len(order), captured=False)
+            graph, _ = DeviceBackend().capture(run, lambda _: [], None, Options(self.stream))
+        except CaptureError:
+            return Replay(run, len(order), captured=False)
         return Replay(graph.replay, len(order), captured=True)
 
     def device_us(self, replays: dict[str, Replay], rounds: int = 15) -> dict[str, float]:

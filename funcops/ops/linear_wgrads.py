@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.backend.tables import Tables
 from funcops.kernels import fused_linear
 
 
@@ -36,6 +37,9 @@ MEASURED = {
 }
 NEVER = Limits()
 JOINED_ROWS = 2048  # of a concatenation: longer ones were no faster, and their copies larger
+
+
+_ends = Tables(32)  # of the rows of grouped products
 
 
 class Product(NamedTuple):
@@ -128,7 +132,8 @@ def _batch(products: list[Product]) -> None:
 
 def _group(products: list[Product]) -> None:
     dy, x = _stacked(products)
-    ends = torch.tensor([p.rows for p in products], device="cpu").cumsum(0).to(device=dy.device, dtype=torch.int32)
+    rows = tuple([p.rows for p in products])
+    ((ends,), _, _) = _ends.get(dy.device, rows, lambda: ((torch.tensor(rows, device="cpu").cumsum(0, dtype=torch.int32),), None))
     _add_all(products, torch.nn.functional.grouped_mm(dy.mT, x, offs=ends))
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from funcops import nn as fnn
-from funcops.adapters.graphs import make_graphed_callables
+from funcops.adapters.graphs import callables, make_graphed_callables
 from funcops.errors import CaptureError, GraphOrderError, StaleResidualError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -303,3 +303,24 @@ def test_a_gradient_is_differentiated_once(loss):
     (g,) = torch.autograd.grad(loss(graphed(x)), x, create_graph=True)
     with pytest.raises(RuntimeError, match="a gradient must be differentiated no further"):
         g.square().sum().backward()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_autograd_node_of_a_parameter_is_of_the_capture(kind):
+    """A node that adds to `.grad` runs on the stream that it was made on: the capture's must not be those of later steps."""
+    module = made(kind, "cpu")
+    held = []
+    capture = callables._capture
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(callables, "_capture", lambda *args, **kwargs: held.append(capture(*args, **kwargs)) or held[-1])
+        graphed = make_graphed_callables(module, (given(0, "cpu"),))
+    waiting, seen = [t.grad_fn for slot in held for t in slot.held], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    leaves = [node.variable for node in seen if hasattr(node, "variable")]
+    assert leaves and not any(leaf is p for leaf in leaves for p in module.parameters())
+    assert all(isinstance(p, torch.nn.Parameter) for p in graphed.parameters())

@@ -2,45 +2,61 @@
 
 import contextlib
 import gc
+import itertools
+import warnings
+import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs.backend import DeviceBackend, Options
+from funcops.backend.tables import hold
+from funcops.bench.device import CudaTimer
 from funcops.errors import CaptureError
-
-POOL = (0, 7)
 
 
 class Cuda:
-    """Notes every call."""
+    """Notes every call, and keeps what torch keeps: the current device and stream, which pools the allocators take from, whether the
+    generator is capturing. A capture whose work raised CUDA's error raises at its end, before any of it is put back."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.stream_now = [], "main"
-        for name in (
-            "synchronize",
-            "set_stream",
-            "current_stream",
-            "stream",
-            "graph",
-            "graph_pool_handle",
-            "memory_snapshot",
-            "Stream",
-            "CUDAGraph",
-        ):
+        self.calls, self.stream_now, self.device_now, self.pools = [], "main", 0, itertools.count(7)
+        self.device_takes_from, self.host_takes_from, self.generator_captures = [], [], False
+        self.graphs = weakref.WeakSet()
+        for name in ("synchronize", "set_stream", "current_stream", "stream", "graph", "graph_pool_handle", "memory_snapshot",
+                     "Stream", "CUDAGraph", "device", "current_device"):  # fmt: skip
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(
+            torch._C, "_cuda_endAllocateToPool", lambda device, pool: self.device_takes_from.remove((device, pool)), raising=False
+        )
+        monkeypatch.setattr(
+            torch._C, "_cuda_releasePool", lambda device, pool: self.calls.append(("release", device, pool)), raising=False
+        )
+        for kept in (graphs._broken, graphs._streams, graphs._successors):
+            monkeypatch.setattr(graphs, next(n for n, v in vars(graphs).items() if v is kept), type(kept)())
 
     def synchronize(self):
         self.calls.append("synchronize")
 
     def Stream(self):
-        return "side"
+        return f"side {self.device_now}"
+
+    def current_device(self):
+        return self.device_now
 
     def current_stream(self):
         return self.stream_now
 
     def set_stream(self, stream):
         self.stream_now = stream
+
+    @contextlib.contextmanager
+    def device(self, device):
+        before, self.device_now = self.device_now, self.device_now if device is None else device
+        yield
+        self.device_now = before
 
     @contextlib.contextmanager
     def stream(self, stream):
@@ -50,24 +66,39 @@ class Cuda:
 
     @contextlib.contextmanager
     def graph(self, graph, pool=None, stream=None, capture_error_mode="global"):
-        """As torch's: where the capture fails, ending it raises too, and the stream stays."""
-        self.calls.append(("capture", pool, stream, capture_error_mode))
-        before, self.stream_now = self.stream_now, "capturing"
+        self.calls.append(("capture", pool, stream, capture_error_mode, self.device_now))
+        assert not any(pool == taken for _, taken in self.device_takes_from), "already recording to the pool"
+        assert pool not in self.host_takes_from, "already recording to the pool, on the host"
+        self.device_takes_from.append((self.device_now, pool))
+        self.host_takes_from.append(pool)
+        self.generator_captures, before, self.stream_now = True, self.stream_now, stream
+        failed = None
         try:
             yield
-        except Exception:
+        except Exception as error:
+            failed = error
+        if isinstance(failed, CudaError):
             raise RuntimeError("operation failed due to a previous error during capture") from None
-        self.stream_now = before
+        self.device_takes_from.remove((self.device_now, pool))
+        self.host_takes_from.remove(pool)
+        self.generator_captures, self.stream_now = False, before
+        if failed is not None:
+            raise failed
 
     def graph_pool_handle(self):
-        return POOL
+        return 0, next(self.pools)
 
     def memory_snapshot(self, pool):
-        assert pool == POOL
         return [{"total_size": 512}, {"total_size": 1024}]
 
     def CUDAGraph(self, keep_graph=False):
-        return Graph(self, keep_graph)
+        made = Graph(self, keep_graph)
+        self.graphs.add(made)
+        return made
+
+
+class CudaError(RuntimeError):
+    """What a call that a capture forbids raises."""
 
 
 class Graph:
@@ -77,7 +108,7 @@ class Graph:
     def __getattr__(self, name):
         if name == "get_graph_data":
             return lambda: {"nodes": [{"node_type": kind} for kind in ("kernel", "memcpy", "kernel")]}
-        return lambda *args: self.cuda.calls.append((name, *args))
+        return lambda *args: self.cuda.calls.append((name, self.cuda.device_now, *args))
 
 
 def test_capture_and_replay(monkeypatch):
@@ -86,30 +117,111 @@ def test_capture_and_replay(monkeypatch):
     backend.warm_up(lambda: ran.append(cuda.stream_now), 3, options)
     assert ran == ["mine"] * 3 and cuda.calls == ["synchronize", "synchronize"]
     captured, result = backend.capture(lambda: 5, lambda result: [], pool, options)
-    assert result == 5 and cuda.calls[-1] == ("capture", POOL, "mine", "thread_local") and cuda.stream_now == "main"
+    assert result == 5 and cuda.calls[-1] == ("capture", pool, "mine", "thread_local", 0) and cuda.stream_now == "main"
     captured.replay()
     captured.instantiate()
     captured.dot("graph.dot")
     captured.reset()
-    assert cuda.calls[-5:] == [("replay",), ("instantiate",), ("enable_debug_mode",), ("debug_dump", "graph.dot"), ("reset",)]
+    assert cuda.calls[-4:] == [("replay", 0), ("instantiate", 0), ("debug_dump", 0, "graph.dot"), ("reset", 0)], (
+        "no debug mode: it is every graph's"
+    )
     assert captured.kernels() == 2 and captured.raw_graph.keep_graph and backend.pool_bytes(pool) == 1536
 
 
-def test_a_failure_leaves_nothing(monkeypatch):
+def test_drawing_a_graph_warns_of_nothing(monkeypatch):
+    Cuda(monkeypatch)
+    captured, _ = DeviceBackend().capture(lambda: None, lambda result: [], None, Options(keep_graph=True))
+    monkeypatch.setattr(
+        Graph, "debug_dump", lambda self, path: warnings.warn("DEBUG: calling debug_dump()", stacklevel=1), raising=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        captured.dot("graph.dot")
+
+
+@pytest.mark.parametrize("device", [0, 1])
+@pytest.mark.parametrize("stream", [None, "mine"])
+def test_everything_is_on_the_tensors_device(monkeypatch, device, stream):
+    cuda, backend, seen = Cuda(monkeypatch), DeviceBackend(device), []
+    backend.warm_up(lambda: seen.append((cuda.device_now, cuda.stream_now)), 1, Options(stream))
+    captured, _ = backend.capture(lambda: seen.append((cuda.device_now, cuda.stream_now)), lambda result: [], None, Options(stream))
+    assert seen == [(device, stream or f"side {device}")] * 2, "torch's own stream is of the device that captured first"
+    captured.replay()
+    assert cuda.calls[-1] == ("replay", device) and cuda.device_now == 0 and cuda.stream_now == "main"
+
+
+def test_the_device_is_that_of_the_tensors():
+    with FakeTensorMode():
+        trees = {"a": torch.empty(2), "b": [torch.empty(2, device="cuda:1")]}
+    assert graphs.backend_of(trees).device == torch.device("cuda", 1)
+
+
+@pytest.mark.parametrize("error", [ValueError, CudaError])
+@pytest.mark.parametrize("times", [1, 3])
+def test_a_failure_leaves_nothing(monkeypatch, error, times):
+    """Nor does one after another: then come a random number, and a capture into the same pool."""
     cuda, backend = Cuda(monkeypatch), DeviceBackend()
+    pool = backend.pool()
 
     def bad():
         gc.disable()
-        raise ValueError("no such thing")
+        raise error("no such thing")
 
     assert gc.isenabled()
-    with pytest.raises(CaptureError, match="capture failed: no such thing") as error:
-        backend.capture(bad, lambda result: [], POOL, Options())
-    assert isinstance(error.value.__cause__, ValueError) and cuda.stream_now == "main" and gc.isenabled()
+    for _ in range(times):
+        with pytest.raises(CaptureError, match="capture failed: no such thing") as raised:
+            backend.capture(bad, lambda result: [], pool, Options())
+        assert isinstance(raised.value.__cause__, error) and cuda.stream_now == "main" and gc.isenabled()
+        del raised
+        assert not cuda.generator_captures and not cuda.device_takes_from
+    gc.collect()
+    alive = len(cuda.graphs)
+    assert alive == (times if error is CudaError else 0), "torch still points to graphs whose capture did not end"
+    _, result = backend.capture(lambda: 5, lambda result: [], pool, Options())
+    assert result == 5 and not cuda.device_takes_from
+    assert backend.pool_bytes(pool) == 1536 * (1 + times * (error is CudaError))
+
+
+def test_the_bench_goes_on_where_a_call_cannot_be_captured(monkeypatch):
+    cuda = Cuda(monkeypatch)
+    timer = CudaTimer()
+    monkeypatch.setattr(timer, "_event_us", lambda calls: 1000.0)
+    calls = []
+
+    def call():
+        calls.append(cuda.stream_now)
+        if cuda.generator_captures:
+            raise CudaError("no")
+
+    replay = timer.replay([call])
+    assert not replay.captured and cuda.stream_now == "main" and not cuda.generator_captures
+    cuda.generator_captures = False
+    replay.run()
+    assert calls[-1] == "main"
+    assert timer.replay([lambda: None]).captured
 
 
 def test_a_graph_that_was_not_kept_cannot_be_drawn(monkeypatch):
     Cuda(monkeypatch)
-    captured, _ = DeviceBackend().capture(lambda: None, lambda result: [], POOL, Options())
+    captured, _ = DeviceBackend().capture(lambda: None, lambda result: [], None, Options())
     with pytest.raises(RuntimeError, match="dot: the graph must be captured with keep_graph=True, got keep_graph=False"):
         captured.dot("graph.dot")
+
+
+def test_what_the_kernels_of_a_graph_read_lives_as_long_as_the_graph(monkeypatch):
+    Cuda(monkeypatch)
+
+    class Read:
+        pass
+
+    def fn():
+        made = Read()
+        hold(made)
+        return weakref.ref(made)
+
+    captured, alive = DeviceBackend().capture(fn, lambda result: [], None, Options())
+    gc.collect()
+    assert alive() is not None
+    captured.reset()
+    gc.collect()
+    assert alive() is None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs import recorder
+from funcops.backend.tables import holding
 from funcops.errors import CaptureError, fail, require
 from funcops.trees import nbytes, tensors
 
@@ -49,7 +52,8 @@ class Backend(Protocol):
 
 def backend_of(*trees: Any) -> Backend:
     """CUDA graphs where the tensors are on a CUDA device, the recorder elsewhere."""
-    return DeviceBackend() if any(t.is_cuda for t in tensors(trees)) else RecorderBackend()
+    device = next((t.device for t in tensors(trees) if t.is_cuda), None)
+    return RecorderBackend() if device is None else DeviceBackend(device)
 
 
 class Capturer:
@@ -115,50 +119,110 @@ class _Recorded:
         raise RuntimeError("raw_graph: a CUDA graph is needed, got a recording (there is no CUDA device here)")
 
 
+_broken: list[Any] = []  # graphs whose capture did not end: torch's allocators and its list of captures still point to them
+_successors: dict[Any, Any] = {}  # of pools that a broken capture was to allocate from
+_streams: dict[int, Any] = {}  # by device: torch's own default is of whatever device captured first
+
+
 class DeviceBackend:
+    """On a device; None: on the current one."""
+
     name = "cuda"
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = device
 
     def pool(self) -> Any:
         return torch.cuda.graph_pool_handle()
 
     def warm_up(self, fn: Callable[[], Any], times: int, options: Options) -> None:
         """On a side stream, as torch asks for, so that lazy initialisation ends up in no graph."""
-        stream = options.stream or torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            for _ in range(times):
-                fn()
-        torch.cuda.synchronize()
+        with torch.cuda.device(self.device):
+            stream = options.stream or torch.cuda.Stream()
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                for _ in range(times):
+                    fn()
+            torch.cuda.synchronize()
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
+        pool = self.pool() if pool is None else _pools(pool)[-1]
         graph = torch.cuda.CUDAGraph(keep_graph=options.keep_graph)
-        collected, stream = gc.isenabled(), torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, pool=pool, stream=options.stream, capture_error_mode=options.capture_error_mode):
-                result = fn()
-        except Exception as error:
-            cause = error.__context__ or error  # ending a broken capture raises once more
-            raise CaptureError(f"capture failed: {cause}") from cause
-        finally:
-            torch.cuda.set_stream(stream)  # torch's context does not, where ending the capture raises
-            if collected != gc.isenabled():
-                (gc.enable if collected else gc.disable)()
-        return _Graph(graph, options.keep_graph), result
+        own: list[BaseException] = []
+
+        def call() -> Any:
+            try:
+                return fn()
+            except BaseException as error:
+                own.append(error)
+                raise
+
+        collected = gc.isenabled()
+        with torch.cuda.device(self.device), holding() as held:
+            stream, side = torch.cuda.current_stream(), options.stream or _side_stream()
+            try:
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode=options.capture_error_mode):
+                    result = call()
+            except Exception as error:
+                torch.cuda.set_stream(stream)  # torch's context does not, where ending the capture raises
+                if error not in own:
+                    _mend(graph, pool, side)
+                cause = error.__context__ or error  # ending a broken capture raises once more
+                raise CaptureError(f"capture failed: {cause}") from cause
+            finally:
+                torch.cuda.set_stream(stream)
+                if collected != gc.isenabled():
+                    (gc.enable if collected else gc.disable)()
+        return _Graph(graph, options.keep_graph, self.device, held), result
 
     def pool_bytes(self, pool: Any) -> int:
-        segments = torch.cuda.memory_snapshot(pool)
+        segments = [segment for one in _pools(pool) for segment in torch.cuda.memory_snapshot(one)]
         return sum(int(segment["total_size"]) for segment in segments)
 
 
+def _side_stream() -> Any:
+    device = torch.cuda.current_device()
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    return _streams[device]
+
+
+def _pools(pool: Any) -> list[Any]:
+    """The pool, and those that took its place."""
+    found = [pool]
+    while found[-1] in _successors:
+        found.append(_successors[found[-1]])
+    return found
+
+
+def _mend(graph: Any, pool: Any, stream: Any) -> None:
+    """Put right what torch leaves where the end of a capture raises: the device's allocator still takes from the pool, the host's too
+    (nothing can end that, so the pool has a successor), and the generator is still capturing, until a capture ends well."""
+    _broken.append(graph)
+    _successors[pool] = torch.cuda.graph_pool_handle()
+    device = torch.cuda.current_device()
+    for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+        with contextlib.suppress(RuntimeError):  # where the capture did not even begin
+            undo(device, pool)
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*CUDA Graph is empty")
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), pool=torch.cuda.graph_pool_handle(), stream=stream):
+            pass
+
+
 class _Graph:
-    def __init__(self, graph: Any, kept: bool) -> None:
-        self.graph, self.kept = graph, kept
+    """`held`: what the graph reads at each replay, and nobody else keeps."""
+
+    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any]) -> None:
+        self.graph, self.kept, self.device, self.held = graph, kept, device, held
 
     def replay(self) -> None:
-        self.graph.replay()
+        with torch.cuda.device(self.device):
+            self.graph.replay()
 
     def reset(self) -> None:
         self.graph.reset()
+        self.held.clear()
 
     def kernels(self) -> int | None:
         """The graph's kernel nodes, where it was kept and instantiated and the driver tells them."""
@@ -171,11 +235,13 @@ class _Graph:
     def dot(self, path: str) -> None:
         if not self.kept:
             raise RuntimeError("dot: the graph must be captured with keep_graph=True, got keep_graph=False")
-        self.graph.enable_debug_mode()
-        self.graph.debug_dump(path)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="DEBUG: calling")
+            self.graph.debug_dump(path)
 
     def instantiate(self) -> None:
-        self.graph.instantiate()
+        with torch.cuda.device(self.device):
+            self.graph.instantiate()
 
     @property
     def raw_graph(self) -> Any:

@@ -279,10 +279,15 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.graphs, slot.weights = {}, []
     args, kwargs = with_leaves((c.args, c.kwargs), [leaf.static for leaf in slot.inputs])
     given = [leaf.static for leaf in slot.inputs if isinstance(leaf.static, Tensor)]
-    differentiable = [t for t in (*given, *c.params) if t.requires_grad]
+    # detached aliases, so that no autograd node of a param is of the stream of the capture
+    aliases = {id(p): p.detach().requires_grad_() for p in c.params}
+    params = list(aliases.values())
+    differentiable = [t for t in (*given, *params) if t.requires_grad]
 
     def forward() -> Any:
-        return c.forward(*args, **kwargs)
+        if not params:
+            return c.forward(*args, **kwargs)
+        return torch.func.functional_call(c.fn, _standing_in(c.fn, aliases), args, kwargs, tie_weights=False)
 
     def backward(outs: list[Tensor], dys: list[Tensor]) -> tuple[Any, WgradStore]:
         store = delayed_wgrad()
@@ -319,12 +324,23 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
                 slot.held = outs, [one.pending for one in store.waiting]
                 store.discard()
     by_id = {id(t): g for t, g in zip(differentiable, found, strict=True)} if found else {}
-    slot.grads = [by_id.get(id(t)) for t in (*given, *c.params)]
+    slot.grads = [by_id.get(id(t)) for t in (*given, *params)]
+    originals = {id(alias): p for p, alias in zip(c.params, params, strict=True)}
+    slot.weights = [(originals[id(p)], gradient) for p, gradient in slot.weights]
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
     if c.outputs == "borrow":
         slot.written.tensors += slot.out_tensors
     return slot
+
+
+def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:
+    """The aliases by the names of the params that they stand for, each module once: one that is shared is swapped and put back once."""
+    found = {}
+    for path, part in module.named_modules():
+        own = part.named_parameters(path, recurse=False, remove_duplicate=False)
+        found.update({name: aliases[id(p)] for name, p in own if id(p) in aliases})
+    return found
 
 
 def _weights(store: WgradStore) -> list[tuple[Tensor, Tensor]]:

@@ -4,8 +4,7 @@ of addresses on the device, which is made when the addresses are new."""
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import torch
 import triton
@@ -13,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.backend.launch import launcher
+from funcops.backend.tables import Table, Tables
 from funcops.errors import require
 from funcops.kernels import adamw as declared
 from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
@@ -78,17 +78,7 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -float("inf")
 
 
-class _Table(NamedTuple):
-    """`aligned`: whether every distance but the steps' is a multiple of 16. `kept`: what a captured copy reads."""
-
-    rows: Tensor
-    chunks: Tensor
-    aligned: bool
-    kept: Any
-
-
-_tables: OrderedDict[Any, _Table] = OrderedDict()
-_captured: list[_Table] = []  # a CUDA graph reads them at every replay
+_tables = Tables(KEPT)
 
 
 @declared.adamw.triton
@@ -101,40 +91,31 @@ def adamw(
     rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, decayed]
     for _, (p, g, m, v, t, decays) in declared.grouped(rows, [g.dtype for g in grads]):
         g = [one.contiguous() for one in g]
-        table = _table_of(p, g, m, v, t, decays)
-        if table.chunks.shape[0]:
+        (table, chunks), aligned, _ = _table_of(p, g, m, v, t, decays)
+        if chunks.shape[0]:
             _launch(
-                table.chunks.shape[0], 1, 1, table.rows, table.chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, lr,
-                1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay, table.aligned, BLOCK, BLOCKS,
+                chunks.shape[0], 1, 1, table, chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, lr,
+                1.0 - beta1, 1.0 - beta2, _log(beta1), _log(beta2), eps, weight_decay, aligned, BLOCK, BLOCKS,
             )  # fmt: skip
 
 
-def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> _Table:
-    device = p[0].device
-    addresses = [tuple([one.data_ptr() for one in row]) for row in (p, g, m, v, t)]
+def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> Table:
+    """Rows and chunks; the note: whether every distance but the steps' is a multiple of 16."""
+    addresses = tuple([tuple([one.data_ptr() for one in row]) for row in (p, g, m, v, t)])
     sizes = tuple([one.numel() for one in p])
-    widths = [row[0].itemsize for row in (p, g, m, v, t)]
-    key = device, *addresses, sizes, *widths, *decays
-    table = _tables.pop(key, None) or _new_table(device, addresses, widths, sizes, decays)
-    _tables[key] = table
-    if len(_tables) > KEPT:
-        _tables.popitem(last=False)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _captured.append(table)
-    return table
+    widths = tuple([row[0].itemsize for row in (p, g, m, v, t)])
+    return _tables.get(
+        p[0].device, (addresses, sizes, widths, tuple(decays)), lambda: _new_table(addresses, widths, sizes, decays)
+    )  # fmt: skip
 
 
-def _new_table(device: Any, addresses: Any, widths: list[int], sizes: tuple[int, ...], decays: Any) -> _Table:
+def _new_table(addresses: Any, widths: Any, sizes: tuple[int, ...], decays: Any) -> tuple[tuple[Tensor, ...], bool]:
     odd = any([(at - row[0]) % width for row, width in zip(addresses, widths, strict=True) for at in row])
     require(not odd, "adamw", "tensors", "at addresses that are multiples of their element size", "some that are not")
     distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
-    host_rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64, device="cpu")
+    rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64, device="cpu")
     counts = torch.tensor([cdiv(n, BLOCK * BLOCKS) for n in sizes], dtype=torch.int64, device="cpu")
     tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     before = (counts.cumsum(0) - counts)[tensor]
-    host_chunks = torch.stack((tensor, torch.arange(tensor.numel(), device="cpu") - before), 1)
-    if device.type == "cuda":
-        host_rows, host_chunks = host_rows.pin_memory(), host_chunks.pin_memory()
-    aligned = all([at % 16 == 0 for row in distances[:4] for at in row])
-    found = [host.to(device, non_blocking=True) for host in (host_rows, host_chunks)]
-    return _Table(found[0], found[1], aligned, (host_rows, host_chunks))
+    chunks = torch.stack((tensor, torch.arange(tensor.numel(), device="cpu") - before), 1)
+    return (rows, chunks), all([at % 16 == 0 for row in distances[:4] for at in row])

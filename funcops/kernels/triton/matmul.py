@@ -143,14 +143,16 @@ def aligned(t: Tensor) -> bool:
 
 
 def descriptors_serve(a: Tensor, b: Tensor, out: Tensor) -> bool:
-    """Whether the device has tensor descriptors, and they take these strides: multiples of 16 bytes, one of them 1."""
+    """Whether the device has tensor descriptors, and they take these strides: one is 1, the other a multiple of 16 bytes that
+    holds a row."""
     return a.numel() > 0 and device_has_descriptors() and all([_describable(t) for t in (a, b, out)])
 
 
 def _describable(t: Tensor) -> bool:
-    rows, columns = t.stride()
-    outer = rows if columns == 1 else columns
-    return (rows == 1 or columns == 1) and outer * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
+    (rows, columns), shape = t.stride(), t.shape
+    outer, row = (rows, shape[1]) if columns == 1 else (columns, shape[0])
+    dense = (rows == 1 or columns == 1) and outer >= row  # not expanded, and no row within another
+    return dense and outer * t.itemsize % 16 == 0 and t.data_ptr() % 16 == 0
 
 
 def precision(dtype: torch.dtype) -> str:
