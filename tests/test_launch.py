@@ -1,11 +1,20 @@
 """The launcher, on a stubbed driver: what hits its cache, what misses, what reaches the driver."""
 
+import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
+import torch
+
+pytest.importorskip("triton")
+from triton._C.libtriton import native_specialize_impl
+
+from funcops.backend import launch
 
 PROGRAM = """
 import json, torch
@@ -49,7 +58,34 @@ with stubbed():
     seen["arguments"] = len(calls[0]) - 9
     knobs.runtime.launch_enter_hook.add(lambda *a: None)
     launch(4, 2, 3, *args)
-    seen["bypassed under hooks"] = len(calls) == 1
+    seen["bypassed under hooks"] = {"enter": len(calls) == 1}
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    enter.calls.clear()
+    for name, first, last in (
+        ("none", enter, leave), ("set to None", None, None), ("functions", lambda *a: None, None), ("one function", None, lambda *a: None)
+    ):
+        knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = first, last
+        launch.cache[key] = (lambda *a: calls.append(a), function, packed)  # what goes through Triton puts its own there
+        calls.clear()
+        launch(4, 2, 3, *args)
+        seen["bypassed under hooks"][name] = not calls
+    knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = enter, leave
+    leave.add(lambda *a: None)
+    calls.clear()
+    launch(4, 2, 3, *args)
+    seen["bypassed under hooks"]["exit"] = not calls
+    leave.calls.clear()
+
+here, torch.cuda.is_available = torch.cuda.is_available, lambda: True  # a machine with a GPU
+devices = []
+with stubbed():
+    launch = launcher(kernel)
+    launch(4, 1, 1, *args)
+for _ in range(2):
+    with stubbed():
+        launch(4, 1, 1, *args)
+torch.cuda.is_available = here
+seen["devices"] = [key[-1] for key in launch.cache]
 print(json.dumps(seen))
 """
 
@@ -81,4 +117,31 @@ def test_a_hit_hands_the_driver_grid_and_arguments(seen):
 
 
 def test_a_profilers_hooks_are_honoured(seen):
-    assert seen["bypassed under hooks"]
+    assert seen["bypassed under hooks"] == {
+        "enter": True, "none": False, "set to None": False, "functions": True, "one function": True, "exit": True
+    }  # fmt: skip
+
+
+def test_a_launcher_that_was_made_under_a_stub_is_not_bound_to_it(seen):
+    assert len(set(seen["devices"])) == 3
+
+
+class Parameter(NamedTuple):
+    name: str
+    is_constexpr: bool = False
+    annotation_type: str = ""
+
+
+@pytest.mark.parametrize("backend", ["nvidia", "amd"])
+def test_the_key_tells_apart_what_triton_tells_apart(backend):
+    """Tensors of every dtype, offset and size of memory, and integers: two that Triton specialises alike or not."""
+    compiler = importlib.import_module(f"triton.backends.{backend}.compiler")
+    kind = compiler.HIPBackend if backend == "amd" else compiler.CUDABackend
+    values = {"x_ptr": [None], "n": [0, 1, -1, 16, 17, -16, 2**31 - 1, 2**31, -(2**31), -(2**31) - 16, 2**62, 2**62 + 1]}
+    for dtype, size, start in itertools.product((torch.float32, torch.bfloat16), (64, 2**31 - 64, 2**31, 2**32), (0, 4, 8)):
+        values["x_ptr"].append(torch.empty(size // dtype.itemsize, dtype=dtype, device="meta")[start:][:16])
+    for name, given in values.items():
+        key = eval(f"lambda {name}: ({launch.key_of(Parameter(name), backend == 'amd')})")
+        found = [(native_specialize_impl(kind, value, False, True, True), key(value)) for value in given]
+        for (first, ours), (second, other) in itertools.combinations(found, 2):
+            assert first == second or ours != other, (first, second, ours)

@@ -29,7 +29,7 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.fingerprint import fingerprint
-from funcops.backend.launch import Launched
+from funcops.backend.launch import Launched, use_driver
 from funcops.errors import short
 
 COMPILER = f"triton {triton.__version__}"
@@ -120,11 +120,11 @@ class StubDriver:
 def stubbed(target: GPUTarget = TARGETS["sm_90"].gpu) -> Iterator[None]:
     """Triton on a `StubDriver` for the block."""
     before = driver._active
-    driver.set_active(StubDriver(target))
+    use_driver(StubDriver(target))
     try:
         yield
     finally:
-        driver._active = before
+        use_driver(before)
 
 
 def inspect(launched: Launched, target: str) -> Build:

@@ -4,7 +4,7 @@
 `Launcher` works out, from the kernel's parameters and once, the source of a function whose cache key is all that Triton
 specialises on:
 
-    *_ptr      a tensor or None: dtype, and whether the address is a multiple of 16
+    *_ptr      a tensor or None: dtype, whether the address is a multiple of 16, and on AMD whether its memory exceeds 31 bits
     *_desc     a TensorDescriptor or None: dtype and block shape
     constexpr  the value
     fp*        annotated `tl.float32` and the like: nothing
@@ -33,7 +33,11 @@ def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
     device = current_device()
     key = ({key}, num_warps, num_stages, device)
     hit = cache.get(key)
-    if hit is None or hooks.launch_enter_hook.calls:
+    if (
+        hit is None
+        or getattr(hooks.launch_enter_hook, "calls", hooks.launch_enter_hook)
+        or getattr(hooks.launch_exit_hook, "calls", hooks.launch_exit_hook)
+    ):
         return miss(key, (gx, gy, gz), ({parameters},), num_warps, num_stages)
     run, function, packed = hit
     run(gx, gy, gz, current_stream(device), function, packed, None, None, None, {parameters})
@@ -57,6 +61,7 @@ class Launched(NamedTuple):
 
 
 _launchers: list[tuple[Any, dict[Any, Any]]] = []  # kernels and their caches
+_scopes: list[dict[str, Any]] = []  # of the launchers
 _collected: list[Launched] | None = None
 _planning = False
 
@@ -109,29 +114,52 @@ def launcher(kernel: Any) -> Callable[..., None]:
         compiled = launched.compiled
         cache[key] = (_nothing, None, None) if _planning else (compiled.run, compiled.function, compiled.packed_metadata)
 
-    source = _SOURCE.format(parameters=", ".join(names), key=", ".join(map(_key_of, kernel.params)))
+    key = ", ".join([key_of(parameter, torch.version.hip is not None) for parameter in kernel.params])
     scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
-    scope["current_device"] = lambda: driver.active.get_current_device()
-    scope["current_stream"] = lambda device: driver.active.get_current_stream(device)
-    if torch.cuda.is_available():
-        scope["current_device"] = driver.active.get_current_device
-        scope["current_stream"] = driver.active.get_current_stream
-    exec(source, scope)
+    _scopes.append(scope)
+    _bind(scope)
+    exec(_SOURCE.format(parameters=", ".join(names), key=key), scope)
     launch: Any = scope["launch"]
     launch.cache = cache
     return launch
+
+
+def use_driver(active: Any) -> None:
+    """Make it Triton's driver, and that of every launcher; None: the machine's own, when it is asked for."""
+    driver._active = active
+    for scope in _scopes:
+        _bind(scope)
+
+
+def _bind(scope: dict[str, Any]) -> None:
+    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet, the first launch does."""
+    active = driver._active
+    scope["current_device"] = _first_device if active is None else active.get_current_device
+    scope["current_stream"] = _first_stream if active is None else active.get_current_stream
+
+
+def _first_device() -> Any:
+    use_driver(driver.active)
+    return driver.active.get_current_device()
+
+
+def _first_stream(device: Any) -> Any:
+    use_driver(driver.active)
+    return driver.active.get_current_stream(device)
 
 
 def _nothing(*_: Any) -> None:
     """What a planned launch runs."""
 
 
-def _key_of(parameter: Any) -> str:
+def key_of(parameter: Any, hip: bool) -> str:
+    """The source of what Triton specialises on."""
     name = parameter.name
     if parameter.is_constexpr:
         return name
     if name.endswith("_ptr"):
-        return f"None if {name} is None else ({name}.dtype, {name}.data_ptr() & 15 == 0)"
+        far = f", {name}.untyped_storage().size() > 2147483647" if hip else ""
+        return f"None if {name} is None else ({name}.dtype, {name}.data_ptr() & 15 == 0{far})"
     if name.endswith("_desc"):
         return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
     annotation = parameter.annotation_type or ""
