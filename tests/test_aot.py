@@ -26,8 +26,9 @@ PROGRAM = """
 import json, random, sys, torch, triton, triton.language as tl
 from funcops.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
 from funcops.backend.fingerprint import fingerprint
-from funcops.backend.launch import compiled_launches, launcher
-from funcops.bench.aot import build, never_built, plan, read
+from funcops.backend.launch import compiled_launches, launcher, planned_launches
+from funcops.bench.aot import never_built, plan, read
+from funcops.kernels.triton.matmul import Epilogue, matmul
 
 @triton.jit
 def greedy(x_ptr, y_ptr, BLOCK: tl.constexpr):
@@ -35,10 +36,38 @@ def greedy(x_ptr, y_ptr, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + i)
     tl.store(y_ptr + i, x - tl.sum(x, 0))
 
+def drawn_products(dtype):
+    # of any size, layout and epilogue, as linear layers ask for them
+    def size(*more):
+        return draw.choice([draw.randint(1, 80), draw.randint(1, 300), 16 * draw.randint(1, 160), draw.choice([512, 1024, 2048, 4096]), *more])
+
+    def lies(rows, columns):
+        pad = draw.choice([0, 0, 0, 3, 16])
+        t = torch.empty(rows, columns + pad, dtype=dtype, device="meta")[:, :columns]
+        return t if draw.random() < 0.5 else torch.empty(columns, rows + pad, dtype=dtype, device="meta")[:, :rows].mT
+
+    for _ in range(120):
+        m, n, k = size(), size(), size(4096, 8192, 16384)
+        out, bias = torch.empty(m, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
+        wide = torch.empty(m, n, device="meta")
+        sums = Epilogue(sums=torch.empty(m, device="meta"))
+        epilogue, out = draw.choice([(Epilogue(), out), (Epilogue(bias), out), (Epilogue(add=wide), wide), (sums, out)])
+        matmul(lies(m, k), lies(k, n), out, epilogue)
+
 table, seed, drawn = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.path.insert(0, sys.argv[4])
+from races import memory_of, races
+
+def built(launched, target):
+    with stubbed(TARGETS[target].gpu):
+        compiled = launched.compile()
+    row = inspect(compiled, target)._asdict()
+    found["races"] += [f"{row['kernel']} {row['config']} {target}: {race}" for race in races(compiled.compiled.asm["ttgir"], memory_of(launched))]
+    return row
+
 known = {row.hash for row in read(table) if row.compiler == COMPILER}
 draw = random.Random(seed)
-found = {"compiler": COMPILER, "planned": [], "built": [], "missing": []}
+found = {"compiler": COMPILER, "planned": [], "built": [], "missing": [], "races": [], "products": []}
 for target in TARGETS:
     planned = plan(target)
     hashes = [fingerprint(launched, target) for launched in planned]
@@ -46,7 +75,11 @@ for target in TARGETS:
     found["missing"] += never_built(planned, target)
     old = [launched for h, launched in zip(hashes, planned) if h in known]
     new = [launched for h, launched in zip(hashes, planned) if h not in known]
-    found["built"] += [build(launched, target)._asdict() for launched in new + draw.sample(old, min(drawn, len(old)))]
+    with stubbed(TARGETS[target].gpu), planned_launches() as products:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            drawn_products(dtype)
+    found["products"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in products]
+    found["built"] += [built(launched, target) for launched in new + draw.sample(old, min(drawn, len(old)))]
 with stubbed(), compiled_launches() as launches:
     x = torch.empty(8192, device="meta")
     launcher(greedy)(1, 1, 1, x, x, 8192, num_warps=1)
@@ -90,7 +123,7 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("aot") / "program.py"
     path.write_text(PROGRAM)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, path, TABLE, str(seed), str(DRAWN)]
+    command = [sys.executable, path, TABLE, str(seed), str(DRAWN), Path(__file__).parent]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
@@ -120,6 +153,7 @@ def test_every_build_keeps_its_limits(found):
     assert len(found["built"]) >= 4 * DRAWN
     for build in [*rows(), *found["built"]]:
         within_limits(build)
+    assert not found["races"]
 
 
 def test_what_was_drawn_is_as_the_table_says(found):
@@ -134,6 +168,20 @@ def test_the_committed_table_is_of_these_kernels(found):
     assert not missing and not over, (
         f"{TABLE.name} lacks {len(missing)} rows and has {len(over)} too many; `make aot` mends it: {missing[:3]} {over[:3]}"
     )
+
+
+def choice_of(kernel, config, target, warps):
+    """What a product chose: kernel, dtypes (16-bit ones are one class), tile, warps, and what its epilogue is."""
+    words = dict(word.split("=", 1) for word in config.split() if "=" in word)
+    dtypes = [word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word]
+    blocks = tuple(words.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SUMS"))
+    return kernel, tuple(dtypes[:1] if words.get("BIAS") == "True" else dtypes), blocks, target, int(warps)
+
+
+def test_no_product_makes_a_choice_without_a_row(found):
+    known = {choice_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows()}
+    made = {choice_of(*product) for product in found["products"]}
+    assert len(made) > 60 and not made - known
 
 
 def test_a_table_that_is_not_of_these_kernels_is_seen():

@@ -13,6 +13,7 @@ from tiny_samples import names, tiny
 
 from funcops.backend import backend
 from funcops.bench import kernels
+from funcops.bench.__main__ import main
 from funcops.bench.device import Replay
 from funcops.bench.liger import COLUMNS, write_liger_csv
 from funcops.bench.measure import write_csv, write_json
@@ -66,17 +67,67 @@ def test_every_sample_measures(i, monkeypatch):
     assert row.error < FACTOR[dtype] * ROUNDOFF[dtype]
 
 
-def test_rivals_that_fail_are_named_and_the_rest_goes_on(monkeypatch):
+class Brittle:
+    """A rival that raises from its nth call on, preparation counted as the first."""
+
+    def __init__(self, nth):
+        self.left = nth
+
+    def step(self):
+        self.left -= 1
+        if self.left <= 0:
+            raise RuntimeError("no such case")
+
+    def prepare(self, *args):
+        self.step()
+        return self.step
+
+
+@pytest.mark.parametrize("nth", [*range(1, 8), 1000])
+@pytest.mark.parametrize("who", ["liger", "cublas", "funcops"])
+def test_who_fails_anywhere_is_named_and_the_rest_goes_on(nth, who, monkeypatch):
+    """In preparing, in the first call, while it is timed, or after."""
     monkeypatch.setattr(kernels, "MOST_COPIES", 1)
     sample = next(s for s in tiny(torch.float32) if s.name == "rms_norm_bwd")
+    given, brittle = kernels.provided(sample), Brittle(nth)
+    monkeypatch.setattr(kernels, "provided", lambda sample: {**given, who: brittle.prepare})
+    rows = {row.provider: row for row in measured(sample, torch.float32, ("funcops", "torch", who))}
+    assert set(rows) == {"funcops", "torch", who} and rows["torch"].device_us > 0
+    assert (rows[who].note == "failed: RuntimeError: no such case") == (brittle.left <= 0) == math.isnan(rows[who].device_us)
 
-    def broken(*args):
-        raise RuntimeError("no such case")
 
-    monkeypatch.setattr(kernels, "liger_call", lambda sample: broken)
-    rows = measured(sample, torch.float32, ("funcops", "torch", "liger"))
-    assert [row.provider for row in rows] == ["liger", "funcops", "torch"]
-    assert rows[0].note == "failed: RuntimeError: no such case" and math.isnan(rows[0].device_us)
+def test_rivals_run_none_of_our_kernels(monkeypatch):
+    """Also where the torch body of a kernel calls another kernel, in eager mode and compiled."""
+    monkeypatch.setattr(kernels, "MOST_COPIES", 1)
+    samples = list({s.name: s for s in tiny(torch.float32)}.values())
+
+    def ours(*args):
+        raise AssertionError("ours")
+
+    for sample in samples:
+        declared = sample.kernel.kernel
+        if declared.find_triton():
+            monkeypatch.setattr(declared, "triton_impl", ours)
+    for sample in samples:
+        rows = measured(sample, torch.float32, ("torch",))
+        assert [row.note for row in rows] == ["not captured"], sample.name
+
+
+def test_rows_are_written_as_they_come(tmp_path, monkeypatch, capsys):
+    """A bench that ends early leaves what it had, in every file."""
+    rows = measured(tiny(torch.float32)[0], torch.float32, ("funcops", "torch"))
+
+    def some(**options):
+        yield rows[0]
+        assert json.loads((tmp_path / "k.json").read_text())["rows"][0]["provider"] == "funcops"
+        yield rows[1]
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(kernels, "run", some)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        main(["kernels", "--json", str(tmp_path / "k.json"), "--csv", str(tmp_path / "k.csv")])
+    assert len((tmp_path / "k.csv").read_text().splitlines()) == 3
+    assert capsys.readouterr().out.count("rms_norm_fwd") == 2
 
 
 def test_what_is_written(tmp_path, monkeypatch):

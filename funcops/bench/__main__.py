@@ -37,15 +37,19 @@ def main(argv: list[str]) -> None:
     options = vars(parser.parse_args(argv))
     json_path, csv_path = options.pop("json"), options.pop("csv")
     del options["name"]
+    rows: list[Any] = []
     try:
-        rows = module.run(**options)
+        found = module.run(**options)
+        for batch in [found] if isinstance(found, list) else ([row] for row in found):  # what comes row by row is written so
+            rows += batch
+            if json_path:
+                write_json(json_path, rows)
+            if csv_path:
+                write_csv(csv_path, rows)
     except BenchError as e:
         parser.error(str(e))
-    print_table(rows)
-    if json_path:
-        write_json(json_path, rows)
-    if csv_path:
-        write_csv(csv_path, rows)
+    finally:
+        print_table(rows)
 
 
 if __name__ == "__main__":

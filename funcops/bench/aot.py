@@ -21,6 +21,7 @@ from funcops.backend import backend, gemm
 from funcops.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
 from funcops.backend.fingerprint import fingerprint
 from funcops.backend.launch import Launched, launched_kernels, planned_launches
+from funcops.bench.choices import choices
 from funcops.bench.measure import BenchError
 from funcops.bench.samples import Maker, samples
 
@@ -45,7 +46,7 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every sample in every dtype on `target`, one for each specialisation, none of them compiled."""
+    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product, one for each specialisation, none of them compiled."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
@@ -55,6 +56,8 @@ def plan(target: str) -> list[Launched]:
                 if sample.product is not None:
                     with gemm("specialised"):
                         sample.kernel(*sample.args)
+            for product in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
+                product()
         return found
 
 

@@ -7,6 +7,7 @@ in the same process; matrix products as a share of cuBLAS's bare product in the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import math
 import sys
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import backend
-from funcops.bench.device import COLD_BYTES, MOST_COPIES, CudaTimer
+from funcops.bench.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
 from funcops.bench.liger import liger_call, write_liger_csv
 from funcops.bench.measure import BenchError
 from funcops.bench.plot import draw
@@ -62,7 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(
     only: str = "", dtype: list[str] | None = None, providers: tuple[str, ...] = PROVIDERS, seconds: float = math.inf,
     liger_csv: str | None = None, plot: str | None = None,
-) -> list[Measured]:  # fmt: skip
+) -> Iterator[Measured]:  # fmt: skip
+    """The rows as they come."""
     if not torch.cuda.is_available():
         raise BenchError("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
     timer, stop = CudaTimer(), time.monotonic() + seconds
@@ -76,15 +78,15 @@ def run(
             if time.monotonic() > stop:
                 left.append(f"{sample.name} {sample.shape} {name}")
                 continue
-            with backend("triton"):
-                rows += measure(sample, DTYPES[name], providers, timer, copy_rate)
+            for row in measure(sample, DTYPES[name], providers, timer, copy_rate):
+                rows.append(row)
+                yield row
+            if liger_csv:
+                write_liger_csv(liger_csv, rows)
     if left:
         print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
-    if liger_csv:
-        write_liger_csv(liger_csv, rows)
     if plot:
         draw(plot, rows)
-    return rows
 
 
 def measured_copy_rate(timer: Any) -> float:
@@ -94,36 +96,82 @@ def measured_copy_rate(timer: Any) -> float:
     return 2 * source.nbytes / seconds
 
 
+def using(provider: str) -> contextlib.AbstractContextManager[None]:
+    """Our kernels for ours alone: the torch bodies of some kernels call others."""
+    return backend("triton" if provider == "funcops" else "torch")
+
+
 def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
-    """A row for each provider that has this kernel, and for each that fails, with the reason."""
+    """A row for each provider that has this kernel; for one that fails, wherever that is, with the reason."""
+
+    def failed(provider: str, error: Exception) -> Measured:
+        lines = f"failed: {type(error).__name__}: {error}".splitlines()
+        return Measured(sample.name, sample.shape, short(dtype), provider, *NOT_MEASURED, note=lines[0][:120])
+
     read = nbytes(sample.args)
-    copies = [sample.args, *(clones(sample.args) for _ in range(min(MOST_COPIES, COLD_BYTES // max(1, read))))]
-    calls: dict[str, list[Callable[[], Any]]] = {}
-    with torch.cuda.stream(timer.stream):
-        for name, prepare in provided(sample).items():
-            if prepare is None or name not in providers:
-                continue
-            try:
-                ready = [prepare(*args) for args in copies]
+    calls: dict[str, Callable[[], Any]] = {}
+    replays: dict[str, Replay] = {}
+    for name, prepare in provided(sample).items():
+        if prepare is None or name not in providers:
+            continue
+        try:
+            with torch.cuda.stream(timer.stream), using(name):
+                own = min(MOST_COPIES, COLD_BYTES // max(1, read))
+                ready = [prepare(*args) for args in (sample.args, *(clones(sample.args) for _ in range(own)))]
                 ready[0]()
-            except Exception as e:  # a rival that lacks a case must not end the bench
-                why = f"failed: {type(e).__name__}: {e}".splitlines()[0][:120]
-                yield Measured(sample.name, sample.shape, short(dtype), name, *NOT_MEASURED, note=why)
-            else:
-                calls[name] = ready
-    replays = {name: timer.replay(some) for name, some in calls.items()}
-    times = timer.device_us(replays)
-    moved = read + nbytes(sample.kernel(*clones(sample.args))) + written(sample)
-    for name, (first, *_) in calls.items():
-        us = times[name]
-        rate = moved / us * 1e6 if name != "cublas" else math.nan
-        peak, delta = timer.memory_mib(first)
-        error = relative_error(sample) if name == "funcops" else math.nan
-        yield Measured(
-            sample.name, sample.shape, short(dtype), name, us, timer.host_us(first), rate / 1e9, rate / copy_rate,
-            sample.flops / us / 1e6 if sample.flops else math.nan, times.get("cublas", math.nan) / us, peak, delta, error,
-            "" if replays[name].captured else "not captured",
-        )  # fmt: skip
+            with using(name):
+                replays[name], calls[name] = timer.replay(ready), ready[0]
+        except Exception as error:  # a rival that lacks a case must not end the bench
+            yield failed(name, error)
+    replays = {name: one if one.captured else one._replace(run=_under(name, one.run)) for name, one in replays.items()}
+    times, errors = _times(timer, replays)
+    for name, error in errors.items():
+        yield failed(name, error)
+    moved = _moved(sample) if times else math.nan
+    for name, us in times.items():
+        try:
+            with using(name):
+                rate = moved / us * 1e6 if name != "cublas" else math.nan
+                peak, delta = timer.memory_mib(calls[name])
+                off = relative_error(sample) if name == "funcops" else math.nan
+                yield Measured(
+                    sample.name, sample.shape, short(dtype), name, us, timer.host_us(calls[name]), rate / 1e9, rate / copy_rate,
+                    sample.flops / us / 1e6 if sample.flops else math.nan, times.get("cublas", math.nan) / us, peak, delta, off,
+                    "" if replays[name].captured else "not captured",
+                )  # fmt: skip
+        except Exception as error:
+            yield failed(name, error)
+
+
+def _under(provider: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        with using(provider):
+            call()
+
+    return run
+
+
+def _times(timer: Any, replays: dict[str, Replay]) -> tuple[dict[str, float], dict[str, Exception]]:
+    """Of all, taking turns; where that fails, of each alone, and why of those that fail."""
+    try:
+        return timer.device_us(replays), {}
+    except Exception:
+        times: dict[str, float] = {}
+        errors: dict[str, Exception] = {}
+        for name, one in replays.items():
+            try:
+                times |= timer.device_us({name: one})
+            except Exception as error:
+                errors[name] = error
+        return times, errors
+
+
+def _moved(sample: Sample) -> float:
+    """The compulsory bytes: what ours reads and writes, or, where it fails, what its body does."""
+    for name in ("funcops", "torch"):
+        with contextlib.suppress(Exception), using(name):
+            return nbytes(sample.args) + nbytes(sample.kernel(*clones(sample.args))) + written(sample)
+    return math.nan
 
 
 def provided(sample: Sample) -> dict[str, Prepared | None]:

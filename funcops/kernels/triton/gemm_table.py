@@ -35,7 +35,8 @@ SPECIALISED = Tile(128, 256, 64, 4, 3, True), Tile(128, 128, 64, 4, 3, True)
 SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
 UNALIGNED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 16, 8, 3)  # nothing known of a stride costs registers
 
-# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual) or "accumulate" (into float32)
+# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual), "accumulate" (into float32) or "split" (a
+# part of the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
 TABLE = {
     ("none", "16-bit", "large"): Choice(True, WIDE, SQUARE),
     ("none", "16-bit", "medium"): Choice(True, SQUARE, SQUARE),
@@ -49,6 +50,10 @@ TABLE = {
     ("accumulate", "16-bit", "medium"): Choice(False, SQUARE, SMALL),
     ("accumulate", "16-bit", "narrow"): Choice(False, None, SMALL),
     ("accumulate", "float32", "any"): Choice(False, None, FP32),
+    ("split", "16-bit", "large"): Choice(False, SQUARE, SQUARE),
+    ("split", "16-bit", "medium"): Choice(False, SQUARE, SQUARE),
+    ("split", "16-bit", "narrow"): Choice(False, None, SMALL),
+    ("split", "float32", "any"): Choice(False, None, FP32),
 }
 
 

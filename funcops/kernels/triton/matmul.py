@@ -42,16 +42,15 @@ class Epilogue(NamedTuple):
 def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Optional[Choice] = None) -> None:
     """out [M, N], contiguous, from A [M, K] and B [K, N] of any strides and one dtype, all but empty."""
     (m, k), n = a.shape, b.shape[1]
-    family = epilogue.family(out)
-    choice = choice or choose(family, a.dtype, m, n, aligned(a) and aligned(b))
-    described = choice.descriptor is not None and descriptors_serve(a, b, out)
+    family, even = epilogue.family(out), aligned(a) and aligned(b)
+    own, split = (choice or choose(name, a.dtype, m, n, even) for name in (family, "split"))
+    described = own.descriptor is not None and descriptors_serve(a, b, out)
     if described and gemm_provider() == "specialised" and epilogue.sums is None:
         by_specialised(a, b, out, epilogue, SPECIALISED[family != "none"])
         return
-    run, tile = (by_descriptor, choice.descriptor) if described else (by_pointer, choice.pointer)
-    assert tile is not None
-    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
-    splits = 1 if family == "fused" else number_of_splits(tiles, k)
+    tile = tile_for(split, described)
+    splits = 1 if family == "fused" else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
+    run, tile = by_descriptor if described else by_pointer, tile if splits > 1 else tile_for(own, described)
     per_split = max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
     if splits == 1:
         run(a, b, out, epilogue, tile, 1, m, per_split, epilogue.sums)
@@ -63,6 +62,12 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
     add_up(parts, rows * n, out, epilogue.add is not None)
     if sums is not None and epilogue.sums is not None:
         add_up(sums, m, epilogue.sums, epilogue.add is not None)
+
+
+def tile_for(choice: Choice, described: bool) -> Tile:
+    tile = choice.descriptor if described else choice.pointer
+    assert tile is not None
+    return tile
 
 
 def number_of_splits(tiles: int, k: int) -> int:

@@ -73,7 +73,8 @@ def _forward_long(
             mean = tl.sum(total, 0) / width
             tl.store(mean_ptr + tl.program_id(0), mean)
     if ADD:
-        x_ptr = stream_ptr  # every thread reads what it wrote itself
+        x_ptr = stream_ptr
+        tl.debug_barrier()  # a thread may read what another wrote: loads and stores are laid out apart where rows are not aligned
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
         centred = tl.where(i < width, load_wide(x_ptr + start_of_row + i, i < width) - mean, 0.0)

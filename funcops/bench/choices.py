@@ -1,0 +1,56 @@
+"""Every choice that a matrix product can make, as calls on the meta device: kernel, tile, and whether the inner dimension is split, by
+epilogue, dtype and size. `bench aot` compiles them all, so that none is met first by a user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
+
+SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of the output
+SHORT, ODD = 256, 3
+
+
+class Layout(NamedTuple):
+    """Whether A and B are stored transposed: a forward's are (False, True), a dgrad's (False, False), a wgrad's (True, False)."""
+
+    a: bool
+    b: bool
+
+
+FORWARD, DGRAD, WGRAD = Layout(False, True), Layout(False, False), Layout(True, False)
+
+
+def choices(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
+    sizes = SIZES if dtype.itemsize == 2 else {"medium": SIZES["medium"]}
+    for m, n in sizes.values():
+        for k in (SHORT, 2 * LONG):
+            yield from _products(dtype, m, n, k)
+    for k in (SHORT, 2 * LONG):  # strides of which nothing is known
+        yield from _products(dtype, *(size + ODD for size in (*SIZES["medium"], k)))
+
+
+def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[], None]]:
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    wide, sums = empty(m, n, dtype=torch.float32), empty(m, dtype=torch.float32)
+    every = Epilogue(empty(n), empty(m, n), "keep", "gelu_tanh", empty(m, n), 0.5)
+    plain, accumulate = Epilogue(), Epilogue(add=wide)
+    calls = [
+        *((layout, empty(m, n), plain) for layout in (FORWARD, DGRAD, WGRAD)),
+        (WGRAD, empty(m, n), Epilogue(sums=empty(m))),
+        (DGRAD, wide, accumulate),
+        (WGRAD, wide, accumulate._replace(sums=sums)),
+    ]
+    if k < LONG:  # which an epilogue never splits
+        calls += [(FORWARD, empty(m, n), every), (DGRAD, empty(m, n), Epilogue(z=empty(m, n), mode="derivative", kind="gelu_tanh"))]
+    for layout, out, epilogue in calls:
+        a = empty(k, m).mT if layout.a else empty(m, k)
+        b = empty(n, k).mT if layout.b else empty(k, n)
+        yield lambda a=a, b=b, out=out, epilogue=epilogue: matmul(a, b, out, epilogue)  # type: ignore[misc]
