@@ -50,7 +50,7 @@ def drawn_products(dtype):
         m, n, k = size(), size(), size(4096, 8192, 16384)
         out, bias = torch.empty(m, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
         wide = torch.empty(m, n, device="meta")
-        sums = Epilogue(sums=torch.empty(m, device="meta"))
+        sums = Epilogue(sums=torch.empty(m, dtype=dtype, device="meta"))
         epilogue, out = draw.choice([(Epilogue(), out), (Epilogue(bias), out), (Epilogue(add=wide), wide), (sums, out)])
         matmul(lies(m, k), lies(k, n), out, epilogue)
 

@@ -14,7 +14,7 @@ from funcops.errors import StaleResidualError
 from funcops.needs import Needs
 from funcops.op import ALL, Op, check_needs
 from funcops.residuals.donate import donate
-from funcops.residuals.policy import on_host
+from funcops.residuals.offload import copies
 from funcops.schema import DGRAD, WGRAD, Saved, open_node, residuals, saved
 from funcops.trees import static, tensors, tree_map_tensors
 
@@ -48,7 +48,7 @@ def remat(op: Op, offload: bool = False) -> Op:
         if not needs:
             return y, None
         device = tensors(x)[0].device if offload else None
-        waiting = tree_map_tensors(on_host, x) if offload else x
+        waiting = tree_map_tensors(copies.on_host, x) if offload else x
         return y, RematResiduals.keep(cfg, needs, params=params, x=waiting, device=device)  # type: ignore[attr-defined]
 
     def opened(where: str, kept: Any, cfg: Any) -> Any:
@@ -56,7 +56,7 @@ def remat(op: Op, offload: bool = False) -> Op:
         node = open_node(where, kept, RematResiduals, cfg)
         params, x, needs = node.params, node.x, node.needs
         if offload:
-            x = tree_map_tensors(lambda t: t.to(node.device, non_blocking=True), x)
+            x = tree_map_tensors(lambda t: copies.on_device(t, node.device), x)
         if node is not kept:
             node.empty()
         return donate(op.fwd(params, x, cfg, needs=needs)[1])

@@ -36,6 +36,7 @@ from funcops.compose.step import (
 from funcops.errors import describe, fail, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, make_op, positional
+from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import leaves, tree_map
 
@@ -155,6 +156,8 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     results: list[Any] = [None] * cfg.times
     whole = sums is not None
     for i in reversed(range(cfg.times)):
+        if copies.home:  # what went to the host: the layer before this one comes back while this one computes
+            copies.ahead([node.get(i), node.get(i - 1)])
         dy, results[i] = run_backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
         if type(dy) is WithExtras:
             for name, gradient in dy.extras.items():

@@ -13,12 +13,12 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from funcops.errors import describe, fail, require_type
 from funcops.marks import versions
 from funcops.residuals.codec import codec, smaller
+from funcops.residuals.offload import copies
 from funcops.trees import leaf, static, tree
 
 
@@ -35,7 +35,8 @@ class Recompute:
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """Keep it in the host's memory (pinned), and bring it back before the backward that reads it. On the CPU: as `Save`."""
+    """Keep it in the host's memory (pinned), and bring it back before the backward that reads it: on a stream of its own, and for a
+    repeat's layers while the layer after them runs its backward. On the CPU: as `Save`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,16 +117,9 @@ def pack(t: Tensor, action: Action) -> Any:
     """The tensor in the form that the action gives it; the tensor itself where that would not help."""
     if isinstance(action, Compress) and smaller(action.codec, t):
         return Packed(codec("pack", action.codec).encode(t), action=action, dtype=t.dtype, device=t.device)
-    if isinstance(action, Offload) and not t.is_cpu:
-        return Packed((on_host(t),), action=action, dtype=t.dtype, device=t.device)
+    if isinstance(action, Offload) and copies.leaves(t):
+        return Packed((copies.on_host(t),), action=action, dtype=t.dtype, device=t.device)
     return None if isinstance(action, Drop) else t
-
-
-def on_host(t: Tensor) -> Tensor:
-    """A copy in the host's memory, pinned, so that it may go and come while the device computes; on the CPU the tensor itself."""
-    if t.is_cpu:
-        return t
-    return torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=t.is_cuda).copy_(t, non_blocking=True)
 
 
 def unpack(value: Any) -> Any:
@@ -133,4 +127,4 @@ def unpack(value: Any) -> Any:
         return value
     if isinstance(value.action, Compress):
         return codec("unpack", value.action.codec).decode(value.parts, value.dtype)
-    return value.parts[0].to(value.device, non_blocking=True)
+    return copies.on_device(value.parts[0], value.device)

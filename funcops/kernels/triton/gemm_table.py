@@ -33,7 +33,8 @@ WIDE, SQUARE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)
 # for gemm("specialised"): wide without an epilogue, square where one takes registers
 SPECIALISED = Tile(128, 256, 64, 4, 3, True), Tile(128, 128, 64, 4, 3, True)
 SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
-UNALIGNED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 16, 8, 3)  # nothing known of a stride costs registers
+# nothing known of a stride costs registers, and an epilogue more of them
+UNALIGNED, UNALIGNED_FUSED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 32, 8, 3), Tile(64, 64, 16, 8, 3)
 
 # by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual), "accumulate" (into float32) or "split" (a
 # part of the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
@@ -63,6 +64,6 @@ def choose(epilogue: str, dtype: torch.dtype, m: int, n: int, aligned: bool) -> 
         choice = TABLE[epilogue, "float32", "any"]
         return choice if aligned else choice._replace(pointer=FP32_UNALIGNED)
     if not aligned:
-        return TABLE[epilogue, "16-bit", "narrow"]._replace(pointer=UNALIGNED)
+        return TABLE[epilogue, "16-bit", "narrow"]._replace(pointer=UNALIGNED_FUSED if epilogue == "fused" else UNALIGNED)
     size = "narrow" if min(m, n) <= 64 else "large" if m >= 1024 and n >= 1024 else "medium"
     return TABLE[epilogue, "16-bit", size]
