@@ -59,11 +59,13 @@ TABLE = {
 
 
 def choose(epilogue: str, dtype: torch.dtype, m: int, n: int, aligned: bool) -> Choice:
-    """`aligned`: whether the strides of A and B, but for the one that is 1, are multiples of 16 elements."""
+    """`aligned`: whether the strides of A and B, but for the one that is 1, are multiples of 16 elements; n tells the output's. Output
+    rows that are none take registers, too."""
     if dtype is torch.float32:
         choice = TABLE[epilogue, "float32", "any"]
-        return choice if aligned else choice._replace(pointer=FP32_UNALIGNED)
+        return choice if aligned and n % 16 == 0 else choice._replace(pointer=FP32_UNALIGNED)
     if not aligned:
         return TABLE[epilogue, "16-bit", "narrow"]._replace(pointer=UNALIGNED_FUSED if epilogue == "fused" else UNALIGNED)
     size = "narrow" if min(m, n) <= 64 else "large" if m >= 1024 and n >= 1024 else "medium"
-    return TABLE[epilogue, "16-bit", size]
+    choice = TABLE[epilogue, "16-bit", size]
+    return choice if epilogue != "fused" or n % 16 == 0 else choice._replace(pointer=UNALIGNED_FUSED)
