@@ -88,11 +88,26 @@ class Cuda:
         assert enable_timing
         return Event(self.clock)
 
-    def CUDAGraph(self):
+    def CUDAGraph(self, keep_graph=False):
         return Graph(self.clock)
 
+    def graph_pool_handle(self):
+        return object()
+
+    def device(self, device):
+        return contextlib.nullcontext()
+
+    def current_device(self):
+        return 0
+
+    def current_stream(self):
+        return "current"
+
+    def set_stream(self, stream):
+        assert stream == "current"
+
     @contextlib.contextmanager
-    def graph(self, graph, stream):
+    def graph(self, graph, pool, stream, capture_error_mode="global"):
         if not self.captures:
             raise RuntimeError("not permitted when stream is capturing")
         self.clock.done.clear()
