@@ -4,18 +4,19 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train test test-rest test-all gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot check mutants clean
+.PHONY: help train test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot check mutants clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
 	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
+	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
 	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
 	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make check   set up, then lint and type-check"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
-	@echo "make clean   remove the environment"
+	@echo "make clean   remove the environments"
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +40,9 @@ test-rest: $(VENV)/.ready
 
 test-all: $(VENV)/.ready
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+interpreters: $(VENV)/.ready
+	$(PY) tests/interpreters.py $(ARGS)
 
 gpu:  # what fails does not keep the rest from running
 	$(MAKE) -k gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step
@@ -71,4 +75,4 @@ mutants: $(VENV)/.ready
 	$(PY) tests/mutants/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .interpreters

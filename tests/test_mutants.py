@@ -11,9 +11,7 @@ import pytest
 from mutants import run
 
 ROOT = Path(__file__).resolve().parents[1]
-FAULTS = run.load() if sys.version_info >= (3, 11) else []
-if not FAULTS:
-    pytest.skip("tomllib came with Python 3.11", allow_module_level=True)
+FAULTS = run.load()
 
 
 @cache

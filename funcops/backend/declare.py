@@ -77,7 +77,8 @@ class Kernel:
         if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
             return self.torch_impl
         if self.triton_impl is None and not self.find_triton():
-            require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
+            why = "it has no Triton implementation" if importlib.util.find_spec("triton") else "Triton is not installed"
+            require(select.forced() is None, self.name, "backend", f"'torch' ({why})", "'triton'")
             return self.torch_impl
         if (
             tracing() or torch._C._len_torch_dispatch_stack()
