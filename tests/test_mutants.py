@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
