@@ -2,8 +2,8 @@
 
 import contextlib
 import json
-import re
 import math
+import re
 from pathlib import Path
 
 import pytest
