@@ -21,7 +21,7 @@ help:
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(VENV)/.ready: pyproject.toml constraints.txt
-	@echo "installing torch, Triton and the examples' packages into $(VENV): 1.7 GB with torch's CPU build, 5.5 GB where pip takes that for CUDA"
+	@echo "installing torch, Triton and the examples' packages into $(VENV): 1.8 GB with torch's CPU build, 5.5 GB where pip takes that for CUDA"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e '.[examples]'
 	@touch $@
