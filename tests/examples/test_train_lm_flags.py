@@ -59,8 +59,8 @@ def test_every_flag_trains(train, given):
     assert code == 0, said
     assert "kept for the backward: " in said and ("sample:" in said) == (given[0] not in ("--sample", "--stop-at"))
     if given[0] == "--policy":
-        before, after = said.split("kept for the backward: ")[1].split(" MiB by default; policy " + given[1] + ": ")
-        assert float(after.split()[0]) < float(before), "bytes before and after"
+        kept = re.search(rf"kept for the backward: ([\d.]+) KiB by default; policy {given[1]}: ([\d.]+) KiB$", said, re.M)
+        assert 0 < float(kept[2]) < float(kept[1]), "bytes before and after"
 
 
 def test_every_flag_is_tried():
