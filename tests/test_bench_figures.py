@@ -391,7 +391,7 @@ def test_a_narrow_step_hands_the_optimiser_gradients_of_its_batch_alone(monkeypa
 def test_a_steps_ratios_are_paired_by_round(monkeypatch):
     names = ["funcops", "funcops, save_all", "funcops, unfused", "torch eager", "torch.compile"]
     given = {name: [1000.0 * (i + 1) * (r + 1) for r in range(4)] for i, name in enumerate(names)}
-    monkeypatch.setattr(step, "steps", lambda sizes, dtype: dict.fromkeys(names))
+    monkeypatch.setattr(step, "steps", lambda sizes, dtype, device: dict.fromkeys(names))
     monkeypatch.setattr(step, "interleaved", lambda functions, *, rounds, calls: given)
     rows = {(row.provider, row.metric): row.value for row in step.measure(torch.bfloat16, SMALL, 4)}
     assert rows["funcops", "median"] == 2.5 and rows["torch eager", "quartile spread"] == 4 * 2.5
