@@ -4,41 +4,54 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train test test-rest test-all gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot check mutants clean
+.PHONY: help train test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot check mutants clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
 	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
+	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
 	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
 	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
 	@echo "make check   set up, then lint and type-check"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
-	@echo "make clean   remove the environment"
+	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
+
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@echo "installing torch, Triton and the examples' packages into $(VENV): 1.8 GB with torch's CPU build, 5.5 GB where pip takes that for CUDA"
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[examples,test]'
-	touch $@
+	$(PIP) -e '.[examples]'
+	@touch $@
 
-$(VENV)/.dev: $(VENV)/.ready
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
-	touch $@
+$(VENV)/.test: $(VENV)/.ready
+	@echo "installing pytest, hypothesis, transformers, accelerate, peft and lightning into $(VENV): 0.4 GB"
+	$(PIP) -e '.[test]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.test
+	@echo "installing ruff and mypy into $(VENV): 0.1 GB"
+	$(PIP) -e '.[dev]'
+	@touch $@
 
 train: $(VENV)/.ready
 	$(PY) examples/train_lm.py $(ARGS)
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
-test: $(VENV)/.ready
+test: $(VENV)/.test
 	$(PYTEST) -m "not gpu and not slow" $(ARGS)
 
-test-rest: $(VENV)/.ready
+test-rest: $(VENV)/.test
 	$(PYTEST) -m "not gpu and slow" $(ARGS)
 
-test-all: $(VENV)/.ready
+test-all: $(VENV)/.test
 	$(PYTEST) -m "not gpu" $(ARGS)
+
+interpreters: $(VENV)/.test
+	$(PY) tests/interpreters.py $(ARGS)
 
 gpu:  # what fails does not keep the rest from running
 	$(MAKE) -k gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step
@@ -67,8 +80,8 @@ check: $(VENV)/.dev
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-mutants: $(VENV)/.ready
+mutants: $(VENV)/.test
 	$(PY) tests/mutants/run.py $(ARGS)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .interpreters

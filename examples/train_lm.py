@@ -234,6 +234,9 @@ def main(argv: list[str] | None = None) -> int:
     except (TextError, RunError) as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # outside of the loop, or a second time in it
+        print("train_lm.py: interrupted; what was saved before is as it was", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

@@ -206,5 +206,5 @@ def _safetensors() -> Any:
         import safetensors
         import safetensors.torch
     except ImportError as error:
-        raise ImportError("funcops.checkpoint needs the safetensors package: pip install funcops[examples]") from error
+        raise ImportError("funcops.checkpoint needs safetensors: pip install safetensors") from error
     return safetensors

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -334,6 +335,20 @@ def test_exact_benches_give_the_committed_figures(name, rows):
     for row in rows():
         if "autograd" not in row.provider + row.metric and "torch" not in row.provider + row.metric or RECORDED:
             assert row.value == pytest.approx(want[row.case, row.provider, row.metric], rel=1e-3), row
+
+
+def test_the_figures_of_the_first_page_are_committed_ones():
+    """Each is the rounded value of a row of the bench that its line names."""
+    text = (COMMITTED.parents[1] / "README.md").read_text()
+    lines = re.findall(r"^\| (.+) \| (.+) \| (.+) \| `python -m funcops\.bench (\w+)` \|$", text, re.M)
+    assert len(lines) >= 5
+    for what, ours, theirs, bench in lines:
+        rows = committed(f"cpu-{bench}")
+        for cell, plain in ((ours, False), (theirs, True)):
+            known = [value for (_, provider, _), value in rows.items() if provider.startswith("funcops") is not plain]
+            for figure in re.findall(r"\d+(?:\.\d+)?", cell):
+                digits = len(figure.partition(".")[2])
+                assert any(f"{value:.{digits}f}" == figure for value in known), f"{what}: {figure}"
 
 
 SMALL = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=48, vocab=32, context=16, batch=2)

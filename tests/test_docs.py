@@ -21,13 +21,17 @@ MODULES = sorted(m.name for m in pkgutil.walk_packages(funcops.__path__, "funcop
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_code_blocks_run(page, monkeypatch):
+def test_code_blocks_run(page, monkeypatch, capsys):
+    """And print what the `text` blocks of the page show."""
     module = types.ModuleType("page_" + re.sub(r"\W", "_", page.stem))
     monkeypatch.setitem(sys.modules, module.__name__, module)
     names = module.__dict__
     torch.manual_seed(0)  # what a page draws without a generator must not differ from run to run
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.S | re.M):
         exec(compile(block, str(page), "exec", dont_inherit=True), names)
+    printed = capsys.readouterr().out
+    for shown in re.findall(r"^```text\n(.*?)^```", page.read_text(), re.S | re.M):
+        assert shown in printed, shown
 
 
 PROGRAMS = [(page, program) for page in PAGES for program in re.findall(r"<<'END'\n(.*?)^END", page.read_text(), re.S | re.M)]

@@ -2,7 +2,6 @@
 
 import ast
 import re
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
@@ -11,9 +10,7 @@ import pytest
 from mutants import run
 
 ROOT = Path(__file__).resolve().parents[1]
-FAULTS = run.load() if sys.version_info >= (3, 11) else []
-if not FAULTS:
-    pytest.skip("tomllib came with Python 3.11", allow_module_level=True)
+FAULTS = run.load()
 
 
 @cache

@@ -1,8 +1,9 @@
 """Reports: shares, differences, and the picture."""
 
+import pytest
 import torch
 
-from funcops import chain, diff, random, report, with_policy
+from funcops import LinearConfig, chain, diff, linear, random, report, with_policy
 from funcops.bench.models import mlp_config
 
 CFG = mlp_config(16, 24)
@@ -18,6 +19,21 @@ def test_shares_add_up():
     assert abs(sum(map(everything.share, everything.rows)) - 1) < 1e-9
     assert "share" in str(everything) and "%" in everything._repr_html_()
     assert report(None).share is not None and "kept 0 bytes" in str(report(None))
+
+
+def test_residuals_in_a_dict_of_ones_own_are_reported_as_those_of_a_chain():
+    cfg = LinearConfig(3, 2)
+    params, x = linear.init(cfg, key=random.key(0)), torch.randn(4, 3)
+    kept = linear.fwd(params, x, cfg)[1]
+    found = report({"up": kept, "inner": {"again": kept, "nothing": None}}, params)
+    assert [(row.path, row.bytes) for row in found.rows] == [
+        (f"{name}.{field}", size) for name, size in (("up", 48), ("inner.again", 0)) for field, size in (("x", size), ("weight", 0))
+    ]
+    for wrong, where, got in [
+        ({"up": {"act": x}}, "residuals.up.act", r"float32\[4, 3\]"), ({}, "residuals", "dict"), ([kept], "residuals", "list"),
+    ]:  # fmt: skip
+        with pytest.raises(TypeError, match=f"^report: {where} must be residuals or pending of an op, got {got}$"):
+            report(wrong)
 
 
 def test_a_difference_names_what_is_no_longer_kept():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 import torch
@@ -90,9 +91,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--budget: expected without --policy, as it picks one")
     if args.budget is not None and not args.budget > 0:
         parser.error(f"--budget: expected a number above 0, got {args.budget}")
-    for name in ("lr", "clip"):
-        if not getattr(args, name) > 0:
-            parser.error(f"--{name}: expected a number above 0, got {getattr(args, name)}")
+    for name, least, ok in (
+        ("lr", "above 0", args.lr > 0),
+        ("clip", "above 0", args.clip > 0),
+        ("weight-decay", "of at least 0", args.weight_decay >= 0),
+    ):
+        value = getattr(args, name.replace("-", "_"))
+        if not ok or value == math.inf:
+            parser.error(f"--{name}: expected a {'finite ' if value == math.inf else ''}number {least}, got {value}")
+    if not -(2**63) <= args.seed < 2**63 - 1:
+        parser.error(f"--seed: expected a number of 64 bits, got {args.seed}")
     if args.sample < 0:
         parser.error(f"--sample: expected at least 0, got {args.sample}")
     if args.stop_at is not None and args.stop_at < 1:

@@ -37,6 +37,11 @@ def policy_of(args: Any) -> tuple[Op, str]:
     return op, name
 
 
+def size_of(count: int) -> str:
+    """Bytes in MiB, or in KiB where that would be next to nothing."""
+    return f"{count / 2**20:.2f} MiB" if count >= 2**20 / 10 else f"{count / 2**10:.2f} KiB"
+
+
 def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
     compute = cast(params, s.dtype)
@@ -49,8 +54,8 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
     residuals, whole = kept_by(s.op)
     block = report(residuals["blocks"][0], compute["blocks"][0], given)
     print(f"One block keeps, for its backward (policy {name}):\n{block}")
-    after = f"{whole.kept_bytes / 2**20:.2f} MiB"
+    after = size_of(whole.kept_bytes)
     if s.op is chain:
         print(f"kept for the backward: {after} a step\n")
     else:
-        print(f"kept for the backward: {kept_by(chain)[1].kept_bytes / 2**20:.2f} MiB by default; policy {name}: {after}\n")
+        print(f"kept for the backward: {size_of(kept_by(chain)[1].kept_bytes)} by default; policy {name}: {after}\n")

@@ -30,11 +30,14 @@ _compiled = False  # whether torch.compile has ever traced an op with gradients
 _seen = 0  # backwards of ops in the current block
 
 
-@torch.compiler.assume_constant_result
 def _note_compiled() -> bool:
     global _compiled
     _compiled = True
     return True
+
+
+# torch.compiler.assume_constant_result sets this and imports the compiler, four times the work of importing everything else here
+_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _backwards() -> int:

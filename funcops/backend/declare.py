@@ -97,7 +97,8 @@ class Kernel:
     ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _without_triton(self) -> Implementation:
-        require(select.forced() is None, self.name, "backend", "'torch' (it has no Triton implementation)", "'triton'")
+        why = "it has no Triton implementation" if importlib.util.find_spec("triton") else "Triton is not installed"
+        require(select.forced() is None, self.name, "backend", f"'torch' ({why})", "'triton'")
         return self.torch_impl
 
     def find_triton(self) -> bool:

@@ -11,7 +11,7 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError("Report.plot needs matplotlib: pip install 'funcops[docs]'") from error
+        raise ImportError("Report.plot needs matplotlib: pip install matplotlib") from error
     bars: dict[str, dict[str, int]] = {}
     for row in rows:
         if row.bytes:

@@ -90,12 +90,12 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
 
     Bytes are those of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
     or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
-    tensor in x (all its elements for integer ids). Raises `TypeError` for anything but residuals or pending.
+    tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own. Raises `TypeError` for
+    anything but residuals or pending.
     """
     if residuals is None:
         return Report([], 0, tokens)
-    if not isinstance(residuals, Saved) and not hasattr(residuals, "give"):
-        fail("report", "residuals", "residuals or pending of an op", describe(residuals), TypeError)
+    _check_kept(residuals, "residuals")
     owners: dict[int, str] = {}
     for name, tree in (("params", params), ("x", x)):
         for path, t in paths(tree).items():
@@ -110,6 +110,14 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
         owners.setdefault(_storage(t), path)
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x))
+
+
+def _check_kept(node: Any, name: str) -> None:
+    if isinstance(node, dict) and node and not hasattr(node, "give"):
+        for key, child in node.items():
+            _check_kept(child, f"{name}.{key}")
+    elif node is not None and not isinstance(node, Saved) and not hasattr(node, "give"):
+        fail("report", name, "residuals or pending of an op", describe(node), TypeError)
 
 
 class Change(NamedTuple):

@@ -24,7 +24,7 @@ def draw(simulated: Simulated, path: str | None = None) -> Any:
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
     except ImportError as error:
-        raise ImportError("draw needs matplotlib: pip install 'funcops[docs]'") from error
+        raise ImportError("draw needs matplotlib: pip install matplotlib") from error
     ranks = len(simulated.slots)
     figure = Figure(figsize=(12, 1.4 + 0.35 * ranks), layout="constrained")
     axes = figure.add_subplot()

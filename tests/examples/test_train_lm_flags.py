@@ -1,6 +1,7 @@
 """The command line of train_lm: every flag has its text, and every mistake ends in one line with nothing lost."""
 
 import errno
+import re
 import sys
 from pathlib import Path
 
@@ -58,8 +59,49 @@ def test_every_flag_trains(train, given):
     assert code == 0, said
     assert "kept for the backward: " in said and ("sample:" in said) == (given[0] not in ("--sample", "--stop-at"))
     if given[0] == "--policy":
-        before, after = said.split("kept for the backward: ")[1].split(" MiB by default; policy " + given[1] + ": ")
-        assert float(after.split()[0]) < float(before), "bytes before and after"
+        kept = re.search(rf"kept for the backward: ([\d.]+) KiB by default; policy {given[1]}: ([\d.]+) KiB$", said, re.M)
+        assert 0 < float(kept[2]) < float(kept[1]), "bytes before and after"
+
+
+def test_every_flag_is_tried():
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_train_lm*.py"))
+    assert not [action.dest for action in ACTIONS if not re.search(rf"{action.option_strings[0]}(?![\w-])", tests)]
+
+
+# what else a flag takes, and what it does not take, than a number of at least 1
+ZERO = ("--warmup", "--sample", "--weight-decay", "--seed")
+NUMBERS = [action for action in ACTIONS if action.type in (int, float)]
+
+
+@pytest.mark.parametrize("action", NUMBERS, ids=lambda a: a.option_strings[0])
+def test_a_wrong_number_is_one_line_before_anything_starts(action, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (name,) = action.option_strings
+    wrong = ["x", "", "nan", *(["inf", "1e400"] if name != "--budget" else ["1e-400"]), *(["1.5"] if action.type is int else [])]
+    wrong += [str(2**63), str(-(2**64))] if name == "--seed" else ["-1"] + ["0"] * (name not in ZERO)
+    for value in wrong:
+        with pytest.raises(SystemExit) as end:
+            flags.parse([f"{name}={value}"])
+        said = capsys.readouterr().err.splitlines()
+        assert end.value.code == 2 and name in said[-1] and said[-1].startswith("train_lm.py: error: "), (value, said)
+    assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_where_no_step_runs_is_one_line(train, monkeypatch):
+    interrupt = train_lm.Interrupt()
+    interrupt.asked = False
+    interrupt.ask()
+    with pytest.raises(KeyboardInterrupt):
+        interrupt.ask()
+
+    def asked(*_, **__):
+        raise KeyboardInterrupt
+
+    for place in ("load_corpus", "say_what_is_kept", "sample"):
+        with monkeypatch.context() as patch:
+            patch.setattr(train_lm, place, asked)
+            code, said = train("--steps", 1, "--out", place)
+        assert code == 130 and said.splitlines()[-1] == "train_lm.py: interrupted; what was saved before is as it was"
 
 
 def test_a_run_is_never_written_over_in_silence(train, tmp_path):

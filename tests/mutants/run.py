@@ -38,6 +38,11 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any, NamedTuple
 
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest brings this one
+    import tomli as tomllib
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NO_TESTS = 5  # pytest's exit code where none was chosen
@@ -72,8 +77,6 @@ class Fault(NamedTuple):
 
 def load(folder: Path = HERE) -> list[Fault]:
     """The faults of all files in the folder. Raises `TypeError` for an unknown key or a missing one."""
-    import tomllib  # Python 3.11
-
     found = []
     for path in sorted(folder.glob("*.toml")):
         for one in tomllib.loads(path.read_text())["fault"]:

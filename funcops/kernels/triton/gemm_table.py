@@ -32,12 +32,15 @@ class Choice(NamedTuple):
 WIDE, SQUARE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)
 # for gemm("specialised"): wide without an epilogue, square where one takes registers
 SPECIALISED = Tile(128, 256, 64, 4, 3, True), Tile(128, 128, 64, 4, 3, True)
-SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 4, 3)
+SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3)  # with 4 warps Triton 3.8 spills on sm_90
 # nothing known of a stride costs registers, and an epilogue more of them
 UNALIGNED, UNALIGNED_FUSED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64, 32, 8, 3), Tile(64, 64, 16, 8, 3)
 
-# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual), "accumulate" (into float32) or "split" (a
-# part of the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
+# three products in one kernel, a branch each: Triton 3.8 gives each branch shared memory of its own, and they must fit together
+THREE, FP32_THREE = SMALL._replace(stages=2), FP32._replace(stages=2)
+
+# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation, residual), "three", "accumulate" (into float32) or
+# "split" (a part of the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
 TABLE = {
     ("none", "16-bit", "large"): Choice(True, WIDE, SQUARE),
     ("none", "16-bit", "medium"): Choice(True, SQUARE, SQUARE),
@@ -47,6 +50,10 @@ TABLE = {
     ("fused", "16-bit", "medium"): Choice(False, SQUARE, SMALL),
     ("fused", "16-bit", "narrow"): Choice(False, None, SMALL),
     ("fused", "float32", "any"): Choice(False, None, FP32),
+    ("three", "16-bit", "large"): Choice(False, None, THREE),
+    ("three", "16-bit", "medium"): Choice(False, None, THREE),
+    ("three", "16-bit", "narrow"): Choice(False, None, THREE),
+    ("three", "float32", "any"): Choice(False, None, FP32_THREE),
     ("accumulate", "16-bit", "large"): Choice(False, SQUARE, SMALL),
     ("accumulate", "16-bit", "medium"): Choice(False, SQUARE, SMALL),
     ("accumulate", "16-bit", "narrow"): Choice(False, None, SMALL),

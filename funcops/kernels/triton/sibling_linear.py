@@ -87,7 +87,7 @@ def sibling_linear_fwd(
     if m:
         rows = rows_of(x).contiguous()
         weights = w0.contiguous(), w1.contiguous(), contiguous(w2)
-        tile = choose("fused", x.dtype, m, n0, aligned(rows)).pointer
+        tile = choose("fused" if w2 is None else "three", x.dtype, m, n0, aligned(rows)).pointer
         columns = cdiv(n0, tile.n) + cdiv(n1, tile.n) + cdiv(n2, tile.n)
         _launch_fwd(
             cdiv(m, tile.m) * columns, 1, 1, rows, *weights, contiguous(b0), contiguous(b1), contiguous(b2), y0, y1, y2,
