@@ -45,6 +45,21 @@ def fail(where: str, name: str, expected: str, got: object, error: type[Exceptio
     raise error(f"{where}: {name} must be {expected}, got {got}")
 
 
+def in_step(error: Exception, name: object) -> None:
+    """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps give
+    the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not its one
+    argument gets a note instead, on Pythons that have notes."""
+    if torch.compiler.is_dynamo_compiling():  # which ends at any error, and cannot look into one
+        return
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
+        path, text = getattr(error, "_in_step", ("", error.args[0]))
+        path = f"{name}.{path}" if path else str(name)
+        error._in_step = path, text  # type: ignore[attr-defined]
+        error.args = (f"{path}: {text}",)
+    elif hasattr(error, "add_note"):
+        error.add_note(f"in step {name}")
+
+
 def require(ok: bool, where: str, name: str, expected: str, got: object) -> None:
     """`ValueError` unless `ok`; for config values and other plain arguments."""
     if not ok:

@@ -35,7 +35,7 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
-from funcops.errors import describe, fail, require, require_type
+from funcops.errors import describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, make_op
@@ -206,10 +206,15 @@ def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tupl
 
 
 def _init_all(cfg: ChainConfig, key: Tensor | None, device: Any, dtype: Any) -> dict[str, Any]:
-    return {
-        step.name: step.op.init(step.cfg, key=None if key is None else random.fold_in(key, step.fold), device=device, dtype=dtype)
-        for step in cfg.steps
-    }
+    params = {}
+    for step in cfg.steps:
+        try:
+            own = None if key is None else random.fold_in(key, step.fold)
+            params[step.name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+        except Exception as error:
+            in_step(error, step.name)
+            raise
+    return params
 
 
 def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
@@ -256,14 +261,19 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
         for piece in planned(cfg, needs, "cuda", main.dtype).forward:
             main = forward_piece(piece, params, main, extras, kept)
         return main, kept if needs else None
-    for name, fwd, step_cfg, wanted, routed, left_out in rows:
-        main, node = fwd(params[name], main if routed is None else routed.x(main, extras), step_cfg, needs=wanted)
-        kept[name] = node
-        if left_out is not None and node is not None:
-            left_out.cut(node, kept, params[left_out.producer.name])
-        if routed is not None and routed.gives:
-            extras.update(zip(routed.gives, main[1:], strict=True))
-            main = main[0]
+    name = ""
+    try:
+        for name, fwd, step_cfg, wanted, routed, left_out in rows:
+            main, node = fwd(params[name], main if routed is None else routed.x(main, extras), step_cfg, needs=wanted)
+            kept[name] = node
+            if left_out is not None and node is not None:
+                left_out.cut(node, kept, params[left_out.producer.name])
+            if routed is not None and routed.gives:
+                extras.update(zip(routed.gives, main[1:], strict=True))
+                main = main[0]
+    except Exception as error:
+        in_step(error, name)
+        raise
     return main, kept if needs else None
 
 
@@ -319,13 +329,17 @@ def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> 
         for piece in pieces.backward:
             dy = backward_piece(piece, node, dy, gradients, results, sums, where)
     else:
-        plain, whole = not node.donated, sums is not None
-        for step, left_out in cfg.backwards:
-            if plain and left_out is None and not step.names and not step.gives:  # the launch path
+        plain, whole, name = not node.donated, sums is not None, ""
+        try:
+            for step, left_out in cfg.backwards:
                 name = step.name
-                dy, results[name] = run_backward(step.op, step.cfg, node[name], dy, whole, sums[name] if sums else None)
-            else:
-                dy = backward_step(step, left_out, node, dy, gradients, results, sums, where)
+                if plain and left_out is None and not step.names and not step.gives:  # the launch path
+                    dy, results[name] = run_backward(step.op, step.cfg, node[name], dy, whole, sums[name] if sums else None)
+                else:
+                    dy = backward_step(step, left_out, node, dy, gradients, results, sums, where)
+        except Exception as error:
+            in_step(error, name)
+            raise
     if cfg.extras:
         dy = WithExtras(dy, {name: gradients.get(name) for name in cfg.extras})
     return dy, results
@@ -346,14 +360,18 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
         fail("chain_wgrad", "cfg", "ChainConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
     sums = _accumulators("chain_wgrad", into, node, cfg)
-    found = dict(cfg.names)
-    for step, left_out in cfg.backwards:
-        name = step.name
-        waiting = None if node is None else part(node, name)
-        if node is not None and waiting is not None and left_out is not None and left_out.key in node:
-            output = left_out.value("chain_wgrad", part(node, left_out.key))
-            waiting = left_out.fill("chain_wgrad", waiting, output)
-        found[name] = step.op.wgrad(waiting, step.cfg, into=sums[name])
+    found, name = dict(cfg.names), ""
+    try:
+        for step, left_out in cfg.backwards:
+            name = step.name
+            waiting = None if node is None else part(node, name)
+            if node is not None and waiting is not None and left_out is not None and left_out.key in node:
+                output = left_out.value("chain_wgrad", part(node, left_out.key))
+                waiting = left_out.fill("chain_wgrad", waiting, output)
+            found[name] = step.op.wgrad(waiting, step.cfg, into=sums[name])
+    except Exception as error:
+        in_step(error, name)
+        raise
     if node is not None and node is not pending:
         node.empty()
     return _collect(found, into, cfg)

@@ -30,7 +30,7 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
-from funcops.errors import describe, fail, require, require_type
+from funcops.errors import describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, make_op
@@ -114,10 +114,15 @@ def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
 
 def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every branch by name, each from a key of its own."""
-    return {
-        b.name: b.op.init(b.cfg, key=None if key is None else random.fold_in(key, b.fold), device=device, dtype=dtype)
-        for b in cfg.branches
-    }
+    params = {}
+    for branch in cfg.branches:
+        try:
+            own = None if key is None else random.fold_in(key, branch.fold)
+            params[branch.name] = branch.op.init(branch.cfg, key=own, device=device, dtype=dtype)
+        except Exception as error:
+            in_step(error, branch.name)
+            raise
+    return params
 
 
 @forward(ParallelConfig, dict)
@@ -131,12 +136,16 @@ def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: 
         found = NotImplemented if siblings is None else forward_siblings(siblings, params, main, extras, kept)
         if found is not NotImplemented:
             return found, kept if needs else None
-    outputs = []
-    for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs)):  # noqa: B905 (one each by construction)
-        name = branch.name
-        branch_x = branch.x(main, extras) if branch.names else main
-        y, kept[name] = branch.op.fwd(params[name], branch_x, branch.cfg, needs=wanted)
-        outputs.append(y)
+    outputs, name = [], ""
+    try:
+        for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs)):  # noqa: B905 (one each by construction)
+            name = branch.name
+            branch_x = branch.x(main, extras) if branch.names else main
+            y, kept[name] = branch.op.fwd(params[name], branch_x, branch.cfg, needs=wanted)
+            outputs.append(y)
+    except Exception as error:
+        in_step(error, name)
+        raise
     return tuple(outputs), kept if needs else None
 
 
@@ -151,12 +160,17 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
     siblings = _siblings_for(cfg, node.needs, dy)
     if siblings is not None:
         dmain, results = backward_siblings(siblings, node, dy, gradients, sums, where)
-    for branch, d_y in zip(cfg.branches, dy, strict=True) if siblings is None else ():
-        name = branch.name
-        kept = part(node, name) if node.donated else node[name]
-        dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
-        dx = branch.split(dx, gradients) if branch.names else dx
-        dmain = dx if dmain is None else add(dmain, dx)
+    name = ""
+    try:
+        for branch, d_y in zip(cfg.branches, dy, strict=True) if siblings is None else ():
+            name = branch.name
+            kept = part(node, name) if node.donated else node[name]
+            dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
+            dx = branch.split(dx, gradients) if branch.names else dx
+            dmain = dx if dmain is None else add(dmain, dx)
+    except Exception as error:
+        in_step(error, name)
+        raise
     if cfg.extras:
         return WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}), results
     return dmain, results
@@ -184,7 +198,14 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
         fail("parallel_wgrad", "cfg", "ParallelConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("parallel_wgrad", pending, ParallelPending, cfg)
     sums = _accumulators("parallel_wgrad", into, node, cfg)
-    found = {b.name: b.op.wgrad(None if node is None else part(node, b.name), b.cfg, into=sums[b.name]) for b in cfg.branches}
+    found, name = {}, ""
+    try:
+        for b in cfg.branches:
+            name = b.name
+            found[name] = b.op.wgrad(None if node is None else part(node, name), b.cfg, into=sums[name])
+    except Exception as error:
+        in_step(error, name)
+        raise
     if node is not None and node is not pending:
         node.empty()
     return found if into is None else into
