@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -70,6 +71,53 @@ def require_type(where: str, name: str, value: object, *types: type) -> None:
     """`TypeError` unless `value` is an instance of one of `types` (a bool is no int)."""
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         fail(where, name, " or ".join(t.__name__ for t in types), describe(value), TypeError)
+
+
+def require_count(where: str, least: int = 1, **given: object) -> None:
+    """Ints (no bools) of at least `least`, by name."""
+    for name, value in given.items():
+        require_type(where, name, value, int, torch.SymInt)
+        if isinstance(value, int):
+            require(value >= least, where, name, f"at least {least}", value)
+
+
+def require_number(where: str, least: float = -math.inf, finite: bool = True, **given: Any) -> None:
+    """Numbers of at least `least`, no bools and no NaN, by name; nor infinities, where they must be finite."""
+    for name, value in given.items():
+        require_type(where, name, value, float, int)
+        wanted = ("finite" if finite else "a number") if least == -math.inf else f"at least {least:g}" + " and finite" * finite
+        require(value >= least and not (finite and math.isinf(value)), where, name, wanted, value)
+
+
+def require_flag(where: str, **given: object) -> None:
+    """Bools, by name: a "no" is true to Python."""
+    for name, value in given.items():
+        require_type(where, name, value, bool)
+
+
+def require_callable(where: str, **given: object) -> None:
+    for name, value in given.items():
+        if not callable(value):
+            fail(where, name, "a function", describe(value), TypeError)
+
+
+def require_device(where: str, device: Any) -> None:
+    """What torch takes for a device, or None; with the number of a GPU there must be one."""
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        fail(where, "device", "a torch.device, or its name", describe(device))
+
+
+def require_dtype(where: str, dtype: Any, floating: bool = True) -> None:
+    """A dtype, of those that an op computes in where it must be `floating`; or None."""
+    if dtype is None:
+        return
+    require_type(where, "dtype", dtype, torch.dtype)
+    if floating and dtype not in FLOATS:
+        fail(where, "dtype", " or ".join(map(short, FLOATS)), short(dtype), TypeError)
 
 
 def describe(value: Any) -> str:

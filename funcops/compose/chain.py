@@ -38,7 +38,7 @@ from funcops.compose.step import (
 from funcops.errors import describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.op import Op, config, dgrad_of, forward, make_op
+from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.schema import open_node
 from funcops.trees import at, paths, put
 
@@ -217,6 +217,7 @@ def _init_all(cfg: ChainConfig, key: Tensor | None, device: Any, dtype: Any) -> 
     return params
 
 
+@init_of(ChainConfig)
 def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every step by name, each from a key of its own; None at tied paths."""
     params = _init_all(cfg, key, device, dtype)

@@ -30,11 +30,12 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
-from funcops.errors import describe, fail, in_step, require, require_type
+from funcops.errors import FLOATS, check, describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.op import Op, config, dgrad_of, forward, make_op
+from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.schema import open_node
+from funcops.trees import paths
 
 
 @config
@@ -112,6 +113,7 @@ def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
         fail(where, what, f"a dict by branch name: {', '.join(cfg.names)}", got)
 
 
+@init_of(ParallelConfig)
 def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every branch by name, each from a key of its own."""
     params = {}
@@ -176,6 +178,14 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
     return dmain, results
 
 
+def _check_kinds(where: str, dy: Any, cfg: ParallelConfig) -> None:
+    """Before the first branch adds to an accumulator: what no branch would take for a gradient."""
+    if isinstance(dy, tuple) and len(dy) == len(cfg.branches):
+        for path, t in paths(dy).items():
+            if t is not None:
+                check(where, f"dy.{path}", t, (...,), FLOATS)
+
+
 def _siblings_for(cfg: ParallelConfig, needs: Needs, dy: tuple[Any, ...]) -> Siblings | None:
     device_type = planned_for(dy[0])
     if device_type is None or not cfg.fuse or None in cfg.apart:
@@ -214,6 +224,8 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
+    if into is not None:
+        _check_kinds("parallel_bwd", dy, cfg)
     sums = _accumulators("parallel_bwd", into, node, cfg, dy)
     dx, found = _walk("parallel_bwd", node, (None,) * len(cfg.branches) if dy is None else dy, cfg, sums)
     if node is not residuals:

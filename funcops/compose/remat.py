@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from funcops.errors import StaleResidualError
+from funcops.errors import StaleResidualError, require_flag, require_type
 from funcops.needs import Needs
 from funcops.op import ALL, Op, check_needs
 from funcops.residuals.donate import donate
@@ -34,11 +34,13 @@ class RematResiduals:
         Saved.complain(self, where)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=256, typed=True)
 def remat(op: Op, offload: bool = False) -> Op:
     """The op with its inputs for residuals; with `offload` they wait in the host's memory. Config, params, x, y and gradients, with
     their shapes, dtypes and errors, are the op's own; a backward after a param or x was written to raises `StaleResidualError`.
     """
+    require_type("remat", "op", op, Op)
+    require_flag("remat", offload=offload)
     name = f"remat({op.name})"
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:

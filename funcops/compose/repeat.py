@@ -35,7 +35,7 @@ from funcops.compose.step import (
 )
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, check_needs, config, dgrad_of, make_op, positional
+from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op, positional
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import leaves, tree_map
@@ -110,9 +110,9 @@ def _check_cfg(where: str, cfg: Any) -> None:
         fail(where, "cfg", "RepeatConfig", describe(cfg), TypeError)
 
 
+@init_of(RepeatConfig)
 def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> Any:
     """Params of every layer, each from a key of its own."""
-    _check_cfg("repeat_init", cfg)
     layers, i = [], 0
     try:
         for i in range(cfg.times):

@@ -18,7 +18,7 @@ from funcops.compose.chain import ChainConfig, ChainResiduals, chain, needs_of_s
 from funcops.compose.step import Replace, Step, WithExtras, add, check_body, extras_of, keys_of, needs_of
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, config, make_op, positional
+from funcops.op import Op, config, init_of, make_op, positional
 from funcops.ops.add import AddConfig, AddResiduals
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, ForkResiduals, fork
@@ -97,9 +97,9 @@ def _check_cfg(where: str, cfg: Any) -> None:
         fail(where, "cfg", "SkipConfig", describe(cfg), TypeError)
 
 
+@init_of(SkipConfig)
 def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
     """The body's params."""
-    _check_cfg("skip_init", cfg)
     return cfg.op.init(cfg.cfg, key=key, device=device, dtype=dtype)
 
 

@@ -16,7 +16,7 @@ from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -48,6 +48,7 @@ class BiasPending:
     dtype: Any = static()
 
 
+@init_of(BiasConfig)
 def bias_init(cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> BiasParams:
     """Zeros; draws nothing."""
     return BiasParams(torch.zeros(cfg.dim, device=device, dtype=dtype))

@@ -17,7 +17,7 @@ from funcops import random
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -56,6 +56,7 @@ class EmbeddingPending:
     dy: Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
 
 
+@init_of(EmbeddingConfig)
 def embedding_init(
     cfg: EmbeddingConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> EmbeddingParams:

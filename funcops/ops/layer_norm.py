@@ -23,7 +23,7 @@ from torch import Tensor
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -65,6 +65,7 @@ class LayerNormPending:  # over blocks of rows; float32 (float64 for float64)
     weight_dtype: Any = static()
 
 
+@init_of(LayerNormConfig)
 def layer_norm_init(
     cfg: LayerNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LayerNormParams:

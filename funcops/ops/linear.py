@@ -22,7 +22,7 @@ from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
 from funcops.ops.linear_wgrads import Product, linear_wgrads
 from funcops.residuals.batch import collect, collecting
 from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
@@ -64,6 +64,7 @@ class LinearResiduals:
 LinearPending = derive_pending("LinearPending", LinearResiduals, dy="[*, O]")
 
 
+@init_of(LinearConfig)
 def linear_init(
     cfg: LinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:

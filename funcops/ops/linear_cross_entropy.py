@@ -23,7 +23,7 @@ from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
 from funcops.needs import Needs
-from funcops.op import bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import bwd_of, check_into, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.schema import DGRAD, WGRAD, Inputs, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -83,6 +83,7 @@ class LinearCrossEntropyPending:
     dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
 
 
+@init_of(LinearCrossEntropyConfig)
 def linear_cross_entropy_init(
     cfg: LinearCrossEntropyConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearCrossEntropyParams:

@@ -21,7 +21,7 @@ from torch import Tensor
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -58,6 +58,7 @@ class RMSNormPending:
     weight_dtype: Any = static()
 
 
+@init_of(RMSNormConfig)
 def rms_norm_init(
     cfg: RMSNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> RMSNormParams:

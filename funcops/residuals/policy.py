@@ -68,6 +68,7 @@ class Policy:
     blocks: str = "residuals"
 
     def __post_init__(self) -> None:
+        require_type("Policy", "rules", self.rules, Mapping, tuple, list)
         rules = tuple(self.rules.items() if isinstance(self.rules, Mapping) else self.rules)
         for rule in rules:
             if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.errors import describe, fail, short
+from funcops.errors import describe, fail, require_count, require_type, short
 from funcops.schema import Field, Saved
 from funcops.trees import paths, tensors
 
@@ -92,6 +92,8 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
     tensor in x (all its elements for integer ids). Raises `TypeError` for anything but residuals or pending.
     """
+    if tokens is not None:
+        require_count("report", tokens=tokens)
     if residuals is None:
         return Report([], 0, tokens)
     if not isinstance(residuals, Saved) and not hasattr(residuals, "give"):
@@ -134,6 +136,8 @@ class Difference(list[Change]):
 
 def diff(before: Report, after: Report) -> Difference:
     """What changes between two reports: the bytes of each path that both do not count alike."""
+    for name, one in (("before", before), ("after", after)):
+        require_type("diff", name, one, Report)
     sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]
     every = dict.fromkeys([*sides[0], *sides[1]])
     changes = [Change(path, sides[0].get(path, 0), sides[1].get(path, 0)) for path in every]

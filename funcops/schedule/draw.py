@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from funcops.errors import require, require_type
@@ -13,11 +14,13 @@ LABELLED = 2_000  # actions, above which boxes bear no text
 MOST = 100_000
 
 
-def draw(simulated: Simulated, path: str | None = None) -> Any:
+def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None) -> Any:
     """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch, and
     darker for the later stages of its rank. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
     100,000 actions, which no picture shows."""
     require_type("draw", "simulated", simulated, Simulated)
+    if path is not None:
+        require_type("draw", "path", path, str, os.PathLike)
     count = sum(map(len, simulated.starts))
     require(count <= MOST, "draw", "simulated", f"of at most {MOST:,} actions", f"{count:,}")
     try:
