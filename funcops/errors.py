@@ -85,8 +85,8 @@ def require_number(where: str, least: float = -math.inf, finite: bool = True, **
     """Numbers of at least `least`, no bools and no NaN, by name; nor infinities, where they must be finite."""
     for name, value in given.items():
         require_type(where, name, value, float, int)
-        wanted = ("finite" if finite else "a number") if least == -math.inf else f"at least {least:g}" + " and finite" * finite
-        require(value >= least and not (finite and math.isinf(value)), where, name, wanted, value)
+        require(value >= least, where, name, "a number" if least == -math.inf else f"at least {least:g}", value)
+        require(not (finite and math.isinf(value)), where, name, "finite", value)
 
 
 def require_flag(where: str, **given: object) -> None:

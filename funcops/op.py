@@ -22,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -94,9 +94,46 @@ def _check_types(cls: Any) -> None:
     cls.__post_init__ = __post_init__
 
 
-def positional() -> Any:
-    """A config field that may also be given by position, as sizes are in torch.nn."""
-    return dataclasses.field(kw_only=False)
+P_in = TypeVar("P_in", contravariant=True)
+X_in = TypeVar("X_in", contravariant=True)
+C_in = TypeVar("C_in", contravariant=True)
+Y_out = TypeVar("Y_out", covariant=True)
+R_out = TypeVar("R_out", covariant=True)
+
+
+class Written(Protocol[P_in, X_in, C_in, Y_out, R_out]):
+    """A `fwd` as its author writes it."""
+
+    def __call__(self, params: P_in, x: X_in, cfg: C_in, *, needs: Needs = ...) -> tuple[Y_out, R_out | None]: ...
+
+
+class Forward(Protocol[P_in, X_in, C_in, Y_out, R_out]):
+    """A `fwd` as its callers see it: there are residuals, unless `needs` asks for none."""
+
+    @overload
+    def __call__(self, params: P_in, x: X_in, cfg: C_in) -> tuple[Y_out, R_out]: ...
+    @overload
+    def __call__(self, params: P_in, x: X_in, cfg: C_in, *, needs: Needs) -> tuple[Y_out, R_out | None]: ...
+
+
+class Init(Protocol):
+    def __call__(self, cfg: Any, *, key: Tensor | None = ..., device: Any = ..., dtype: torch.dtype | None = ...) -> Any: ...
+
+
+class Fwd(Protocol):
+    def __call__(self, params: Any, x: Any, cfg: Any, *, needs: Needs = ...) -> tuple[Any, Any]: ...
+
+
+class Bwd(Protocol):
+    def __call__(self, residuals: Any, dy: Any, cfg: Any, *, into: Any = ...) -> tuple[Any, Any]: ...
+
+
+class Dgrad(Protocol):
+    def __call__(self, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]: ...
+
+
+class Wgrad(Protocol):
+    def __call__(self, pending: Any, cfg: Any, *, into: Any = ...) -> Any: ...
 
 
 class Op(NamedTuple):
@@ -106,11 +143,11 @@ class Op(NamedTuple):
 
     name: str
     config: type
-    init: Callable[..., Any]
-    fwd: Callable[..., Any]
-    bwd: Callable[..., Any]
-    dgrad: Callable[..., Any]
-    wgrad: Callable[..., Any]
+    init: Init
+    fwd: Fwd
+    bwd: Bwd
+    dgrad: Dgrad
+    wgrad: Wgrad
     keyed: bool = False
     cheap: str = ""
 
@@ -130,7 +167,9 @@ def make_op(
     return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed, cheap)
 
 
-def forward(config: type, params_class: type = NoneType) -> Callable[[F], F]:
+def forward(
+    config: type, params_class: type = NoneType
+) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:
     """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it."""
 
     def decorate(fn: Any) -> Any:

@@ -48,7 +48,8 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         where = "LossScaleConfig"
         require(self.initial > 0 and math.isfinite(self.initial), where, "initial", "positive and finite", self.initial)
-        require(self.growth >= 1 and math.isfinite(self.growth), where, "growth", "at least 1 and finite", self.growth)
+        require(math.isfinite(self.growth), where, "growth", "finite", self.growth)
+        require(self.growth >= 1, where, "growth", "at least 1", self.growth)
         require(0 < self.backoff <= 1, where, "backoff", "in (0, 1]", self.backoff)
         require(self.interval >= 1, where, "interval", "at least 1", self.interval)
 
@@ -75,7 +76,9 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
     """
     where = "loss_scale_update"
     require_type(where, "cfg", cfg, LossScaleConfig)
-    _check_scale(where, loss_scale)
+    require_type(where, "loss_scale", loss_scale, LossScale)
+    check(where, "loss_scale.scale", loss_scale.scale, (), torch.float32)
+    check(where, "loss_scale.good_steps", loss_scale.good_steps, (), torch.int32)
     check(where, "ok", ok, (), torch.bool)
     scale, good = loss_scale.scale, loss_scale.good_steps + 1
     due = good >= cfg.interval
@@ -87,15 +90,10 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
     )
 
 
-def _check_scale(where: str, loss_scale: Any) -> None:
-    require_type(where, "loss_scale", loss_scale, LossScale)
-    check(where, "loss_scale.scale", loss_scale.scale, (), torch.float32)
-    check(where, "loss_scale.good_steps", loss_scale.good_steps, (), torch.int32)
-
-
 def unscale(grads: T, loss_scale: LossScale) -> T:
     """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below."""
-    _check_scale("unscale", loss_scale)
+    require_type("unscale", "loss_scale", loss_scale, LossScale)
+    check("unscale", "loss_scale.scale", loss_scale.scale, (), torch.float32)
     by = loss_scale.scale.reciprocal()
     return tree_map_tensors(lambda g: (g.float() if g.element_size() < 4 else g) * by, grads)
 

@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.errors import check, describe, fail, require, require_count, require_device, require_dtype, require_type
+from funcops.errors import (
+    check,
+    describe,
+    fail,
+    require,
+    require_count,
+    require_device,
+    require_dtype,
+    require_number,
+    require_type,
+)
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -127,7 +137,8 @@ def normal(
 ) -> Tensor:
     """Normal by Box-Muller, two words for two values."""
     dtype = _check_draw("random.normal", shape, dtype, device, mean=mean, std=std)
-    require(std >= 0, "random.normal", "std", "at least 0", std)
+    require_number("random.normal", mean=mean)
+    require_number("random.normal", 0, std=std)
     if key is None:
         return _empty("random.normal", shape, dtype, device)
     check_key("random.normal", key)
@@ -173,7 +184,6 @@ def _check_draw(where: str, shape: Any, dtype: Any, device: Any, **numbers: Any)
     require_device(where, device)
     for name, value in numbers.items():
         require_type(where, name, value, float, int)
-        require(math.isfinite(value), where, name, "finite", value)
     return dtype or torch.get_default_dtype()
 
 

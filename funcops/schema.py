@@ -106,6 +106,7 @@ class Saved:
     guarded: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
+    keep: ClassVar[Callable[..., Any]]  # keep(cfg, needs, field=...): a node with the fields that `needs` asks for, or None
     cfg: Any
     needs: Needs
     fresh: Callable[[], bool]

@@ -156,7 +156,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "precision.loss_scale_init": Row(lambda: {"cfg": precision.LossScaleConfig(), "device": "cpu"}),
     "precision.loss_scale_update": Row(lambda: {"loss_scale": precision.loss_scale_init(precision.LossScaleConfig()), "ok": torch.tensor(True),
         "cfg": precision.LossScaleConfig()}),
-    "precision.unscale": Row(lambda: {"grads": grads(), "loss_scale": precision.loss_scale_init(precision.LossScaleConfig())}, accepts={"grads": ANY}),
+    "precision.unscale": Row(lambda: {"grads": grads(), "loss_scale": precision.loss_scale_init(precision.LossScaleConfig())}, accepts={"grads": ANY,
+        **{("loss_scale", f"LossScale(scale=float32[], good_steps={value})"): "not read" for value in ("'x'", "complex64[]")}}),
     "precision.all_finite": Row(lambda: {"grads": grads()}, accepts={"grads": ANY}),
     "precision.nonfinite": Row(lambda: {"grads": grads()}, accepts={"grads": ANY}),
     "precision.select_step": Row(lambda: {"ok": torch.tensor(True), "new": tree(), "old": tree()}),
@@ -168,7 +169,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "optim.sgd_init": Row(lambda: {"params": tree(), "cfg": optim.SGDConfig(momentum=0.9)}, accepts={("params", "None"): ANY, ("params", "[]"): ANY}),
     "optim.adamw_update": Row(adamw),
     "optim.sgd_update": Row(sgd),
-    "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "in_place": True}, accepts={("max_norm", "inf"): "no clipping",
+    "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "in_place": True}, accepts={
         ("grads", "None"): ANY, ("grads", "[]"): ANY, }),
     "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
     "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),

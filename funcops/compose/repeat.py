@@ -10,6 +10,7 @@ number is folded into every random key.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -45,9 +46,9 @@ from funcops.trees import leaves, tree_map
 class RepeatConfig:
     """The body (an op and its config), how many `times`, and whether params are `stacked`."""
 
-    op: Op = positional()
-    cfg: Any = positional()
-    times: int = positional()
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
+    times: int = field(kw_only=False)
     stacked: bool = False
 
     def __post_init__(self) -> None:

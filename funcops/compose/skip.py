@@ -9,6 +9,7 @@ chain is planned with it, as fork, body, add: so the sums may go into its first 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -18,7 +19,7 @@ from funcops.compose.chain import ChainConfig, ChainResiduals, chain, needs_of_s
 from funcops.compose.step import Replace, Step, WithExtras, add, check_body, extras_of, keys_of, needs_of
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, config, init_of, make_op, positional
+from funcops.op import Op, config, init_of, make_op
 from funcops.ops.add import AddConfig, AddResiduals
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, ForkResiduals, fork
@@ -29,8 +30,8 @@ from funcops.schema import Inputs, open_node
 class SkipConfig:
     """The body: an op and its config. Its extras are passed through."""
 
-    op: Op = positional()
-    cfg: Any = positional()
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
 
     def __post_init__(self) -> None:
         check_body("SkipConfig", self.op, self.cfg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from funcops import random
 from funcops.errors import DonatedError, check, describe, fail, require, require_type
 from funcops.needs import Mask, Needs, sub_mask
-from funcops.op import Op, config, positional
+from funcops.op import Op, config
 from funcops.residuals.donate import donate
 from funcops.schema import Donated
 from funcops.trees import Aside, leaf, register_node, tensors, tree, tree_map
@@ -33,9 +34,9 @@ class WithExtras:
 class Step:
     """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name."""
 
-    name: str = positional()
-    op: Op = positional()
-    cfg: Any = positional()
+    name: str = field(kw_only=False)
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
 

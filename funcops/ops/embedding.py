@@ -8,6 +8,7 @@ An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from funcops import random
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -26,8 +27,8 @@ from funcops.trees import leaf, tree
 class EmbeddingConfig:
     """`num_embeddings` (V) and `dim` (D); the row `padding_idx` gets no gradient."""
 
-    num_embeddings: int = positional()
-    dim: int = positional()
+    num_embeddings: int = field(kw_only=False)
+    dim: int = field(kw_only=False)
     padding_idx: int | None = None
 
     def __post_init__(self) -> None:

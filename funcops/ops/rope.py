@@ -13,6 +13,7 @@ or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept
 from __future__ import annotations
 
 import math
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from funcops.backend import wide
 from funcops.errors import check, check_rows, describe, fail, require, require_type
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
 
@@ -30,7 +31,7 @@ from funcops.schema import DGRAD, Inputs, residuals, saved, static
 class RopeConfig:
     """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all)."""
 
-    dim: int = positional()
+    dim: int = field(kw_only=False)
     theta: float = 10000.0
     rotary_dim: int | None = None
     interleaved: bool = False

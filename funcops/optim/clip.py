@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import FLOATS, check, describe, fail, require_flag, require_number
-from funcops.optim._rows import rebuilt
+from funcops.errors import FLOATS, check, describe, fail, require_flag
+from funcops.optim._rows import not_negative, rebuilt
 from funcops.trees import leaves, paths
 
 T = TypeVar("T")
@@ -38,7 +38,7 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
     if isinstance(max_norm, Tensor):
         check("clip_by_global_norm", "max_norm", max_norm, (), FLOATS)
     else:
-        require_number("clip_by_global_norm", 0, finite=False, max_norm=max_norm)
+        not_negative("clip_by_global_norm", max_norm=max_norm)
     places = leaves(grads)
     given = _float_tensors("clip_by_global_norm", grads, places)
     norm = _norm(given)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import check, describe, fail, require, require_dtype, require_flag, require_type, short
+from funcops.errors import check, describe, fail, require, require_dtype, require_flag, short
 from funcops.optim._rows import dotted, lists_of
 from funcops.trees import paths, tree_map, with_leaves
 
@@ -42,8 +42,9 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
     """
     require_flag("ema_update", in_place=in_place)
     if not isinstance(decay, Tensor):
-        require_type("ema_update", "decay", decay, float, int)
-        require(0 <= decay <= 1, "ema_update", "decay", "from 0 to 1", decay)
+        require(
+            isinstance(decay, (int, float)) and decay is not True and 0 <= decay <= 1, "ema_update", "decay", "from 0 to 1", decay
+        )
     ours, given = lists_of("ema_update", {"average": average, "params": params})
     floats = [i for i, p in enumerate(given) if isinstance(p, Tensor) and p.is_floating_point()]
     names = list(paths(average))

@@ -250,7 +250,8 @@ def _capture(
     """All graphs of a slot; returns y, dx, and the dx of bwd. The gradients' buffers are made once the shape of y is known."""
 
     def forward() -> Any:
-        return op.fwd(*slot.inputs.trees, cfg, needs=needs)
+        params, x = slot.inputs.trees
+        return op.fwd(params, x, cfg, needs=needs)
 
     y, _ = forward()
     like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None, y)
