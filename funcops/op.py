@@ -21,6 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
@@ -153,6 +156,34 @@ class Op(NamedTuple):
 
     def __repr__(self) -> str:
         return self.name
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Op:
+        return self
+
+    def __reduce__(self) -> Any:
+        """By reference: as a name of the module of its functions or of its config, or as what made it of others (`made_by`)."""
+        for module in {self.fwd.__module__, self.config.__module__, getattr(self.init, "__module__", None)}:
+            for name, value in vars(sys.modules.get(module, Op)).items():
+                if value is self:
+                    return _op_at, (module, name)
+        make, args = getattr(self.fwd, "made_by", (None, ()))
+        if make is None or make(*args) != self:
+            fail(
+                "pickle",
+                f"op {self.name!r}",
+                "a name of the module of its fwd, or made by remat or with_policy",
+                "another op",
+                pickle.PicklingError,
+            )
+        return make, args
+
+
+def _op_at(module: str, name: str) -> Any:
+    """An op that is a name of a module."""
+    return getattr(importlib.import_module(module), name)
 
 
 def make_op(

@@ -66,4 +66,5 @@ def packed(op: Op, actions: Actions) -> Op:
         return op.bwd(opened(f"{op.name}_bwd", residuals, kept_class, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
     dgrad.node_class, wgrad.node_class = kept_class, pending_class  # type: ignore[attr-defined]
+    fwd.made_by = (packed, (op, actions))  # type: ignore[attr-defined]
     return op._replace(fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)

@@ -113,6 +113,15 @@ class Packed:
         """Those of its parts: it is guarded as the tensor is that it stands for."""
         return versions(self)
 
+    def __reduce__(self) -> Any:
+        """Pickle has no code for 8-bit floats: they go as bytes."""
+        parts = tuple([(t.view(torch.uint8), t.dtype) if t.dtype.itemsize == 1 else (t, t.dtype) for t in self.parts])
+        return _unpickled, (parts, self.action, self.dtype, self.device)
+
+
+def _unpickled(parts: Any, action: Action, dtype: Any, device: Any) -> Packed:
+    return Packed(tuple([t.view(kind) for t, kind in parts]), action=action, dtype=dtype, device=device)
+
 
 def pack(t: Tensor, action: Action) -> Any:
     """The tensor in the form that the action gives it; the tensor itself where that would not help."""
