@@ -97,6 +97,11 @@ def _check_types(cls: Any) -> None:
     cls.__post_init__ = __post_init__
 
 
+def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
+    """`widths` of a config whose op gives y the last dimension of x, whatever that is (`funcops.compose.widths`)."""
+    return None, width
+
+
 P_in = TypeVar("P_in", contravariant=True)
 X_in = TypeVar("X_in", contravariant=True)
 C_in = TypeVar("C_in", contravariant=True)

@@ -56,7 +56,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either. Raises `ValueError`
     for other data (-1 would give the key itself); a tensor's value is looked at on the CPU alone, where nothing waits for it.
     """
-    check_key("random.fold_in", key)
+    check("random.fold_in", "key", key, (2,), torch.int64)
     if isinstance(data, int):
         require_type("random.fold_in", "data", data, int)
         require(0 <= data < 2**63, "random.fold_in", "data", "from 0 to 2^63 - 1", data)
@@ -97,7 +97,7 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Te
 
 def bits(key: Tensor, n: int) -> Tensor:
     """`n` random 32-bit words, int64[n] in [0, 2**32)."""
-    check_key("random.bits", key)
+    check("random.bits", "key", key, (2,), torch.int64)
     require_count("random.bits", 0, n=n)
     seed, stream = key[0], key[1]
     block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)

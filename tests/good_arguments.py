@@ -134,6 +134,7 @@ def doubled(tree: Any) -> Any:
 LEAVES = {("tree", "{'a': 'x', 'b': None}"): ANY, ("tree", "{'a': complex64[2, 2], 'b': None}"): ANY}
 NODES = {("node", f"LinearParams(weight={weight}, bias={bias})"): ANY for weight, bias in
          [("'x'", "float32[4]"), ("complex64[4, 4]", "float32[4]"), ("float32[4, 4]", "'x'"), ("float32[4, 4]", "complex64[4]")]}  # fmt: skip
+META_KEY = {("key", "int64[2]"): "a key on the meta device gives keys and bits there"}
 LEAVES_COMPLEX = "tree", "{'a': complex64[2, 2], 'b': None}"
 NAME = {("name", "'no such'"): "any name", ("name", "''"): "any name"}
 OWN = {  # by "module.name", or "name" of funcops itself
@@ -144,10 +145,10 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "random.key": Row(lambda: {"seed": 3, "device": "cpu"}, {"seed": (2**64, -(2**63) - 1)}, {("seed", "-1"): "seeds are modulo 2^64"}),
     "random.check_key": Row(lambda: {"where": "a", "key": random.key(0)}, accepts={"where": "the caller's name"}),
     "random.path_id": Row(lambda: {"name": "a"}, accepts=NAME),
-    "random.fold_in": Row(lambda: {"key": random.key(0), "data": 3}),
-    "random.split": Row(lambda: {"key": random.key(0), "n": 3}, {"n": (0,)}, {("key", "None"): "no key, on the meta device"}),
+    "random.fold_in": Row(lambda: {"key": random.key(0), "data": 3}, accepts=META_KEY),
+    "random.split": Row(lambda: {"key": random.key(0), "n": 3}, {"n": (0,)}, {("key", "None"): "no key, on the meta device", **META_KEY}),
     "random.philox": Row(lambda: {"key": (1, 2), "counter": (1, 2, 3, 4)}),
-    "random.bits": Row(lambda: {"key": random.key(0), "n": 3}),
+    "random.bits": Row(lambda: {"key": random.key(0), "n": 3}, accepts=META_KEY),
     "random.uniform": Row(lambda: {"key": random.key(0), "shape": (2, 3), "low": -1.0, "high": 2.0, "dtype": torch.float32, "device": "cpu"},
         {"shape": ((-1,), (1.5,)), "low": (3.0,), "high": (-3.0,)}, {("shape", "[]"): "one number", ("low", "-1.0"): "it is one"}),
     "random.normal": Row(lambda: {"key": random.key(0), "shape": (2, 3), "mean": 0.0, "std": 1.0, "dtype": torch.float32, "device": "cpu"},

@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+from test_laws import FIRST
 
 from funcops import (
     ActivationConfig,
@@ -168,3 +169,65 @@ def test_an_error_of_a_users_op_keeps_its_type_and_what_it_says(error):
     else:
         assert error.args == before
         assert getattr(error, "__notes__", ["in step mine"]) == ["in step mine"]
+
+
+def fits(widths):
+    """A chain of linears with something that keeps the width between them."""
+    steps = []
+    for i, (a, b) in enumerate(widths):
+        steps += [Step(f"lin_{i}", linear, LinearConfig(a, b)), Step(f"act_{i}", activation, ActivationConfig(kind="relu"))]
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_widths_that_cannot_fit_are_refused_with_both_steps(seed):
+    """Drawn: widths that fit, in nested combinators; one of them made wrong."""
+    draw = pyrandom.Random(seed)
+    sizes = [draw.randint(1, 9) for _ in range(draw.randint(3, 6))]
+    widths = list(zip(sizes, sizes[1:], strict=False))
+    place = draw.randrange(1, len(widths))
+    wrong = [*widths[:place], (widths[place][0] + 1, widths[place][1]), *widths[place + 1 :]]
+    forms = {
+        "": lambda steps: ChainConfig(steps=tuple(steps)),
+        "inner": lambda steps: ChainConfig(steps=(*steps[:2], Step("inner", chain, ChainConfig(steps=tuple(steps[2:]))))),
+        "all": lambda steps: ChainConfig(
+            steps=(*steps[: 2 * place], Step("all", parallel, ParallelConfig(branches=(steps[2 * place],))))
+        ),
+    }
+    for path, form in forms.items():
+        form(fits(widths))
+        taker = f"lin_{place}" if path != "inner" else f"inner.lin_{place}"
+        taker = f"all.lin_{place}" if path == "all" else taker
+        giver = f"lin_{place - 1}" if path != "inner" or place == 1 else f"inner.lin_{place - 1}"
+        said = message_of(ValueError, lambda form=form: form(fits(wrong)))
+        end = f" must be [..., {wrong[place][0]}], got [..., {widths[place][0]}] of step "
+        if path == "inner" and place > 1:
+            assert said.startswith("ChainConfig: x of step 'lin_") and end in said  # the inner chain alone knows
+        else:
+            assert said == f"ChainConfig: x of step {taker!r}{end}{giver!r}"
+
+
+def test_bodies_that_must_give_what_they_take():
+    body = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 6))))
+    assert message_of(ValueError, lambda: SkipConfig(chain, body)) == (
+        "SkipConfig: the body must be one that gives [..., 4], as its x is, got [..., 6] of step 'up'"
+    )
+    assert message_of(ValueError, lambda: RepeatConfig(chain, body, 2)) == (
+        "RepeatConfig: x of step '*.norm' must be [..., 4], got [..., 6] of step '*.up'"
+    )
+    RepeatConfig(chain, body, 1)
+    fine = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))
+    stack = Step("blocks", repeat, RepeatConfig(skip, SkipConfig(chain, fine), 3))
+    said = message_of(ValueError, lambda: ChainConfig(steps=(Step("first", linear, LinearConfig(2, 5)), stack)))
+    assert said == "ChainConfig: x of step 'blocks.*.norm' must be [..., 4], got [..., 5] of step 'first'"
+
+
+@pytest.mark.parametrize("case", FIRST, ids=str)
+def test_a_config_says_the_widths_that_its_op_has(case):
+    if not hasattr(case.cfg, "widths"):
+        return
+    params, x = case.make(torch.float32)
+    y = case.op.fwd(params, x, case.cfg)[0]
+    before, after = ((t[0] if isinstance(t, tuple) else t) for t in (x, y))
+    wanted, given = case.cfg.widths(before.shape[-1])
+    assert wanted in (None, before.shape[-1]) and given in (None, after.shape[-1])

@@ -35,6 +35,7 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
+from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
@@ -86,6 +87,13 @@ class ChainConfig:
         object.__setattr__(self, "known", tuple(path for path, t in known.items() if t is not None))
         needs_of_steps(self, Needs.ALL)
         needs_of_steps(self, Needs.NONE)
+        self.follow("ChainConfig", "", None)
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `funcops.compose.widths`."""
+        for step in self.steps:
+            width = follow(where, inside(path, step.name), step.cfg, width)
+        return width
 
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
         """The config with `replace(name, op, cfg)` for each step's op and config."""

@@ -30,6 +30,7 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
+from funcops.compose.widths import Width, follow, inside
 from funcops.errors import FLOATS, check, describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
@@ -63,6 +64,12 @@ class ParallelConfig:
         object.__setattr__(self, "plans", {})
         needs_of_branches(self, Needs.ALL)
         needs_of_branches(self, Needs.NONE)
+        self.follow("ParallelConfig", "", None)
+
+    def follow(self, where: str, path: str, width: Width | None) -> None:
+        """See `funcops.compose.widths`: y is a tuple, which has none."""
+        for branch in self.branches:
+            follow(where, inside(path, branch.name), branch.cfg, width)
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""

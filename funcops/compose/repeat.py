@@ -34,6 +34,7 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
+from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op, positional
@@ -61,6 +62,13 @@ class RepeatConfig:
         object.__setattr__(self, "entries", ((0, self.op, self.cfg),))
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
+        self.follow("RepeatConfig", "", None)
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `funcops.compose.widths`: all layers after the second are as that."""
+        for _ in range(min(self.times, 2)):
+            width = follow(where, inside(path, "*"), self.cfg, width)
+        return width
 
     def with_parts(self, replace: Replace) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""

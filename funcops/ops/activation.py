@@ -18,7 +18,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import DGRAD, residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
@@ -27,6 +27,8 @@ KINDS = tuple(kernels.ACTIVATIONS)
 @config
 class ActivationConfig:
     """`kind`: relu, squared_relu, gelu, gelu_tanh, quick_gelu, silu, tanh or sigmoid."""
+
+    widths = same_width
 
     kind: str = field(kw_only=False)
 

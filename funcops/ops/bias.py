@@ -31,6 +31,9 @@ class BiasConfig:
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "BiasConfig", "dim", "at least 1", self.dim)
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
+
 
 @tree
 class BiasParams:

@@ -15,13 +15,15 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import residuals, static
 
 
 @config
 class CastConfig:
     """`dtype`: the floating dtype of y."""
+
+    widths = same_width
 
     dtype: torch.dtype = field(kw_only=False)
 

@@ -17,13 +17,15 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
 
 @config
 class DropoutConfig:
     """`p`: the probability of zero, in [0, 1]; `train=False` is the identity."""
+
+    widths = same_width
 
     p: float = field(kw_only=False)
     train: bool = True

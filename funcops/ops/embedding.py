@@ -39,6 +39,9 @@ class EmbeddingConfig:
         right = pad is None or 0 <= pad < self.num_embeddings
         require(right, "EmbeddingConfig", "padding_idx", f"None or in 0..{self.num_embeddings - 1}", pad)
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, self.dim
+
 
 @tree
 class EmbeddingParams:

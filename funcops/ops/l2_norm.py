@@ -31,6 +31,9 @@ class L2NormConfig:
         require(type(self.dim) is int and self.dim >= 1, "L2NormConfig", "dim", "a size of at least 1", repr(self.dim))
         check_eps("L2NormConfig", self.eps)
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
+
 
 @residuals
 class L2NormResiduals:

@@ -42,6 +42,10 @@ class LayerNormConfig:
     def __post_init__(self) -> None:
         check_sizes("LayerNormConfig", self)
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        last = self.dim[-1] if isinstance(self.dim, tuple) else self.dim
+        return last, last
+
 
 @tree
 class LayerNormParams:

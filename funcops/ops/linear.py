@@ -47,6 +47,9 @@ class LinearConfig:
     weight_shape: ClassVar[tuple[int, int]]
     bias_shape: ClassVar[tuple[int]]
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.out_features
+
 
 @tree
 class LinearParams:

@@ -59,6 +59,9 @@ class LinearCrossEntropyConfig:
         size = size - size % 128 if size > 128 else size
         return (slice(start, start + size) for start in range(0, self.vocab, size))
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, None
+
 
 @tree
 class LinearCrossEntropyParams:

@@ -47,6 +47,9 @@ class QKVSplitConfig:
                 self.rope,
             )
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
+
 
 @residuals
 class QKVSplitResiduals:

@@ -35,6 +35,9 @@ class ReshapeConfig:
         same = math.prod(self.in_shape) == math.prod(self.out_shape)
         require(same, "ReshapeConfig", "out_shape", f"of the product of in_shape {self.in_shape}", self.out_shape)
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
+
 
 @residuals
 class ReshapeResiduals:

@@ -39,6 +39,10 @@ class RMSNormConfig:
     def __post_init__(self) -> None:
         check_sizes("RMSNormConfig", self)
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        last = self.dim[-1] if isinstance(self.dim, tuple) else self.dim
+        return last, last
+
 
 @tree
 class RMSNormParams:

@@ -47,6 +47,9 @@ class RopeConfig:
     rotating: ClassVar[int]  # R
     table_size: ClassVar[int]
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
+
 
 @residuals
 class RopeResiduals:

@@ -16,13 +16,15 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import residuals, static
 
 
 @config
 class ScaleConfig:
     """`factor`: the constant c, finite."""
+
+    widths = same_width
 
     factor: float = field(kw_only=False)
 
