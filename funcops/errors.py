@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 from types import EllipsisType
 from typing import Any, NoReturn
@@ -129,6 +130,27 @@ def describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
+
+
+def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:
+    """A long text as a repr shows it: cut, with a word of what is left out."""
+    lines = text.split("\n")
+    if len(lines) > rows:
+        lines = [*lines[: rows - 1], f"... and {len(lines) - rows + 1} more lines: print it"]
+    return "\n".join([line if len(line) <= columns else line[: columns - 4] + " ..." for line in lines])
+
+
+def in_html(text: str) -> str:
+    """The same text where a notebook shows it."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def sized(nbytes: float) -> tuple[float, str]:
+    """Bytes in the unit in which they are at least one: `(1.5, "KiB")`."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(nbytes) >= 2**power:
+            return nbytes / 2**power, unit
+    return nbytes, "bytes"
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -19,7 +19,7 @@ from funcops.compose.plan import (
     make_plan,
 )
 from funcops.compose.siblings import find
-from funcops.errors import describe, fail, require_device, require_dtype, require_type
+from funcops.errors import describe, fail, in_html, on_screen, require_device, require_dtype, require_type
 from funcops.needs import Needs
 
 
@@ -54,6 +54,12 @@ class Explained(NamedTuple):
     """The plans of all chains in a config, and of all parallels that have one, by path."""
 
     plans: dict[str, Plan]
+
+    def __repr__(self) -> str:
+        return on_screen(str(self))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
 
     def __str__(self) -> str:
         return "\n".join(f"{path or '(the chain)'}\n  " + str(one).replace("\n", "\n  ") for path, one in self.plans.items())

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funcops.compose.policy import part_paths, with_policy
 from funcops.compose.step import abstract_params, check_body
-from funcops.errors import require, require_dtype
+from funcops.errors import in_html, on_screen, require, require_dtype
 from funcops.op import Op
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
@@ -56,6 +56,12 @@ class Fitted(NamedTuple):
     op: Op
     picked: Tried
     tried: list[Tried]
+
+    def __repr__(self) -> str:
+        return on_screen(str(self))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
 
     def __str__(self) -> str:
         lines = [

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcops.errors import fail, require, require_type
+from funcops.errors import fail, in_html, on_screen, require, require_type
 
 KINDS = ("F", "I", "W", "B")
 
@@ -41,7 +41,7 @@ class Action(NamedTuple):
         return Action(int(found[1]), found[2], int(found[3]))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
     """`ranks`: the actions of each, in order. Making one checks it: every stage is on one rank, sees each microbatch once forward
     and once backward (B, or I and W), and the ranks, each waiting for what it needs, come to an end.
@@ -68,6 +68,13 @@ class Schedule:
         _check_together(self)
         for _ in self.order():
             pass
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.ranks)} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        return on_screen(f"{self.name}: {sizes}\n{self}")
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
 
     @functools.cached_property
     def stages(self) -> int:

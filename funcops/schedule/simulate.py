@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from funcops.errors import require, require_count, require_number, require_type
+from funcops.errors import in_html, on_screen, require, require_count, require_number, require_type
 from funcops.schedule.actions import KINDS, Action, Schedule
 
 
@@ -89,7 +89,7 @@ class Slot(NamedTuple):
     end: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Simulated:
     """When each action of each rank starts and ends, in the order of the schedule; the time of the step; the most bytes of residuals
     and pendings that each rank holds."""
@@ -133,6 +133,15 @@ class Simulated:
     def bubble(self) -> float:
         """The part of all ranks' time that is idle."""
         return sum(self.idle) / (self.time * len(self.starts)) if self.time else 0.0
+
+    def __repr__(self) -> str:
+        rows = zip(self.busy, self.idle, self.peak_bytes, strict=True)
+        ranks = [f"rank {i:<4} {busy:>12g} {idle:>12g} {peak:>18,.0f}" for i, (busy, idle, peak) in enumerate(rows)]
+        head = f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle"
+        return on_screen("\n".join([head, f"{'':9} {'busy':>12} {'idle':>12} {'peak bytes':>18}", *ranks]))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
 
     def __str__(self) -> str:
         peaks = [f"{b:,.0f}" if b >= 1000 else f"{b:g}" for b in self.peak_bytes]
