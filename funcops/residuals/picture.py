@@ -25,19 +25,24 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
     axes = figure.add_subplot()
     colours = {field: f"C{i % 10}" for i, field in enumerate(dict.fromkeys(f for parts in bars.values() for f in parts))}
     most = max([sum(parts.values()) for parts in bars.values()], default=0)
+    small: dict[str, Any] = {}  # what has no room for its name
     one, unit = (most / sized(most)[0] if most else 1), sized(most)[1]
     for place, parts in enumerate(bars.values()):
         left = 0.0
         for field, size in sorted(parts.items(), key=lambda item: -item[1]):
             width = size / one
-            axes.barh(place, width, left=left, color=colours[field], label=field, edgecolor="white")
-            if size > 0.06 * most:
+            bar = axes.barh(place, width, left=left, color=colours[field], label=field, edgecolor="white")
+            if size <= 0.06 * most:
+                small.setdefault(field, bar)
+            else:
                 axes.text(left + width / 2, place, field, ha="center", va="center", fontsize=7)
             left += width
     axes.set_yticks(range(len(bars)), list(bars))
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} kept for the backward")
     axes.set_title(title, fontsize=8)
+    if small:
+        axes.legend(small.values(), list(small), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     figure.tight_layout()
     if path is not None:
         figure.savefig(path, dpi=120)
