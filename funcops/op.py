@@ -25,7 +25,7 @@ import importlib
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ from funcops.backend import tracing
 from funcops.errors import GradModeError, describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
 from funcops.schema import open_node
+from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
 from funcops.trees import has, leaves, paths, same_structure, tensors
 
 T = TypeVar("T")
@@ -102,48 +103,6 @@ def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
     return None, width
 
 
-P_in = TypeVar("P_in", contravariant=True)
-X_in = TypeVar("X_in", contravariant=True)
-C_in = TypeVar("C_in", contravariant=True)
-Y_out = TypeVar("Y_out", covariant=True)
-R_out = TypeVar("R_out", covariant=True)
-
-
-class Written(Protocol[P_in, X_in, C_in, Y_out, R_out]):
-    """A `fwd` as its author writes it."""
-
-    def __call__(self, params: P_in, x: X_in, cfg: C_in, *, needs: Needs = ...) -> tuple[Y_out, R_out | None]: ...
-
-
-class Forward(Protocol[P_in, X_in, C_in, Y_out, R_out]):
-    """A `fwd` as its callers see it: there are residuals, unless `needs` asks for none."""
-
-    @overload
-    def __call__(self, params: P_in, x: X_in, cfg: C_in) -> tuple[Y_out, R_out]: ...
-    @overload
-    def __call__(self, params: P_in, x: X_in, cfg: C_in, *, needs: Needs) -> tuple[Y_out, R_out | None]: ...
-
-
-class Init(Protocol):
-    def __call__(self, cfg: Any, *, key: Tensor | None = ..., device: Any = ..., dtype: torch.dtype | None = ...) -> Any: ...
-
-
-class Fwd(Protocol):
-    def __call__(self, params: Any, x: Any, cfg: Any, *, needs: Needs = ...) -> tuple[Any, Any]: ...
-
-
-class Bwd(Protocol):
-    def __call__(self, residuals: Any, dy: Any, cfg: Any, *, into: Any = ...) -> tuple[Any, Any]: ...
-
-
-class Dgrad(Protocol):
-    def __call__(self, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]: ...
-
-
-class Wgrad(Protocol):
-    def __call__(self, pending: Any, cfg: Any, *, into: Any = ...) -> Any: ...
-
-
 class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
@@ -170,8 +129,8 @@ class Op(NamedTuple):
 
     def __reduce__(self) -> Any:
         """By reference: as a name of the module of its functions or of its config, or as what made it of others (`made_by`)."""
-        for module in {self.fwd.__module__, self.config.__module__, getattr(self.init, "__module__", None)}:
-            for name, value in vars(sys.modules.get(module, Op)).items():
+        for module in dict.fromkeys([str(getattr(of, "__module__", "")) for of in (self.fwd, self.config, self.init)]):
+            for name, value in list(vars(sys.modules.get(module, Op)).items()):
                 if value is self:
                     return _op_at, (module, name)
         make, args = getattr(self.fwd, "made_by", (None, ()))

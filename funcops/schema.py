@@ -215,6 +215,16 @@ class Donated:
         node, self._node = self._node, None
         return node
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise DonatedError(f"{name} of donated residuals must not be used, got a use that is no backward")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise DonatedError("donated residuals must not be looked into, got a use that is no backward")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+
     def __repr__(self) -> str:
         return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"
 

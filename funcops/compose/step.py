@@ -226,7 +226,7 @@ class Nested(dict):  # type: ignore[type-arg]
         self.gone, self.had = True, ()
 
     def parts(self) -> tuple[str, ...]:
-        return self.had or tuple([name for name, part in self.items() if part is not None])
+        return self.had or tuple([name for name, part in dict.items(self) if part is not None])
 
     def moved(self, aside: Any) -> Any:
         """This node, made of another's parts, with what is known of that."""
@@ -238,6 +238,30 @@ class Nested(dict):  # type: ignore[type-arg]
         made: Any = type(self)(self, cfg=self.cfg, needs=self.needs)
         made.donated = self.donated
         return made.moved((self.gone, self.parts()))
+
+    def _open(self) -> Any:
+        """This node, which must not have been given away."""
+        if self.gone:
+            raise DonatedError(f"{type(self).__name__} was given away with donate(): it must not be used again")
+        return super()
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self._open().get(name, default)
+
+    def keys(self) -> Any:
+        return self._open().keys()
+
+    def values(self) -> Any:
+        return self._open().values()
+
+    def items(self) -> Any:
+        return self._open().items()
+
+    def __iter__(self) -> Any:
+        return self._open().__iter__()
+
+    def __len__(self) -> int:
+        return self._open().__len__()  # type: ignore[no-any-return]
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
@@ -260,10 +284,10 @@ def nested(kind: str) -> Callable[[type], type]:
         cls.kind = kind
         register_node(
             cls,
-            lambda node: tuple(node.values()),
-            lambda node: (node.cfg, node.needs, tuple(node), Aside((node.gone, node.parts()))),
+            lambda node: tuple(dict.values(node)),
+            lambda node: (node.cfg, node.needs, tuple(dict.keys(node)), Aside((node.gone, node.parts()))),
             lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
-            lambda node: tuple(node),
+            lambda node: tuple(dict.keys(node)),
         )
         return cls
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.errors import describe, fail, require_count, require_type, short
+from funcops.marks import Gone
 from funcops.schema import Field, Saved
 from funcops.trees import paths, tensors
 
@@ -98,6 +99,8 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         return Report([], 0, tokens)
     if not isinstance(residuals, Saved) and not hasattr(residuals, "give"):
         fail("report", "residuals", "residuals or pending of an op", describe(residuals), TypeError)
+    if getattr(residuals, "gone", False) or isinstance(getattr(residuals, "_marks", None), Gone):
+        residuals.complain("report")
     owners: dict[int, str] = {}
     for name, tree in (("params", params), ("x", x)):
         for path, t in paths(tree).items():
