@@ -33,6 +33,7 @@ from funcops.errors import (
     StaleResidualError,
     describe,
 )
+from funcops.testing import LAWS, check_op
 from funcops.trees import paths, put, tensors, tree_map_tensors
 
 ERRORS = (
@@ -202,3 +203,35 @@ SEEN = {  # by users, one each
 def test_what_users_got_wrong(said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         SEEN[said]()
+
+
+def broken(part, how):
+    """linear with one function that raises, or gives nothing of use."""
+
+    def instead(*args, **options):
+        if how is not None:
+            raise how
+        return None, None
+
+    return linear._replace(**{part: instead})
+
+
+FIRST_LAWS = ("mirror", "pure", "right")
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param(law, marks=[] if law in FIRST_LAWS else pytest.mark.slow)
+        for law in LAWS
+        if law not in ("compiles", "finite_differences")
+    ],
+)
+def test_check_op_names_the_law_whatever_fails(law):
+    for part in ("fwd", "bwd", "dgrad", "wgrad"):
+        for how in (None, RuntimeError("broken"), KeyError("broken"), AssertionError("broken")):
+            options = dict(x=lambda d: d.randn(2, 4), reference=torch.nn.functional.linear, laws=(law,), dtypes=(torch.float32,))
+            try:
+                check_op(broken(part, how), cfg=LinearConfig(4, 4), **options)
+            except AssertionError as error:
+                assert str(error).startswith(f"law '{law}', torch.float32: ")
