@@ -360,12 +360,12 @@ OWN |= {
     "nn.from_torch": Row(lambda: {"model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None}, {"policy": (3, "no such")}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
     "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu"}, {"dtypes": ((3,),), "free": ((3,),)},
-        {**NAME, ("device", "None"): "torch's own"}),
+        {**NAME, ("reference", "None"): "for laws that compare with none", ("device", "None"): "torch's own"}),
     "testing.Draw": Row(lambda: {"dtype": torch.float32, "seed": 3}),
     "testing.Error": Row(lambda: {"call": lambda: None, "match": "a", "error": ValueError}, accepts={("match", "'no such'"): "any text", ("match", "''"): "any text"}),
     "testing.assert_close": Row(lambda: {"got": x(), "want": x(), "dtype": torch.float32, "length": 3, "what": "x", "by_leaf": True, "cancels": ()},
         accepts={"got": "what it is asked of", "want": "what it is asked of", ("what", "'no such'"): "any text"}),
-    "testing.check_op": Row(lambda: {**case_good(), "laws": ("mirror",)}, {"laws": (("no such",),)}, {"x": "a tree, or a function", "params": "a tree, or a function"}),
+    "testing.check_op": Row(lambda: {**case_good(), "laws": ("mirror",)}, {"laws": (("no such",),)}, {("reference", "None"): "for laws that compare with none", "x": "a tree, or a function", "params": "a tree, or a function"}),
 }  # fmt: skip
 
 

@@ -60,9 +60,10 @@ class Case:
 
     def __post_init__(self) -> None:
         check_body("Case", self.op, self.cfg)
-        require_callable("Case", x=self.x, reference=self.reference)
-        if self.params is not None:
-            require_callable("Case", params=self.params)
+        require_callable("Case", x=self.x)
+        for name in ("reference", "params"):
+            if getattr(self, name) is not None:
+                require_callable("Case", **{name: getattr(self, name)})
         require_type("Case", "name", self.name, str)
         require_device("Case", self.device)
         for field in ("dtypes", "free", "cancels", "unrounded", "exempt"):
