@@ -116,11 +116,40 @@ def launcher(kernel: Any) -> Callable[..., None]:
 
     key = ", ".join([key_of(parameter, torch.version.hip is not None) for parameter in kernel.params])
     scope: dict[str, Any] = {"cache": cache, "miss": miss, "hooks": knobs.runtime}
+    _scopes.append(scope)
+    _bind(scope)
+    exec(_SOURCE.format(parameters=", ".join(names), key=key), scope)
     launch: Any = scope["launch"]
     launch.cache = cache
     return launch
 
 
+def use_driver(active: Any) -> None:
+    """Make it Triton's driver, and that of every launcher; None: the machine's own, when it is asked for."""
+    driver._active = active
+    for scope in _scopes:
+        _bind(scope)
+
+
+def _bind(scope: dict[str, Any]) -> None:
+    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet, the first launch does."""
+    active = driver._active
+    scope["current_device"] = _first_device if active is None else active.get_current_device
+    scope["current_stream"] = _first_stream if active is None else active.get_current_stream
+
+
+def _first_device() -> Any:
+    try:
+        use_driver(driver.active)
+    except RuntimeError as error:
+        wanted = "'torch' where there is no GPU (or run by Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported)"
+        raise RuntimeError(f"backend: name must be {wanted}, got 'triton'") from error
+    return driver.active.get_current_device()
+
+
+def _first_stream(device: Any) -> Any:
+    use_driver(driver.active)
+    return driver.active.get_current_stream(device)
 
 
 def _nothing(*_: Any) -> None:

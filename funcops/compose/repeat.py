@@ -37,7 +37,7 @@ from funcops.compose.step import (
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op, positional
+from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import leaves, tree_map

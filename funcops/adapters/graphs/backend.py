@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcops.adapters.graphs import recorder
 from funcops.backend.tables import holding
-from funcops.errors import CaptureError, fail, require, require_count
+from funcops.errors import CaptureError, fail, require_count
 from funcops.trees import nbytes, tensors
 
 Outputs = Callable[[Any], list[Tensor]]

@@ -10,7 +10,7 @@ import torch
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
-from funcops.errors import require, require_callable, require_count, require_flag, require_type
+from funcops.errors import require_callable, require_count, require_flag, require_type
 
 
 class Report(NamedTuple):
