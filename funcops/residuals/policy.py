@@ -13,6 +13,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcops.errors import describe, fail, require_type
