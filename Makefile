@@ -14,7 +14,7 @@ help:
 	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
 	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
-	@echo "make check   set up, then lint and type-check"
+	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
 	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
 
@@ -79,6 +79,7 @@ check: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tests/typed_pages.py
 
 mutants: $(VENV)/.test
 	$(PY) tests/mutants/run.py $(ARGS)

@@ -4,6 +4,21 @@
     dparams, dx = linear_bwd(residuals, dy, cfg)
 
 What a forward keeps for its backward is a tree like any other.
+
+Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
+    layers           linear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
+    norms            layer_norm, rms_norm, l2_norm
+    pointwise        activation, glu, scale, add, cast, identity, reshape, fork
+    losses           cross_entropy, linear_cross_entropy
+    combinators      chain, repeat, skip, parallel; Step, WithExtras
+Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
+What is asked for    Needs
+What is kept         report, diff, donate, stow, fetch, Ledger
+Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
+Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
+Kernels              backend, explain, plan, register_fusion (Rule)
+Errors               DonatedError, StaleResidualError, GradModeError
+Modules              funcops.nn, optim, precision, checkpoint, schedule, graphs, random, trees, testing, fused
 """
 
 from types import ModuleType as _ModuleType

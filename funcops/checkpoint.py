@@ -49,6 +49,9 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
     are not strings; `FileNotFoundError` for a folder that is not there. Raises `OSError` where the file cannot be written.
     """
     safetensors = _safetensors()
+    require_type("save", "path", path, str, os.PathLike)
+    if metadata is not None:
+        require_type("save", "metadata", metadata, Mapping)
     for key, value in (metadata or {}).items():
         require_type("save", "metadata", key, str)
         require_type("save", f"metadata[{key!r}]", value, str)
@@ -182,6 +185,7 @@ def _named(where: str, name: str, tree: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _opened(where: str, path: str | os.PathLike[str]) -> Any:
     safetensors = _safetensors()
+    require_type(where, "path", path, str, os.PathLike)
     if not os.path.isfile(path):
         raise FileNotFoundError(f"{where}: path must be an existing file, got {os.fspath(path)!r}")
     try:

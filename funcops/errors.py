@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import math
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -45,6 +47,21 @@ def fail(where: str, name: str, expected: str, got: object, error: type[Exceptio
     raise error(f"{where}: {name} must be {expected}, got {got}")
 
 
+def in_step(error: Exception, name: object) -> None:
+    """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps give
+    the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not its one
+    argument gets a note instead, on Pythons that have notes."""
+    if torch.compiler.is_dynamo_compiling():  # which ends at any error, and cannot look into one
+        return
+    if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
+        path, text = getattr(error, "_in_step", ("", error.args[0]))
+        path = f"{name}.{path}" if path else str(name)
+        error._in_step = path, text  # type: ignore[attr-defined]
+        error.args = (f"{path}: {text}",)
+    elif hasattr(error, "add_note"):
+        error.add_note(f"in step {name}")
+
+
 def require(ok: bool, where: str, name: str, expected: str, got: object) -> None:
     """`ValueError` unless `ok`; for config values and other plain arguments."""
     if not ok:
@@ -57,6 +74,53 @@ def require_type(where: str, name: str, value: object, *types: type) -> None:
         fail(where, name, " or ".join(t.__name__ for t in types), describe(value), TypeError)
 
 
+def require_count(where: str, least: int = 1, **given: object) -> None:
+    """Ints (no bools) of at least `least`, by name."""
+    for name, value in given.items():
+        require_type(where, name, value, int, torch.SymInt)
+        if isinstance(value, int):
+            require(value >= least, where, name, f"at least {least}", value)
+
+
+def require_number(where: str, least: float = -math.inf, finite: bool = True, **given: Any) -> None:
+    """Numbers of at least `least`, no bools and no NaN, by name; nor infinities, where they must be finite."""
+    for name, value in given.items():
+        require_type(where, name, value, float, int)
+        require(value >= least, where, name, "a number" if least == -math.inf else f"at least {least:g}", value)
+        require(not (finite and math.isinf(value)), where, name, "finite", value)
+
+
+def require_flag(where: str, **given: object) -> None:
+    """Bools, by name: a "no" is true to Python."""
+    for name, value in given.items():
+        require_type(where, name, value, bool)
+
+
+def require_callable(where: str, **given: object) -> None:
+    for name, value in given.items():
+        if not callable(value):
+            fail(where, name, "a function", describe(value), TypeError)
+
+
+def require_device(where: str, device: Any) -> None:
+    """What torch takes for a device, or None; with the number of a GPU there must be one."""
+    if device is None or isinstance(device, torch.device):
+        return
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError, ValueError):
+        fail(where, "device", "a torch.device, or its name", describe(device))
+
+
+def require_dtype(where: str, dtype: Any, floating: bool = True) -> None:
+    """A dtype, of those that an op computes in where it must be `floating`; or None."""
+    if dtype is None:
+        return
+    require_type(where, "dtype", dtype, torch.dtype)
+    if floating and dtype not in FLOATS:
+        fail(where, "dtype", " or ".join(map(short, FLOATS)), short(dtype), TypeError)
+
+
 def describe(value: Any) -> str:
     """A short, readable form of whatever was passed: `float32[2, 3]` for a tensor, the type's name for a container."""
     if isinstance(value, Tensor):
@@ -66,6 +130,27 @@ def describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
+
+
+def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:
+    """A long text as a repr shows it: cut, with a word of what is left out."""
+    lines = text.split("\n")
+    if len(lines) > rows:
+        lines = [*lines[: rows - 1], f"... and {len(lines) - rows + 1} more lines: print it"]
+    return "\n".join([line if len(line) <= columns else line[: columns - 4] + " ..." for line in lines])
+
+
+def in_html(text: str) -> str:
+    """The same text where a notebook shows it."""
+    return f"<pre>{html.escape(text)}</pre>"
+
+
+def sized(nbytes: float) -> tuple[float, str]:
+    """Bytes in the unit in which they are at least one: `(1.5, "KiB")`."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if abs(nbytes) >= 2**power:
+            return nbytes / 2**power, unit
+    return nbytes, "bytes"
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

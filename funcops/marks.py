@@ -33,6 +33,17 @@ class Gone:
             raise AttributeError(name)
         raise DonatedError(f"{self._path} was given away with donate(): it must not be used again")
 
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise DonatedError(f"{self._path} was given away with donate(): it must not be used again")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, Gone))._refuse()
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse
+    __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __setitem__ = _refuse
+    __len__ = __iter__ = __bool__ = __int__ = __float__ = _refuse
+
     def __repr__(self) -> str:
         return "donated"
 

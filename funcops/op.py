@@ -21,6 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,10 +31,12 @@ import torch
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
+from funcops import random
 from funcops.backend import tracing
-from funcops.errors import GradModeError, describe, fail, require_type
+from funcops.errors import GradModeError, describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
 from funcops.schema import open_node
+from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
 from funcops.trees import has, leaves, paths, same_structure, tensors
 
 T = TypeVar("T")
@@ -93,9 +98,9 @@ def _check_types(cls: Any) -> None:
     cls.__post_init__ = __post_init__
 
 
-def positional() -> Any:
-    """A config field that may also be given by position, as sizes are in torch.nn."""
-    return dataclasses.field(kw_only=False)
+def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
+    """`widths` of a config whose op gives y the last dimension of x, whatever that is (`funcops.compose.widths`)."""
+    return None, width
 
 
 class Op(NamedTuple):
@@ -105,16 +110,44 @@ class Op(NamedTuple):
 
     name: str
     config: type
-    init: Callable[..., Any]
-    fwd: Callable[..., Any]
-    bwd: Callable[..., Any]
-    dgrad: Callable[..., Any]
-    wgrad: Callable[..., Any]
+    init: Init
+    fwd: Fwd
+    bwd: Bwd
+    dgrad: Dgrad
+    wgrad: Wgrad
     keyed: bool = False
     cheap: str = ""
 
     def __repr__(self) -> str:
         return self.name
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Op:
+        return self
+
+    def __reduce__(self) -> Any:
+        """By reference: as a name of the module of its functions or of its config, or as what made it of others (`made_by`)."""
+        for module in dict.fromkeys([str(getattr(of, "__module__", "")) for of in (self.fwd, self.config, self.init)]):
+            for name, value in list(vars(sys.modules.get(module, Op)).items()):
+                if value is self:
+                    return _op_at, (module, name)
+        make, args = getattr(self.fwd, "made_by", (None, ()))
+        if make is None or make(*args) != self:
+            fail(
+                "pickle",
+                f"op {self.name!r}",
+                "a name of the module of its fwd, or made by remat or with_policy",
+                "another op",
+                pickle.PicklingError,
+            )
+        return make, args
+
+
+def _op_at(module: str, name: str) -> Any:
+    """An op that is a name of a module."""
+    return getattr(importlib.import_module(module), name)
 
 
 def make_op(
@@ -129,30 +162,53 @@ def make_op(
     return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed, cheap)
 
 
-def forward(config: type, params: type = NoneType) -> Callable[[F], F]:
+def forward(
+    config: type, params_class: type = NoneType
+) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:
     """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
 
         @functools.wraps(fn)
-        def fwd(params_: Any, x: Any, cfg: Any, *, needs: Needs = ALL) -> Any:
+        def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = ALL) -> Any:
             if type(cfg) is not config:
                 _bad_type(where, "cfg", cfg, config)
-            if type(params_) is not params:
-                _bad_type(where, "params", params_, params)
+            if type(params) is not params_class:
+                _bad_type(where, "params", params, params_class)
             if _autocast():
-                refuse_autocast(where, params_, x)
+                refuse_autocast(where, params, x)
             if needs is not ALL:
-                check_needs(where, needs, params_, x)
-            return fn(params_, x, cfg, needs=needs)
+                check_needs(where, needs, params, x)
+            return fn(params, x, cfg, needs=needs)
 
         return fwd
 
     return decorate
 
 
-def dgrad_of(residuals: Any) -> Callable[[F], F]:
+def init_of(config: type) -> Callable[[F], F]:
+    """Decorator of an `init`: checks cfg, key, device and dtype, then runs it."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def init(cfg: Any, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+            if type(cfg) is not config:
+                _bad_type(where, "cfg", cfg, config)
+            require_device(where, device)
+            require_dtype(where, dtype)
+            if key is not None:
+                random.check_key(where, key)
+            return fn(cfg, key=key, device=device, dtype=dtype)
+
+        return init
+
+    return decorate
+
+
+def dgrad_of(node_class: Any) -> Callable[[F], F]:
     """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
     staleness, and answers a dy of None, which means zero, with gradients of None."""
 
@@ -160,43 +216,43 @@ def dgrad_of(residuals: Any) -> Callable[[F], F]:
         where = fn.__name__
 
         @functools.wraps(fn)
-        def dgrad(residuals_: Any, dy: Any, cfg: Any) -> Any:
+        def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
             if _autocast():
-                refuse_autocast(where, residuals_, dy)
-            node = residuals_
-            if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
+                refuse_autocast(where, residuals, dy)
+            node = residuals
+            if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg)
-            node = open_node(where, node, residuals, cfg)
+            node = open_node(where, node, node_class, cfg)
             result = (node.nothing(), None) if dy is None else fn(node, dy, cfg)
-            if node is not residuals_:
+            if node is not residuals:
                 node.empty()
             return result
 
-        dgrad.node_class = residuals  # type: ignore[attr-defined]
+        dgrad.node_class = node_class  # type: ignore[attr-defined]
         return dgrad
 
     return decorate
 
 
-def bwd_of(residuals: Any, params: type) -> Callable[[F], F]:
+def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
     """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
 
         @functools.wraps(fn)
-        def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
-            if into is not None and type(into) is not params:
-                _bad_type(where, "into", into, params)
+        def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+            if into is not None and type(into) is not params_class:
+                _bad_type(where, "into", into, params_class)
             if _autocast():
-                refuse_autocast(where, residuals_, dy)
-            node = residuals_
-            if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
+                refuse_autocast(where, residuals, dy)
+            node = residuals
+            if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg, into=into)
-            node = open_node(where, node, residuals, cfg)
-            nothing = params() if into is None else into
+            node = open_node(where, node, node_class, cfg)
+            nothing = params_class() if into is None else into
             result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
-            if node is not residuals_:
+            if node is not residuals:
                 node.empty()
             return result
 
@@ -205,30 +261,30 @@ def bwd_of(residuals: Any, params: type) -> Callable[[F], F]:
     return decorate
 
 
-def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
+def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
     """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
 
         @functools.wraps(fn)
-        def wgrad(pending_: Any, cfg: Any, *, into: Any = None) -> Any:
-            if into is not None and type(into) is not params:
-                _bad_type(where, "into", into, params)
-            if pending_ is None:
-                return params() if into is None else into
+        def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+            if into is not None and type(into) is not params_class:
+                _bad_type(where, "into", into, params_class)
+            if pending is None:
+                return params_class() if into is None else into
             if _autocast():
-                refuse_autocast(where, pending_)
-            node = pending_
-            if type(node) is pending and node.cfg is cfg and node.fresh():
+                refuse_autocast(where, pending)
+            node = pending
+            if type(node) is node_class and node.cfg is cfg and node.fresh():
                 return fn(node, cfg, into=into)
-            node = open_node(where, node, pending, cfg)
+            node = open_node(where, node, node_class, cfg)
             result = fn(node, cfg, into=into)
-            if node is not pending_:
+            if node is not pending:
                 node.empty()
             return result
 
-        wgrad.node_class, wgrad.params_class = pending, params  # type: ignore[attr-defined]
+        wgrad.node_class, wgrad.params_class = node_class, params_class  # type: ignore[attr-defined]
         return wgrad
 
     return decorate
@@ -236,18 +292,18 @@ def wgrad_of(pending: Any, params: type) -> Callable[[F], F]:
 
 def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     where = f"{name}_bwd"
-    raw_dgrad, raw_wgrad, residuals, params = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.node_class, wgrad.params_class
+    raw_dgrad, raw_wgrad, node_class, params_class = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.node_class, wgrad.params_class
 
-    def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
-        if into is not None and type(into) is not params:
-            _bad_type(where, "into", into, params)
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        if into is not None and type(into) is not params_class:
+            _bad_type(where, "into", into, params_class)
         if _autocast():
-            refuse_autocast(where, residuals_, dy)
-        node = residuals_
-        if not (type(node) is residuals and node.cfg is cfg and node.fresh()):
-            node = open_node(where, node, residuals, cfg)
+            refuse_autocast(where, residuals, dy)
+        node = residuals
+        if not (type(node) is node_class and node.cfg is cfg and node.fresh()):
+            node = open_node(where, node, node_class, cfg)
         dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
-        if node is not residuals_:
+        if node is not residuals:
             node.empty()
         if pending is None:
             return wgrad(None, cfg, into=into), dx
@@ -259,19 +315,19 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
 def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
     """The bwd of an op without params."""
     where = f"{name}_bwd"
-    raw_dgrad, residuals = dgrad.__wrapped__, dgrad.node_class
+    raw_dgrad, node_class = dgrad.__wrapped__, dgrad.node_class
 
-    def bwd(residuals_: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None:
             _bad_type(where, "into", into, NoneType)
         if _autocast():
-            refuse_autocast(where, residuals_, dy)
-        node = residuals_
-        if type(node) is residuals and node.cfg is cfg and dy is not None and node.fresh():
+            refuse_autocast(where, residuals, dy)
+        node = residuals
+        if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
             return None, raw_dgrad(node, dy, cfg)[0]
-        node = open_node(where, node, residuals, cfg)
+        node = open_node(where, node, node_class, cfg)
         dx = node.nothing() if dy is None else raw_dgrad(node, dy, cfg)[0]
-        if node is not residuals_:
+        if node is not residuals:
             node.empty()
         return None, dx
 

@@ -28,7 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import check, describe, fail, require, require_type
+from funcops.errors import check, describe, fail, require, require_device, require_type
 from funcops.op import config
 from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
@@ -48,6 +48,7 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         where = "LossScaleConfig"
         require(self.initial > 0 and math.isfinite(self.initial), where, "initial", "positive and finite", self.initial)
+        require(math.isfinite(self.growth), where, "growth", "finite", self.growth)
         require(self.growth >= 1, where, "growth", "at least 1", self.growth)
         require(0 < self.backoff <= 1, where, "backoff", "in (0, 1]", self.backoff)
         require(self.interval >= 1, where, "interval", "at least 1", self.interval)
@@ -61,6 +62,7 @@ class LossScale:
 
 def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
     require_type("loss_scale_init", "cfg", cfg, LossScaleConfig)
+    require_device("loss_scale_init", device)
     scale = torch.tensor(cfg.initial, dtype=torch.float32, device=device)
     return LossScale(scale, torch.zeros((), dtype=torch.int32, device=device))
 
@@ -75,6 +77,8 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
     where = "loss_scale_update"
     require_type(where, "cfg", cfg, LossScaleConfig)
     require_type(where, "loss_scale", loss_scale, LossScale)
+    check(where, "loss_scale.scale", loss_scale.scale, (), torch.float32)
+    check(where, "loss_scale.good_steps", loss_scale.good_steps, (), torch.int32)
     check(where, "ok", ok, (), torch.bool)
     scale, good = loss_scale.scale, loss_scale.good_steps + 1
     due = good >= cfg.interval
@@ -89,6 +93,7 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 def unscale(grads: T, loss_scale: LossScale) -> T:
     """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below."""
     require_type("unscale", "loss_scale", loss_scale, LossScale)
+    check("unscale", "loss_scale.scale", loss_scale.scale, (), torch.float32)
     by = loss_scale.scale.reciprocal()
     return tree_map_tensors(lambda g: (g.float() if g.element_size() < 4 else g) * by, grads)
 

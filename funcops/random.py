@@ -17,7 +17,17 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.errors import check, describe, fail, require
+from funcops.errors import (
+    check,
+    describe,
+    fail,
+    require,
+    require_count,
+    require_device,
+    require_dtype,
+    require_number,
+    require_type,
+)
 
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -28,13 +38,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def key(seed: int, *, device: Any = None) -> Tensor:
     """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given."""
-    require(isinstance(seed, int), "random.key", "seed", "an int", describe(seed))
+    require_type("random.key", "seed", seed, int)
+    require_device("random.key", device)
     require(-(2**63) <= seed < 2**64, "random.key", "seed", "from -2^63 to 2^64 - 1", seed)
     return torch.tensor([_signed(seed), 0], dtype=torch.int64, device=device)
 
 
 def path_id(name: str) -> int:
     """A stable 63-bit number for a name, to fold into a key."""
+    require_type("random.path_id", "name", name, str)
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
 
@@ -44,8 +56,9 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either. Raises `ValueError`
     for other data (-1 would give the key itself); a tensor's value is looked at on the CPU alone, where nothing waits for it.
     """
-    _check_key("random.fold_in", key)
+    check("random.fold_in", "key", key, (2,), torch.int64)
     if isinstance(data, int):
+        require_type("random.fold_in", "data", data, int)
         require(0 <= data < 2**63, "random.fold_in", "data", "from 0 to 2^63 - 1", data)
         step: Any = _signed((data + 1) * _GOLDEN)
     else:
@@ -62,6 +75,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
     """`n` independent keys, int64[n, 2]; of None (no key, on the meta device) a list of None."""
+    require_count("random.split", n=n)
     if key is None:
         return [None] * n
     return torch.stack([fold_in(key, i) for i in range(n)])  # type: ignore[return-value]
@@ -69,6 +83,9 @@ def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
 
 def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox 4x32-10 on 32-bit words held in int64 tensors (or ints): four words out for four words of counter."""
+    for name, words, count in (("key", key, 2), ("counter", counter, 4)):
+        if not isinstance(words, tuple) or len(words) != count:
+            fail("random.philox", name, f"a tuple of {count}", describe(words), TypeError)
     k0, k1 = key
     c0, c1, c2, c3 = counter
     for _ in range(10):
@@ -80,7 +97,8 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Te
 
 def bits(key: Tensor, n: int) -> Tensor:
     """`n` random 32-bit words, int64[n] in [0, 2**32)."""
-    _check_key("random.bits", key)
+    check("random.bits", "key", key, (2,), torch.int64)
+    require_count("random.bits", 0, n=n)
     seed, stream = key[0], key[1]
     block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
     words = philox((seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW))
@@ -98,11 +116,11 @@ def uniform(
 ) -> Tensor:
     """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded out
     of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
-    dtype = dtype or torch.get_default_dtype()
+    dtype = _check_draw("random.uniform", shape, dtype, device, low=low, high=high)
     first, last = _inside("random.uniform", low, high, dtype)
     if key is None:
         return _empty("random.uniform", shape, dtype, device)
-    _check_key("random.uniform", key)
+    check_key("random.uniform", key)
     words = bits(key.to(device) if device is not None else key, math.prod(shape)).reshape(tuple(shape))
     unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
     return (low + (high - low) * unit).clamp_(first, last).to(dtype)
@@ -118,10 +136,12 @@ def normal(
     device: Any = None,
 ) -> Tensor:
     """Normal by Box-Muller, two words for two values."""
-    dtype = dtype or torch.get_default_dtype()
+    dtype = _check_draw("random.normal", shape, dtype, device, mean=mean, std=std)
+    require_number("random.normal", mean=mean)
+    require_number("random.normal", 0, std=std)
     if key is None:
         return _empty("random.normal", shape, dtype, device)
-    _check_key("random.normal", key)
+    check_key("random.normal", key)
     n = math.prod(shape)
     half = (n + 1) // 2
     words = bits(key.to(device) if device is not None else key, 2 * half).to(torch.float64)
@@ -149,8 +169,22 @@ def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[fl
     return first, last
 
 
-def _check_key(where: str, key: Any) -> None:
+def check_key(where: str, key: Any) -> None:
+    """Raise unless it is a random key, on any device but the meta device: there a key has no numbers."""
     check(where, "key", key, (2,), torch.int64)
+    if key.is_meta and not tracing():
+        fail(where, "key", "a tensor with values (or None, where params are on the meta device)", describe(key) + " on meta")
+
+
+def _check_draw(where: str, shape: Any, dtype: Any, device: Any, **numbers: Any) -> torch.dtype:
+    """The dtype of a draw, after a check of all that is no key."""
+    require_type(where, "shape", shape, tuple, list)
+    require_count(where, 0, **{f"shape.{i}": size for i, size in enumerate(shape)})
+    require_dtype(where, dtype)
+    require_device(where, device)
+    for name, value in numbers.items():
+        require_type(where, name, value, float, int)
+    return dtype or torch.get_default_dtype()
 
 
 def _empty(where: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:

@@ -106,6 +106,7 @@ class Saved:
     guarded: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
+    keep: ClassVar[Callable[..., Any]]  # keep(cfg, needs, field=...): a node with the fields that `needs` asks for, or None
     cfg: Any
     needs: Needs
     fresh: Callable[[], bool]
@@ -213,6 +214,16 @@ class Donated:
             raise DonatedError(f"{where}: donated residuals must be unused, got ones that a backward took already")
         node, self._node = self._node, None
         return node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise DonatedError(f"{name} of donated residuals must not be used, got a use that is no backward")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise DonatedError("donated residuals must not be looked into, got a use that is no backward")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
 
     def __repr__(self) -> str:
         return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"

@@ -17,7 +17,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
-from funcops.errors import describe, fail
+from funcops.errors import describe, fail, require_callable, require_dtype, require_type
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # of every node class: the names of leaves, of statics, and of what is neither
@@ -37,6 +37,7 @@ def static(default: Any = None) -> Any:
 @dataclass_transform(field_specifiers=(leaf, static))
 def tree(cls: type[T]) -> type[T]:
     """Class decorator: a slotted dataclass whose fields are leaves or subtrees, registered as a pytree node."""
+    require_type("tree", "cls", cls, type)
     made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show  # type: ignore[assignment]
     register(made)
@@ -68,6 +69,9 @@ class Aside:
 def register(cls: type, aside: str = "") -> None:
     """Make a dataclass a pytree node of both libraries. Fields whose metadata says "hidden" are left out. `aside`: an attribute, an
     `Aside`, that a node hands to the one rebuilt of its leaves, as an argument of that name."""
+    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
+        fail("register", "cls", "a dataclass", describe(cls) if not isinstance(cls, type) else cls.__name__, TypeError)
+    require_type("register", "aside", aside, str)
     fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")]
     names = tuple(f.name for f in fields if not f.metadata.get("static"))
     statics = tuple(f.name for f in fields if f.metadata.get("static"))
@@ -94,6 +98,8 @@ def register_node(
     entries: Callable[[Any], tuple[Any, ...]],
 ) -> None:
     """Register any class as a pytree node of optree and torch; `entries` names its children in paths."""
+    require_type("register_node", "cls", cls, type)
+    require_callable("register_node", children=children, context=context, rebuild=rebuild, entries=entries)
     _register(cls, lambda node: (children(node), context(node), entries(node)), rebuild)
 
 
@@ -114,6 +120,8 @@ def _register(cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild
 
 def show(node: Any) -> str:
     """`LinearParams(weight=float32[4, 3], bias=None)`."""
+    if type(node) not in FIELDS:
+        fail("show", "node", "a node of a tree with named fields", describe(node), TypeError)
     hidden = ("static", "hidden")
     fields = [f.name for f in dataclasses.fields(node) if not any(f.metadata.get(h) for h in hidden)]
     return f"{type(node).__name__}({', '.join(f'{name}={_show(getattr(node, name))}' for name in fields)})"
@@ -125,6 +133,12 @@ def _show(value: Any) -> str:
 
 def replace(node: T, **changes: Any) -> T:
     """A copy of a tree node with some fields changed; the node itself stays as it is."""
+    if type(node) not in FIELDS:
+        fail("replace", "node", "a node of a tree with named fields", describe(node), TypeError)
+    known = [f.name for f in dataclasses.fields(node) if f.init]  # type: ignore[arg-type]
+    for name in changes:
+        if name not in known:
+            fail("replace", "changes", f"of fields among {', '.join(known)}", repr(name))
     return dataclasses.replace(node, **changes)  # type: ignore[type-var]
 
 
@@ -150,17 +164,21 @@ def paths(tree: Any) -> dict[str, Any]:
 
 def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`, and nodes of which `is_leaf` says so."""
+    if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
+        require_callable("tree_map", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
     return optree.tree_map(fn, given, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)  # type: ignore[return-value]
 
 
 def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     """As `tree_map`, leaving alone every leaf that is no tensor."""
+    require_callable("tree_map_tensors", fn=fn)
     return tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
 
 
 def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     """As `tree_map`; `fn` gets the leaf's dotted path first."""
+    require_callable("tree_map_with_path", fn=fn)
     given: Any = tree
 
     def named(path: Any, *values: Any) -> Any:
@@ -173,11 +191,16 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
 
 def cast(tree: T, dtype: torch.dtype) -> T:
     """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object."""
+    require_type("cast", "dtype", dtype, torch.dtype)
+    if not dtype.is_floating_point:
+        fail("cast", "dtype", "a floating dtype", dtype, TypeError)
     return tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
 
 
 def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Of t's shape, strides and device (the CPU for one on the meta device), uninitialised: for shapes alone, under FakeTensorMode."""
+    require_type("fake", "t", t, Tensor)
+    require_dtype("fake", dtype, floating=False)
     device = "cpu" if t.is_meta else t.device
     return torch.empty_strided(t.shape, t.stride(), dtype=dtype or t.dtype, device=device)
 
@@ -203,7 +226,19 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def unflatten(spec: Any, values: Iterable[Any]) -> Any:
     """A tree of that structure with these leaves."""
-    return optree.tree_unflatten(spec, values)
+    if not isinstance(spec, optree.PyTreeSpec):
+        fail("unflatten", "spec", "a structure of `flatten`", describe(spec), TypeError)
+    return _unflatten("unflatten", spec, values)
+
+
+def _unflatten(where: str, spec: Any, values: Any) -> Any:
+    try:
+        found = list(values)
+    except TypeError:
+        fail(where, "values", "an iterable of leaves", describe(values), TypeError)
+    if len(found) != spec.num_leaves:
+        fail(where, "values", f"{spec.num_leaves} leaves", len(found))
+    return optree.tree_unflatten(spec, found)
 
 
 def with_leaves(tree: T, values: Iterable[Any]) -> T:
@@ -212,7 +247,7 @@ def with_leaves(tree: T, values: Iterable[Any]) -> T:
     >>> with_leaves({"a": (1, None)}, [3, 4])
     {'a': (3, 4)}
     """
-    return optree.tree_unflatten(structure(tree), values)  # type: ignore[return-value]
+    return _unflatten("with_leaves", structure(tree), values)  # type: ignore[no-any-return]
 
 
 def nbytes(tree: Any) -> int:
@@ -226,6 +261,7 @@ def nbytes(tree: Any) -> int:
 
 def at(tree: Any, path: str) -> Any:
     """The leaf or subtree at a dotted path; `ValueError` names the paths there are when there is none."""
+    require_type("at", "path", path, str)
     node, rest = tree, path
     try:
         while rest:
@@ -253,6 +289,7 @@ def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
 
 def has(tree: Any, path: str) -> bool:
     """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree."""
+    require_type("has", "path", path, str)
     node, rest = tree, path
     while rest or node is tree:
         name, _, further = rest.partition(".")
@@ -273,19 +310,27 @@ def has(tree: Any, path: str) -> bool:
 
 
 def put(tree: Any, path: str, value: Any) -> Any:
-    """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects.
+    """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects. Raises `ValueError`
+    for a path at which there is nothing.
 
     >>> put({"a": (1, 2)}, "a.1", 3)
     {'a': (1, 3)}
     """
+    if not isinstance(path, str) or not path or not has(tree, path):
+        require_type("put", "path", path, str)
+        fail("put", "path", f"one of {', '.join(paths(tree)) or '(no leaves)'}", repr(path))
+    return _put(tree, path, value)
+
+
+def _put(tree: Any, path: str, value: Any) -> Any:
     if isinstance(tree, dict):
         key, rest = _key(tree, path)
         made = {**tree} if type(tree) is dict else copy.copy(tree)
-        made[key] = put(tree[key], rest, value) if rest else value
+        made[key] = _put(tree[key], rest, value) if rest else value
         return made
     name, _, rest = path.partition(".")
     if isinstance(tree, tuple):
         i = int(name)
-        changed = (*tree[:i], put(tree[i], rest, value) if rest else value, *tree[i + 1 :])
+        changed = (*tree[:i], _put(tree[i], rest, value) if rest else value, *tree[i + 1 :])
         return type(tree)._make(changed) if hasattr(tree, "_make") else changed  # type: ignore[attr-defined]
-    return replace(tree, **{name: put(getattr(tree, name), rest, value) if rest else value})
+    return replace(tree, **{name: _put(getattr(tree, name), rest, value) if rest else value})

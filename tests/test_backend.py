@@ -191,3 +191,11 @@ def test_every_triton_kernel_is_an_operator_too():
     pytest.importorskip("triton")
     for sample in {sample.name: sample for sample in tiny(torch.float32)}.values():
         assert sample.kernel.kernel.find_triton() and sample.kernel.kernel.operator()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_triton_without_a_gpu_names_its_interpreter():
+    from funcops.backend import launch
+
+    with pytest.raises(RuntimeError, match="name must be 'torch' where there is no GPU .*TRITON_INTERPRET=1.*, got 'triton'"):
+        launch._first_device()

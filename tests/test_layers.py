@@ -10,6 +10,7 @@ LAYERS = (
     "trees",
     "marks",
     "needs",
+    "signatures",
     "schema",
     "backend",
     "random",

@@ -1,6 +1,7 @@
 """Residual policies: what is kept, that the laws hold, what compression costs, and what `fit` picks."""
 
 import dataclasses
+import pickle
 
 import pytest
 import torch
@@ -370,3 +371,29 @@ def test_what_cannot_be_joined_says_why():
     params = decoder()
     with pytest.raises(ValueError, match="chain_fwd: params must be a dict with the steps embed, norm, head, loss"):
         with_policy(chain, LOGITS).fwd({"embed": None}, None, params)
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *["recompute", "compress", "joint"]])
+def test_residuals_and_ops_pickle(name):
+    """Ops by reference, or by what made them; what they keep as it is: the backward of the copy gives the same bits."""
+    rules = {"recompute": {"mlp": Recompute()}, "compress": {"*.x": Compress("fp8")}, "joint": {"head.x": Recompute()}}
+    body = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("mlp", linear, LinearConfig(8, 8))))
+    cfg = ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 2)), Step("last", rms_norm, RMSNormConfig(8))))
+    if name == "joint":
+        cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 8)), Step("mlp", chain, mlp_config(8, 16))))
+        rules["joint"] = {"mlp": Recompute()}
+    elif name == "recompute":
+        rules["recompute"] = {"blocks.*.mlp": Recompute()}
+    op = with_policy(chain, Policy(rules[name]) if name in rules else name)
+    assert pickle.loads(pickle.dumps(op)) is op
+    params = op.init(cfg, key=random.key(0))
+    y, residuals = op.fwd(params, torch.randn(3, 8), cfg)
+    copy = pickle.loads(pickle.dumps(residuals))
+    dx, pending = op.dgrad(residuals, torch.ones_like(y), cfg)
+    got, want = op.bwd(copy, torch.ones_like(y), cfg), (op.wgrad(pickle.loads(pickle.dumps(pending)), cfg), dx)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(got), tensors(want), strict=True))
+
+
+def test_an_op_that_nothing_names_says_so():
+    with pytest.raises(pickle.PicklingError, match="pickle: op 'linear' must be a name of the module of its fwd, or made by"):
+        pickle.dumps(linear._replace(cheap="norm"))

@@ -58,5 +58,16 @@ def test_a_star_import_takes_no_module_from_the_user():
     assert not any(isinstance(getattr(funcops, name), types.ModuleType) for name in funcops.__all__)
 
 
+def test_help_lists_every_name_by_group():
+    """Those of an operator by the pattern that the text gives; params, residuals and pendings come with their operator."""
+    words = set(re.findall(r"\w+", funcops.__doc__))
+    parts = ("Config", "Params", "Residuals", "Pending")
+    ops = {name for name in funcops.__all__ if isinstance(getattr(funcops, name), funcops.Op)}
+    functions = {f"{name}_{part}" for name in ops for part in ("init", "fwd", "bwd", "dgrad", "wgrad")}
+    others = {name for name in funcops.__all__ if name not in functions and (not name.endswith(parts) or name == "TorchConfig")}
+    assert not sorted((others - {"Op"}) - words), "names that help(funcops) does not list"
+    assert max(map(len, funcops.__doc__.splitlines())) <= 110
+
+
 def test_the_version_is_that_of_the_metadata():
     assert re.fullmatch(r"\d+\.\d+\.\d+", funcops.__version__)

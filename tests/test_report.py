@@ -50,7 +50,8 @@ def test_the_picture_is_written(tmp_path):
     assert (tmp_path / "kept.png").stat().st_size > 5000
     (axes,) = figure.axes
     assert [label.get_text() for label in axes.get_yticklabels()] == ["norm", "up", "act", "down"]
-    width = sum(bar.get_width() for bar in axes.patches) * 2**20
+    assert axes.get_xlabel() == "KiB kept for the backward" and axes.get_title()
+    width = sum(bar.get_width() for bar in axes.patches) * 2**10
     assert abs(width - everything.kept_bytes) < 1
     everything.plot(str(tmp_path / "kept.svg"), depth=2)
     assert (tmp_path / "kept.svg").read_text().startswith("<?xml")

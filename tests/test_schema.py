@@ -1,20 +1,29 @@
 """Residuals as data: printed, edited, aliased, guarded, given away."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
 from funcops import (
+    ChainConfig,
     DonatedError,
     GradModeError,
     LinearConfig,
     LinearParams,
     Needs,
     StaleResidualError,
+    Step,
+    chain,
     donate,
+    fetch,
+    linear,
     linear_bwd,
     linear_dgrad,
     linear_fwd,
     linear_wgrad,
+    random,
     report,
 )
 from funcops.trees import nbytes, paths, replace, tree_map_tensors
@@ -112,3 +121,53 @@ def test_needs():
         linear_fwd(params, x, CFG, needs=Needs(params="wieght"))
     with pytest.raises(TypeError, match="linear_fwd: needs must be a Needs, got True"):
         linear_fwd(params, x, CFG, needs=True)
+
+
+NODE_USES = {
+    "a sum": lambda node: node.x + 1,
+    "a sum from the right": lambda node: 1 + node.x,
+    "a torch function": lambda node: torch.add(node.x, 1),
+    "a method": lambda node: node.x.sum(),
+    "an element": lambda node: node.x[0],
+    "its length": lambda node: len(node.x),
+    "whether it is": lambda node: bool(node.x),
+    "a product": lambda node: node.x @ node.x,
+    "its rows": lambda node: list(node.x),
+    "a number": lambda node: float(node.x),
+    "report": report,
+    "donate": donate,
+    "fetch": fetch,
+    "pickle": pickle.dumps,
+    "deepcopy": copy.deepcopy,
+}
+DICT_USES = {
+    "a part": lambda node: node["up"],
+    "get": lambda node: node.get("up"),
+    "items": lambda node: list(node.items()),
+    "values": lambda node: list(node.values()),
+    "keys": lambda node: list(node.keys()),
+    "its length": len,
+    "whether it is": bool,
+    "its names": list,
+    **{name: NODE_USES[name] for name in ("report", "donate", "fetch", "pickle", "deepcopy")},
+}
+CELL_USES = {
+    "a field": lambda cell: cell.x,
+    "a part": lambda cell: cell["up"],
+    "its length": len,
+    "its names": list,
+    "report": report,
+}
+
+
+@pytest.mark.parametrize(("kind", "use"), [(k, use) for k, of in enumerate((NODE_USES, DICT_USES, CELL_USES)) for use in of])
+def test_after_donate_every_use_raises(kind, use):
+    up = LinearConfig(4, 4)
+    cfg = ChainConfig(steps=(Step("up", linear, up),))
+    op, cfg = (chain, cfg) if kind == 1 else (linear, up)
+    y, residuals = op.fwd(op.init(cfg, key=random.key(0)), torch.ones(2, 4), cfg)
+    cell = donate(residuals)
+    with pytest.raises(DonatedError):
+        (NODE_USES, DICT_USES, CELL_USES)[kind][use](cell if kind == 2 else residuals)
+    if kind == 2:
+        op.bwd(cell, y, cfg)

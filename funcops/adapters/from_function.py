@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcops.adapters.cut import Graphs, Like, cut, resolved
 from funcops.adapters.hollow import gradients, holes, hollow, refill
-from funcops.errors import check, describe, fail
+from funcops.errors import check, describe, fail, require, require_callable, require_type
 from funcops.needs import Needs
 from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op, refuse_autocast
 from funcops.residuals.donate import donate
@@ -79,7 +79,14 @@ def op_from_torch(
         softplus = op_from_torch(lambda params, x, cfg: torch.nn.functional.softplus(x), name="softplus")
         y, residuals = softplus.fwd(None, x, TorchConfig())
     """
-    own = _Function(name or fn.__name__, fn, config, init)
+    require_callable("op_from_torch", fn=fn)
+    if name is not None:
+        require_type("op_from_torch", "name", name, str)
+        require(bool(name), "op_from_torch", "name", "a name", repr(name))
+    require_type("op_from_torch", "config", config, type)
+    if init is not None:
+        require_callable("op_from_torch", init=init)
+    own = _Function(str(name or getattr(fn, "__name__", type(fn).__name__)), fn, config, init)
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         return own.forward(params, x, cfg, needs)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import describe, fail, require_type
+from funcops.errors import describe, fail, require_flag, require_type
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals import donate
@@ -23,6 +23,7 @@ def value_and_grad(op: Op, *, x: bool = False, has_aux: bool = False) -> Callabl
     `jax.value_and_grad`. Raises `ValueError` where y, or loss, is not one number, `TypeError` where y must be a tuple and is not.
     """
     require_type("value_and_grad", "op", op, Op)
+    require_flag("value_and_grad", x=x, has_aux=has_aux)
     both, needs = x, Needs(x=x)
 
     def run(params: Any, x: Any, cfg: Any) -> Any:

@@ -139,7 +139,11 @@ def _bind(scope: dict[str, Any]) -> None:
 
 
 def _first_device() -> Any:
-    use_driver(driver.active)
+    try:
+        use_driver(driver.active)
+    except RuntimeError as error:
+        wanted = "'torch' where there is no GPU (or run by Triton's interpreter: set TRITON_INTERPRET=1 before Triton is imported)"
+        raise RuntimeError(f"backend: name must be {wanted}, got 'triton'") from error
     return driver.active.get_current_device()
 
 

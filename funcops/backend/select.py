@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -76,10 +76,18 @@ def _count(by: int) -> None:
         chosen_anywhere = _chosen_in_a_block or DEFAULT[0] is not None
 
 
+def backend(name: str) -> AbstractContextManager[None]:
+    """Run every kernel in the block on one implementation. It changes speed and rounding, never meaning.
+
+    Raises `ValueError` for another name, at once. "triton" for tensors on the CPU needs Triton's interpreter, which the environment
+    chooses before Triton is imported: TRITON_INTERPRET=1."""
+    require(name in BACKENDS, "backend", "name", " or ".join(map(repr, BACKENDS)), repr(name))
+    return _backend(name)
+
+
 @contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Run every kernel in the block on one implementation. It changes speed and rounding, never meaning."""
-    with chosen((_checked(name, "backend"), choice()[1])):
+def _backend(name: str) -> Iterator[None]:
+    with chosen((name, choice()[1])):
         yield
 
 

@@ -35,10 +35,11 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
-from funcops.errors import describe, fail, require, require_type
+from funcops.compose.widths import Width, follow, inside
+from funcops.errors import describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.op import Op, config, dgrad_of, forward, make_op
+from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.schema import open_node
 from funcops.trees import at, paths, put
 
@@ -86,6 +87,13 @@ class ChainConfig:
         object.__setattr__(self, "known", tuple(path for path, t in known.items() if t is not None))
         needs_of_steps(self, Needs.ALL)
         needs_of_steps(self, Needs.NONE)
+        self.follow("ChainConfig", "", None)
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `funcops.compose.widths`."""
+        for step in self.steps:
+            width = follow(where, inside(path, step.name), step.cfg, width)
+        return width
 
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
         """The config with `replace(name, op, cfg)` for each step's op and config."""
@@ -206,12 +214,18 @@ def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tupl
 
 
 def _init_all(cfg: ChainConfig, key: Tensor | None, device: Any, dtype: Any) -> dict[str, Any]:
-    return {
-        step.name: step.op.init(step.cfg, key=None if key is None else random.fold_in(key, step.fold), device=device, dtype=dtype)
-        for step in cfg.steps
-    }
+    params = {}
+    for step in cfg.steps:
+        try:
+            own = None if key is None else random.fold_in(key, step.fold)
+            params[step.name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+        except Exception as error:
+            in_step(error, step.name)
+            raise
+    return params
 
 
+@init_of(ChainConfig)
 def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every step by name, each from a key of its own; None at tied paths."""
     params = _init_all(cfg, key, device, dtype)
@@ -256,14 +270,19 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
         for piece in planned(cfg, needs, "cuda", main.dtype).forward:
             main = forward_piece(piece, params, main, extras, kept)
         return main, kept if needs else None
-    for name, fwd, step_cfg, wanted, routed, left_out in rows:
-        main, node = fwd(params[name], main if routed is None else routed.x(main, extras), step_cfg, needs=wanted)
-        kept[name] = node
-        if left_out is not None and node is not None:
-            left_out.cut(node, kept, params[left_out.producer.name])
-        if routed is not None and routed.gives:
-            extras.update(zip(routed.gives, main[1:], strict=True))
-            main = main[0]
+    name = ""
+    try:
+        for name, fwd, step_cfg, wanted, routed, left_out in rows:
+            main, node = fwd(params[name], main if routed is None else routed.x(main, extras), step_cfg, needs=wanted)
+            kept[name] = node
+            if left_out is not None and node is not None:
+                left_out.cut(node, kept, params[left_out.producer.name])
+            if routed is not None and routed.gives:
+                extras.update(zip(routed.gives, main[1:], strict=True))
+                main = main[0]
+    except Exception as error:
+        in_step(error, name)
+        raise
     return main, kept if needs else None
 
 
@@ -319,13 +338,17 @@ def _walk(node: Any, dy: Any, cfg: ChainConfig, sums: dict[str, Any] | None) -> 
         for piece in pieces.backward:
             dy = backward_piece(piece, node, dy, gradients, results, sums, where)
     else:
-        plain, whole = not node.donated, sums is not None
-        for step, left_out in cfg.backwards:
-            if plain and left_out is None and not step.names and not step.gives:  # the launch path
+        plain, whole, name = not node.donated, sums is not None, ""
+        try:
+            for step, left_out in cfg.backwards:
                 name = step.name
-                dy, results[name] = run_backward(step.op, step.cfg, node[name], dy, whole, sums[name] if sums else None)
-            else:
-                dy = backward_step(step, left_out, node, dy, gradients, results, sums, where)
+                if plain and left_out is None and not step.names and not step.gives:  # the launch path
+                    dy, results[name] = run_backward(step.op, step.cfg, node[name], dy, whole, sums[name] if sums else None)
+                else:
+                    dy = backward_step(step, left_out, node, dy, gradients, results, sums, where)
+        except Exception as error:
+            in_step(error, name)
+            raise
     if cfg.extras:
         dy = WithExtras(dy, {name: gradients.get(name) for name in cfg.extras})
     return dy, results
@@ -346,14 +369,18 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
         fail("chain_wgrad", "cfg", "ChainConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("chain_wgrad", pending, ChainPending, cfg)
     sums = _accumulators("chain_wgrad", into, node, cfg)
-    found = dict(cfg.names)
-    for step, left_out in cfg.backwards:
-        name = step.name
-        waiting = None if node is None else part(node, name)
-        if node is not None and waiting is not None and left_out is not None and left_out.key in node:
-            output = left_out.value("chain_wgrad", part(node, left_out.key))
-            waiting = left_out.fill("chain_wgrad", waiting, output)
-        found[name] = step.op.wgrad(waiting, step.cfg, into=sums[name])
+    found, name = dict(cfg.names), ""
+    try:
+        for step, left_out in cfg.backwards:
+            name = step.name
+            waiting = None if node is None else part(node, name)
+            if node is not None and waiting is not None and left_out is not None and left_out.key in node:
+                output = left_out.value("chain_wgrad", part(node, left_out.key))
+                waiting = left_out.fill("chain_wgrad", waiting, output)
+            found[name] = step.op.wgrad(waiting, step.cfg, into=sums[name])
+    except Exception as error:
+        in_step(error, name)
+        raise
     if node is not None and node is not pending:
         node.empty()
     return _collect(found, into, cfg)

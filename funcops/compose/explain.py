@@ -19,7 +19,7 @@ from funcops.compose.plan import (
     make_plan,
 )
 from funcops.compose.siblings import find
-from funcops.errors import require_type
+from funcops.errors import describe, fail, in_html, on_screen, require_device, require_dtype, require_type
 from funcops.needs import Needs
 
 
@@ -27,7 +27,15 @@ def plan(cfg: ChainConfig, needs: Needs = Needs.ALL, device_type: str = "cuda", 
     """The pieces in which a chain runs: a pure function of its arguments and of the rules that are registered. On device type
     "cpu" every step runs by itself."""
     require_type("plan", "cfg", cfg, ChainConfig)
+    _check_asked("plan", needs, device_type, dtype)
     return make_plan(window_of(cfg, needs, dtype), device_type, cfg.fuse)
+
+
+def _check_asked(where: str, needs: Any, device_type: Any, dtype: Any) -> None:
+    require_type(where, "needs", needs, Needs)
+    require_type(where, "device_type", device_type, str)
+    require_device(where, device_type)
+    require_dtype(where, dtype)
 
 
 def plan_siblings(cfg: ParallelConfig, needs: Needs, device_type: str, dtype: torch.dtype) -> Plan:
@@ -47,6 +55,12 @@ class Explained(NamedTuple):
 
     plans: dict[str, Plan]
 
+    def __repr__(self) -> str:
+        return on_screen(str(self))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
+
     def __str__(self) -> str:
         return "\n".join(f"{path or '(the chain)'}\n  " + str(one).replace("\n", "\n  ") for path, one in self.plans.items())
 
@@ -54,6 +68,9 @@ class Explained(NamedTuple):
 def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
     """What `plan` says of `cfg` and of every chain inside it, with the near misses and their reasons. Inner chains are shown as
     if all their gradients were asked for, unless `needs` is Needs.NONE."""
+    if not hasattr(cfg, "with_parts"):
+        fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
+    _check_asked("explain", needs, device_type, dtype)
     found: dict[str, Plan] = {}
 
     def visit(inner: Any, path: str, own: Needs) -> None:

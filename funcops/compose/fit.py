@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from funcops.compose.policy import part_paths, with_policy
-from funcops.compose.step import abstract_params
-from funcops.errors import require
+from funcops.compose.step import abstract_params, check_body
+from funcops.errors import in_html, on_screen, require, require_dtype
 from funcops.op import Op
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
@@ -57,6 +57,12 @@ class Fitted(NamedTuple):
     picked: Tried
     tried: list[Tried]
 
+    def __repr__(self) -> str:
+        return on_screen(str(self))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
+
     def __str__(self) -> str:
         lines = [
             f"{'>' if one is self.picked else ' '} {one.name:<40} {one.kept_bytes:>16,} bytes  {100 * one.extra_flops:5.1f} % more"
@@ -74,7 +80,9 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
         print(fit(chain, cfg, x, 2**30))
     """
-    require(isinstance(budget, int) and budget > 0, "fit", "budget", "a positive number of bytes", budget)
+    check_body("fit", op, cfg)
+    require_dtype("fit", dtype)
+    require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
     measured = [(name, policy, *_measure(with_policy(op, policy), cfg, x, dtype)) for name, policy in _candidates(op, cfg)]
     base = min(flops for *_, flops in measured)
     tried = [Tried(name, policy, kept, flops / base - 1.0 if base else 0.0) for name, policy, kept, flops in measured]

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.backend import tracing
 from funcops.compose.step import Nested, abstract_params
-from funcops.errors import fail
+from funcops.errors import fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op, check_accumulator, check_apart, check_width
 from funcops.schema import Donated, Saved
@@ -49,11 +49,20 @@ def _tensors(where: str, node: Any) -> Iterator[Tensor]:
     node = node._node if type(node) is Donated else node
     if isinstance(node, Tensor):
         yield node
-    elif isinstance(node, (Saved, Nested)):
+    elif isinstance(node, Nested):
         if not node.fresh():
             node.complain(where)
-        for child in node.values() if isinstance(node, Nested) else [getattr(node, name) for name in node.fields]:
-            yield from _tensors(where, child)
+        for name, child in node.items():
+            try:
+                yield from _tensors(where, child)
+            except Exception as error:
+                in_step(error, name)
+                raise
+    elif isinstance(node, Saved):
+        if not node.fresh():
+            node.complain(where)
+        for name in node.fields:
+            yield from _tensors(where, getattr(node, name))
 
 
 def _gradient_dtypes(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> dict[str, torch.dtype]:

@@ -7,6 +7,7 @@ holds on every device. Params and gradients keep the structure of the two steps.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +46,7 @@ def joint_of(before: Step, step: Step) -> Joint | str:
     return joint.refuses(before.cfg, step.cfg) or joint
 
 
+@functools.lru_cache(maxsize=256)
 def joined(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
     """The chain, its step `second` joined with the one before. The op's config is still `cfg`."""
     at = [step.name for step in cfg.steps].index(second)
@@ -57,7 +59,13 @@ def joined(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
     recompute = cfg.recompute if isinstance(cfg.recompute, bool) else tuple(n for n in cfg.recompute if n not in (a.name, b.name))
     ties = tuple((_renamed(path, a.name, name), _renamed(source, a.name, name)) for path, source in cfg.ties)
     inner = dataclasses.replace(cfg, steps=steps, recompute=recompute, ties=ties)
-    return _as_two(joint, a.name, b.name, name, inner), cfg
+    op = _as_two(joint, a.name, b.name, name, inner)
+    op.fwd.made_by = (_joined_op, (cfg, second))  # type: ignore[attr-defined]
+    return op, cfg
+
+
+def _joined_op(cfg: ChainConfig, second: str) -> Op:
+    return joined(cfg, second)[0]
 
 
 def _renamed(path: str, old: str, new: str) -> str:

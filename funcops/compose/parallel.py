@@ -30,11 +30,13 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
-from funcops.errors import describe, fail, require, require_type
+from funcops.compose.widths import Width, follow, inside
+from funcops.errors import FLOATS, check, describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.op import Op, config, dgrad_of, forward, make_op
+from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.schema import open_node
+from funcops.trees import paths
 
 
 @config
@@ -62,6 +64,12 @@ class ParallelConfig:
         object.__setattr__(self, "plans", {})
         needs_of_branches(self, Needs.ALL)
         needs_of_branches(self, Needs.NONE)
+        self.follow("ParallelConfig", "", None)
+
+    def follow(self, where: str, path: str, width: Width | None) -> None:
+        """See `funcops.compose.widths`: y is a tuple, which has none."""
+        for branch in self.branches:
+            follow(where, inside(path, branch.name), branch.cfg, width)
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""
@@ -112,12 +120,18 @@ def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
         fail(where, what, f"a dict by branch name: {', '.join(cfg.names)}", got)
 
 
+@init_of(ParallelConfig)
 def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every branch by name, each from a key of its own."""
-    return {
-        b.name: b.op.init(b.cfg, key=None if key is None else random.fold_in(key, b.fold), device=device, dtype=dtype)
-        for b in cfg.branches
-    }
+    params = {}
+    for branch in cfg.branches:
+        try:
+            own = None if key is None else random.fold_in(key, branch.fold)
+            params[branch.name] = branch.op.init(branch.cfg, key=own, device=device, dtype=dtype)
+        except Exception as error:
+            in_step(error, branch.name)
+            raise
+    return params
 
 
 @forward(ParallelConfig, dict)
@@ -131,12 +145,16 @@ def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: 
         found = NotImplemented if siblings is None else forward_siblings(siblings, params, main, extras, kept)
         if found is not NotImplemented:
             return found, kept if needs else None
-    outputs = []
-    for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs)):  # noqa: B905 (one each by construction)
-        name = branch.name
-        branch_x = branch.x(main, extras) if branch.names else main
-        y, kept[name] = branch.op.fwd(params[name], branch_x, branch.cfg, needs=wanted)
-        outputs.append(y)
+    outputs, name = [], ""
+    try:
+        for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs)):  # noqa: B905 (one each by construction)
+            name = branch.name
+            branch_x = branch.x(main, extras) if branch.names else main
+            y, kept[name] = branch.op.fwd(params[name], branch_x, branch.cfg, needs=wanted)
+            outputs.append(y)
+    except Exception as error:
+        in_step(error, name)
+        raise
     return tuple(outputs), kept if needs else None
 
 
@@ -151,15 +169,28 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
     siblings = _siblings_for(cfg, node.needs, dy)
     if siblings is not None:
         dmain, results = backward_siblings(siblings, node, dy, gradients, sums, where)
-    for branch, d_y in zip(cfg.branches, dy, strict=True) if siblings is None else ():
-        name = branch.name
-        kept = part(node, name) if node.donated else node[name]
-        dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
-        dx = branch.split(dx, gradients) if branch.names else dx
-        dmain = dx if dmain is None else add(dmain, dx)
+    name = ""
+    try:
+        for branch, d_y in zip(cfg.branches, dy, strict=True) if siblings is None else ():
+            name = branch.name
+            kept = part(node, name) if node.donated else node[name]
+            dx, results[name] = run_backward(branch.op, branch.cfg, kept, d_y, whole, sums[name] if sums else None)
+            dx = branch.split(dx, gradients) if branch.names else dx
+            dmain = dx if dmain is None else add(dmain, dx)
+    except Exception as error:
+        in_step(error, name)
+        raise
     if cfg.extras:
         return WithExtras(dmain, {name: gradients.get(name) for name in cfg.extras}), results
     return dmain, results
+
+
+def _check_kinds(where: str, dy: Any, cfg: ParallelConfig) -> None:
+    """Before the first branch adds to an accumulator: what no branch would take for a gradient."""
+    if isinstance(dy, tuple) and len(dy) == len(cfg.branches):
+        for path, t in paths(dy).items():
+            if t is not None:
+                check(where, f"dy.{path}", t, (...,), FLOATS)
 
 
 def _siblings_for(cfg: ParallelConfig, needs: Needs, dy: tuple[Any, ...]) -> Siblings | None:
@@ -184,7 +215,14 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
         fail("parallel_wgrad", "cfg", "ParallelConfig", describe(cfg), TypeError)
     node = None if pending is None else open_node("parallel_wgrad", pending, ParallelPending, cfg)
     sums = _accumulators("parallel_wgrad", into, node, cfg)
-    found = {b.name: b.op.wgrad(None if node is None else part(node, b.name), b.cfg, into=sums[b.name]) for b in cfg.branches}
+    found, name = {}, ""
+    try:
+        for b in cfg.branches:
+            name = b.name
+            found[name] = b.op.wgrad(None if node is None else part(node, name), b.cfg, into=sums[name])
+    except Exception as error:
+        in_step(error, name)
+        raise
     if node is not None and node is not pending:
         node.empty()
     return found if into is None else into
@@ -193,6 +231,8 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
+    if into is not None:
+        _check_kinds("parallel_bwd", dy, cfg)
     sums = _accumulators("parallel_bwd", into, node, cfg, dy)
     dx, found = _walk("parallel_bwd", node, (None,) * len(cfg.branches) if dy is None else dy, cfg, sums)
     if node is not residuals:

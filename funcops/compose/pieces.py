@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from funcops.compose.again import Dropped
 from funcops.compose.plan import Piece
 from funcops.compose.step import Step, part, run_backward
+from funcops.errors import in_step
 from funcops.needs import Needs
 from funcops.schema import open_node
 
@@ -23,20 +24,31 @@ def forward_piece(planned: Planned, params: dict[str, Any], main: Any, extras: d
     """main after the piece; the residuals go into `kept`, a given name into `extras`."""
     steps, rule = planned.piece.steps, planned.piece.rule
     found: Any = NotImplemented
-    if rule is not None and all([type(params[step.name]) is _params_class(step) for step in steps]):
-        found = rule.run(steps, [params[step.name] for step in steps], main, extras, planned.needs)
-    if found is NotImplemented:
-        nodes = []
-        for step, wanted in zip(steps, planned.needs, strict=True):
-            main, node = forward_step(step, params, main, extras, wanted)
-            nodes.append(node)
-    else:
-        main, nodes = found
-    for step, node, left_out in zip(steps, nodes, planned.left_out, strict=True):
-        kept[step.name] = node
-        if left_out is not None and node is not None:
-            left_out.cut(node, kept, params[left_out.producer.name])
+    name = ""
+    try:
+        if rule is not None and all([type(params[step.name]) is _params_class(step) for step in steps]):
+            found = rule.run(steps, [params[step.name] for step in steps], main, extras, planned.needs)
+        if found is NotImplemented:
+            nodes = []
+            for step, wanted in zip(steps, planned.needs, strict=True):
+                name = step.name
+                main, node = forward_step(step, params, main, extras, wanted)
+                nodes.append(node)
+        else:
+            main, nodes = found
+        for step, node, left_out in zip(steps, nodes, planned.left_out, strict=True):
+            kept[step.name] = node
+            if left_out is not None and node is not None:
+                left_out.cut(node, kept, params[left_out.producer.name])
+    except Exception as error:
+        in_step(error, name or _joined(steps))
+        raise
     return main
+
+
+def _joined(steps: tuple[Step, ...]) -> str:
+    """The name of steps that run as one: all of theirs."""
+    return "+".join([step.name for step in steps])
 
 
 def _params_class(step: Step) -> type:
@@ -57,33 +69,41 @@ def backward_piece(
     """dy of what comes before the piece; its steps' dparams, or without `sums` their pendings, go into `results`."""
     steps, rule = planned.piece.steps, planned.piece.rule
     found: Any = NotImplemented
-    if (
-        rule is not None
-        and dy is not None
-        and (sums is not None or not rule.whole)
-        and all([node[step.name] is not None for step in steps])
-    ):
-        found = rule.run(steps, [_read(planned, i, node, where) for i in range(len(steps))], dy, gradients)
-    if found is NotImplemented:
-        for i in reversed(range(len(steps))):
-            dy = backward_step(steps[i], planned.left_out[i], node, dy, gradients, results, sums, where)
-        return dy
-    dy, pendings = found
-    recipes = [_recipe(left_out, node) for left_out in planned.left_out]
-    if node.donated:  # all of them, before the first weight gradient takes memory
-        node.update(dict.fromkeys([step.name for step in steps]))
-    if rule.whole:  # type: ignore[union-attr]
-        recipes = [None] * len(steps)
-    rows = list(zip(steps, planned.left_out, pendings, recipes, strict=True))
-    for step, left_out, waiting, recipe in rows[::-1]:
-        if sums is None:
-            results[step.name] = waiting
+    name = ""
+    try:
+        ready = rule is not None and dy is not None and (sums is not None or not rule.whole)
+        if ready and all([node[step.name] is not None for step in steps]):
+            kept = []
+            for i, step in enumerate(steps):
+                name = step.name
+                kept.append(_read(planned, i, node, where))
+            name = ""
+            found = rule.run(steps, kept, dy, gradients)  # type: ignore[union-attr]
+        if found is NotImplemented:
+            for i in reversed(range(len(steps))):
+                name = steps[i].name
+                dy = backward_step(steps[i], planned.left_out[i], node, dy, gradients, results, sums, where)
+            return dy
+        dy, pendings = found
+        recipes = [_recipe(left_out, node) for left_out in planned.left_out]
+        if node.donated:  # all of them, before the first weight gradient takes memory
+            node.update(dict.fromkeys([step.name for step in steps]))
+        if rule.whole:  # type: ignore[union-attr]
+            recipes = [None] * len(steps)
+        rows = list(zip(steps, planned.left_out, pendings, recipes, strict=True))
+        for step, left_out, waiting, recipe in rows[::-1]:
+            name = step.name
+            if sums is None:
+                results[name] = waiting
+                if recipe is not None and waiting is not None:
+                    results[left_out.key] = recipe if node.donated else recipe.twin()  # type: ignore[union-attr]
+                continue
             if recipe is not None and waiting is not None:
-                results[left_out.key] = recipe if node.donated else recipe.twin()  # type: ignore[union-attr]
-            continue
-        if recipe is not None and waiting is not None:
-            waiting = left_out.fill(where, waiting, left_out.value(where, recipe))  # type: ignore[union-attr]
-        results[step.name] = step.op.wgrad(waiting, step.cfg, into=sums[step.name])
+                waiting = left_out.fill(where, waiting, left_out.value(where, recipe))  # type: ignore[union-attr]
+            results[name] = step.op.wgrad(waiting, step.cfg, into=sums[name])
+    except Exception as error:
+        in_step(error, name or _joined(steps))
+        raise
     return dy
 
 

@@ -15,7 +15,7 @@ import torch
 
 from funcops.backend import wants_triton
 from funcops.compose.step import Step
-from funcops.errors import fail, require_type
+from funcops.errors import fail, require_callable, require_flag, require_type
 from funcops.needs import Needs
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -65,6 +65,9 @@ class Rule:
     whole: bool = False
 
     def __post_init__(self) -> None:
+        require_type("Rule", "name", self.name, str)
+        require_callable("Rule", match=self.match, run=self.run)
+        require_flag("Rule", everywhere=self.everywhere, whole=self.whole)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 

@@ -20,7 +20,6 @@ from funcops.residuals.policy import POLICIES, Policy, Recompute, Save
 from funcops.schema import Saved
 
 
-@functools.lru_cache(maxsize=256)
 def with_policy(op: Op, policy: Policy | str) -> Op:
     """The op, its residuals handled by `policy`: a `Policy`, or the name of one in `funcops.POLICIES`.
 
@@ -37,6 +36,11 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
         policy = POLICIES[policy]
     require_type("with_policy", "policy", policy, Policy)
 
+    return _with_policy(op, policy)
+
+
+@functools.lru_cache(maxsize=256)
+def _with_policy(op: Op, policy: Policy) -> Op:
     memo: dict[Any, tuple[Op, Any]] = {}
 
     def resolved(cfg: Any) -> tuple[Op, Any]:
@@ -69,6 +73,7 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
         return inner.wgrad(pending, inner_cfg, into=into)
 
     dgrad.node_class = Saved  # type: ignore[attr-defined]
+    fwd.made_by = (with_policy, (op, policy))  # type: ignore[attr-defined]
     return op._replace(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="")
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from funcops.errors import StaleResidualError
+from funcops.errors import StaleResidualError, require_flag, require_type
 from funcops.needs import Needs
 from funcops.op import ALL, Op, check_needs
 from funcops.residuals.donate import donate
@@ -34,11 +34,17 @@ class RematResiduals:
         Saved.complain(self, where)  # type: ignore[arg-type]
 
 
-@functools.lru_cache(maxsize=256)
 def remat(op: Op, offload: bool = False) -> Op:
     """The op with its inputs for residuals; with `offload` they wait in the host's memory. Config, params, x, y and gradients, with
     their shapes, dtypes and errors, are the op's own; a backward after a param or x was written to raises `StaleResidualError`.
     """
+    require_type("remat", "op", op, Op)
+    require_flag("remat", offload=offload)
+    return _remat(op, offload)
+
+
+@functools.lru_cache(maxsize=256)
+def _remat(op: Op, offload: bool) -> Op:
     name = f"remat({op.name})"
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
@@ -68,4 +74,5 @@ def remat(op: Op, offload: bool = False) -> Op:
         return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
 
     dgrad.node_class = RematResiduals  # type: ignore[attr-defined]
+    fwd.made_by = (remat, (op, offload))  # type: ignore[attr-defined]
     return op._replace(name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="")

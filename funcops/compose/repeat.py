@@ -10,6 +10,7 @@ number is folded into every random key.
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +34,10 @@ from funcops.compose.step import (
     run_backward,
     split_x,
 )
-from funcops.errors import describe, fail, require
+from funcops.compose.widths import Width, follow, inside
+from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, check_needs, config, dgrad_of, make_op, positional
+from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import leaves, tree_map
@@ -45,9 +47,9 @@ from funcops.trees import leaves, tree_map
 class RepeatConfig:
     """The body (an op and its config), how many `times`, and whether params are `stacked`."""
 
-    op: Op = positional()
-    cfg: Any = positional()
-    times: int = positional()
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
+    times: int = field(kw_only=False)
     stacked: bool = False
 
     def __post_init__(self) -> None:
@@ -60,6 +62,13 @@ class RepeatConfig:
         object.__setattr__(self, "entries", ((0, self.op, self.cfg),))
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
+        self.follow("RepeatConfig", "", None)
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `funcops.compose.widths`: all layers after the second are as that."""
+        for _ in range(min(self.times, 2)):
+            width = follow(where, inside(path, "*"), self.cfg, width)
+        return width
 
     def with_parts(self, replace: Replace) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""
@@ -110,14 +119,17 @@ def _check_cfg(where: str, cfg: Any) -> None:
         fail(where, "cfg", "RepeatConfig", describe(cfg), TypeError)
 
 
+@init_of(RepeatConfig)
 def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> Any:
     """Params of every layer, each from a key of its own."""
-    _check_cfg("repeat_init", cfg)
-    layers = tuple(
-        cfg.op.init(cfg.cfg, key=None if key is None else random.fold_in(key, i), device=device, dtype=dtype)
-        for i in range(cfg.times)
-    )
-    return _stack(layers) if cfg.stacked else layers
+    layers, i = [], 0
+    try:
+        for i in range(cfg.times):
+            layers.append(cfg.op.init(cfg.cfg, key=None if key is None else random.fold_in(key, i), device=device, dtype=dtype))
+    except Exception as error:
+        in_step(error, i)
+        raise
+    return _stack(tuple(layers)) if cfg.stacked else tuple(layers)
 
 
 def _stack(layers: tuple[Any, ...]) -> Any:
@@ -144,9 +156,14 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     layers = _layers("repeat_fwd", "params", params, cfg)
     main, extras = split_x("repeat_fwd", x, cfg)
     kept = RepeatResiduals(cfg=cfg, needs=needs)
-    for i, (layer, wanted) in enumerate(zip(layers, needs_of_layers(cfg, needs), strict=True)):
-        layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
-        main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
+    i = 0
+    try:
+        for i, (layer, wanted) in enumerate(zip(layers, needs_of_layers(cfg, needs), strict=True)):
+            layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
+            main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
+    except Exception as error:
+        in_step(error, i)
+        raise
     return main, kept if needs else None
 
 
@@ -154,15 +171,19 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     """The layers in reverse. Returns dx and by layer: dparams, added to `sums` where there is one; without `sums`, pending."""
     gradients: dict[str, Any] = {}
     results: list[Any] = [None] * cfg.times
-    whole = sums is not None
-    for i in reversed(range(cfg.times)):
-        if copies.home:  # what went to the host: the layer before this one comes back while this one computes
-            copies.ahead([node.get(i), node.get(i - 1)])
-        dy, results[i] = run_backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
-        if type(dy) is WithExtras:
-            for name, gradient in dy.extras.items():
-                gradients[name] = add(gradients.get(name), gradient)
-            dy = dy.main
+    whole, i = sums is not None, 0
+    try:
+        for i in reversed(range(cfg.times)):
+            if copies.home:  # what went to the host: the layer before this one comes back while this one computes
+                copies.ahead([node.get(i), node.get(i - 1)])
+            dy, results[i] = run_backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
+            if type(dy) is WithExtras:
+                for name, gradient in dy.extras.items():
+                    gradients[name] = add(gradients.get(name), gradient)
+                dy = dy.main
+    except Exception as error:
+        in_step(error, i)
+        raise
     return (WithExtras(dy, {n: gradients.get(n) for n in cfg.extras}) if cfg.extras else dy), results
 
 
@@ -181,8 +202,13 @@ def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
     found: list[Any] = [None] * cfg.times
-    for i in reversed(range(cfg.times)):
-        found[i] = cfg.op.wgrad(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+    i = 0
+    try:
+        for i in reversed(range(cfg.times)):
+            found[i] = cfg.op.wgrad(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+    except Exception as error:
+        in_step(error, i)
+        raise
     if node is not None and node is not pending:
         node.empty()
     return _collect(found, into, cfg)

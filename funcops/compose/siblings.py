@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from funcops.compose.chain import ChainConfig, ChainPending, ChainResiduals, chain, needs_of_steps
 from funcops.compose.plan import Rule, Window, find_siblings
 from funcops.compose.step import Step, add, has_params, live_inputs, part, run_backward
+from funcops.errors import in_step
 from funcops.needs import Mask, Needs
 from funcops.schema import open_node
 
@@ -108,11 +110,20 @@ def forward_siblings(found: Siblings, params: dict[str, Any], main: Any, extras:
             if branch.rest is not None:
                 others = {step.name: params[name][step.name] for step in branch.rest.steps}
                 x = branch.step.x(y, extras) if branch.step.names else y
-                y, rest = chain.fwd(others, x, branch.rest, needs=rest_needs)
+                y, rest = _inside(branch, chain.fwd, others, x, branch.rest, needs=rest_needs)
                 nodes.update(rest or {})
             kept[name] = ChainResiduals(nodes, cfg=branch.step.cfg, needs=needs) if needs else None
         outputs.append(y)
     return tuple(outputs)
+
+
+def _inside(branch: Branch, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`run(...)`, whose errors name the branch."""
+    try:
+        return run(*args, **options)
+    except Exception as error:
+        in_step(error, branch.step.name)
+        raise
 
 
 def _child(params: Any, branch: Branch) -> Any:
@@ -137,16 +148,16 @@ def backward_siblings(
     """dmain and, by branch, dparams or (without `sums`) pending."""
     intos = [sums[b.step.name] if sums else None for b in found.branches]
     opened = [
-        _open(branch, needs, part(node, branch.step.name), d, gradients, sums is not None, into, where)
+        _inside(branch, _open, branch, needs, part(node, branch.step.name), d, gradients, sums is not None, into, where)
         for branch, needs, d, into in zip(found.branches, found.rest_needs, dy, intos, strict=True)
     ]
-    steps = [branch.head for branch in found.branches]
-    dmain, waiting = _heads(found.rule, steps, opened)
+    dmain, waiting = _heads(found.rule, found.branches, opened)
     results = {}
     for branch, one, left, needs, into in zip(found.branches, opened, waiting, found.needs, intos, strict=True):
         head, name, names = branch.head, branch.step.name, getattr(branch.step.cfg, "names", {})
         if sums is not None:
-            left = head.op.wgrad(left, head.cfg, into=into if branch.whole or into is None else into[head.name])
+            own = into if branch.whole or into is None else into[head.name]
+            left = _inside(branch, _in_head, branch, head.op.wgrad, left, head.cfg, into=own)
         if branch.whole:
             results[name] = left
             continue
@@ -180,15 +191,24 @@ def _open(
             dy = branch.step.split(dy, gradients) if branch.step.names else dy
         kept = part(node, head.name)
     if kept is not None:
-        kept = open_node(where, kept, head.op.dgrad.node_class, head.cfg)  # type: ignore[attr-defined]
+        kept = _in_head(branch, open_node, where, kept, head.op.dgrad.node_class, head.cfg)  # type: ignore[attr-defined]
     return _Opened(kept, dy, results or {})
 
 
-def _heads(rule: Rule, steps: list[Step], opened: list[_Opened]) -> tuple[Any, Any]:
+def _in_head(branch: Branch, run: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """`run(...)`, whose errors name the first step of a branch that has more."""
+    return run(*args, **options) if branch.whole else _inside(Branch(branch.head, branch.head, None), run, *args, **options)
+
+
+def _heads(rule: Rule, branches: tuple[Branch, ...], opened: list[_Opened]) -> tuple[Any, Any]:
     """dmain and the pendings of the first steps: by the rule, or one by one."""
+    steps = [branch.head for branch in branches]
     if all([one.node is not None and one.dy is not None for one in opened]):
         found = rule.run(steps, [one.node for one in opened], [one.dy for one in opened])
         if found is not NotImplemented:
             return found
-    pairs = [run_backward(step.op, step.cfg, one.node, one.dy, False, None) for step, one in zip(steps, opened, strict=True)]
+    pairs = [
+        _inside(branch, _in_head, branch, run_backward, branch.head.op, branch.head.cfg, one.node, one.dy, False, None)
+        for branch, one in zip(branches, opened, strict=True)
+    ]
     return functools.reduce(add, [dx for dx, _ in pairs]), [waiting for _, waiting in pairs]

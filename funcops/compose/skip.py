@@ -9,6 +9,7 @@ chain is planned with it, as fork, body, add: so the sums may go into its first 
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import field
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -16,9 +17,10 @@ from torch import Tensor
 from funcops.backend import wants_triton
 from funcops.compose.chain import ChainConfig, ChainResiduals, chain, needs_of_steps
 from funcops.compose.step import Replace, Step, WithExtras, add, check_body, extras_of, keys_of, needs_of
+from funcops.compose.widths import Width, follow, wanted
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
-from funcops.op import Op, config, make_op, positional
+from funcops.op import Op, config, init_of, make_op
 from funcops.ops.add import AddConfig, AddResiduals
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, ForkResiduals, fork
@@ -29,20 +31,31 @@ from funcops.schema import Inputs, open_node
 class SkipConfig:
     """The body: an op and its config. Its extras are passed through."""
 
-    op: Op = positional()
-    cfg: Any = positional()
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
 
     def __post_init__(self) -> None:
         check_body("SkipConfig", self.op, self.cfg)
         object.__setattr__(self, "extras", extras_of(self.cfg))
         object.__setattr__(self, "keys", keys_of(self.cfg))
         object.__setattr__(self, "entries", ((None, self.op, self.cfg),))
+        self.follow("SkipConfig", "", None)
         object.__setattr__(self, "unrolled", _unrolled(self.cfg) if self.op is chain and self.cfg.fuse else None)
 
     def with_parts(self, replace: Replace) -> SkipConfig:
         """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""
         op, cfg = replace(None, self.op, self.cfg)
         return SkipConfig(op=op, cfg=cfg)
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `funcops.compose.widths`: the body gives what it takes."""
+        first = wanted(self.cfg)
+        before = width if width is not None or first is None else Width(first, path)
+        after = follow(where, path, self.cfg, before)
+        if before is not None and after is not None and after.size != before.size:
+            name = f"body of skip {path!r}" if path else "the body"
+            fail(where, name, f"one that gives [..., {before.size}], as its x is", f"[..., {after.size}] of step {after.of!r}")
+        return before or after
 
     entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     unrolled: ClassVar[ChainConfig | None]  # the skip of a chain as a chain
@@ -97,9 +110,9 @@ def _check_cfg(where: str, cfg: Any) -> None:
         fail(where, "cfg", "SkipConfig", describe(cfg), TypeError)
 
 
+@init_of(SkipConfig)
 def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
     """The body's params."""
-    _check_cfg("skip_init", cfg)
     return cfg.op.init(cfg.cfg, key=key, device=device, dtype=dtype)
 
 

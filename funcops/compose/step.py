@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from funcops import random
 from funcops.errors import DonatedError, check, describe, fail, require, require_type
 from funcops.needs import Mask, Needs, sub_mask
-from funcops.op import Op, config, positional
+from funcops.op import Op, config
 from funcops.residuals.donate import donate
 from funcops.schema import Donated
 from funcops.trees import Aside, leaf, register_node, tensors, tree, tree_map
@@ -33,9 +34,9 @@ class WithExtras:
 class Step:
     """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name."""
 
-    name: str = positional()
-    op: Op = positional()
-    cfg: Any = positional()
+    name: str = field(kw_only=False)
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
     takes: tuple[str, ...] = ()
     gives: tuple[str, ...] = ()
 
@@ -225,7 +226,7 @@ class Nested(dict):  # type: ignore[type-arg]
         self.gone, self.had = True, ()
 
     def parts(self) -> tuple[str, ...]:
-        return self.had or tuple([name for name, part in self.items() if part is not None])
+        return self.had or tuple([name for name, part in dict.items(self) if part is not None])
 
     def moved(self, aside: Any) -> Any:
         """This node, made of another's parts, with what is known of that."""
@@ -237,6 +238,30 @@ class Nested(dict):  # type: ignore[type-arg]
         made: Any = type(self)(self, cfg=self.cfg, needs=self.needs)
         made.donated = self.donated
         return made.moved((self.gone, self.parts()))
+
+    def _open(self) -> Any:
+        """This node, which must not have been given away."""
+        if self.gone:
+            raise DonatedError(f"{type(self).__name__} was given away with donate(): it must not be used again")
+        return super()
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self._open().get(name, default)
+
+    def keys(self) -> Any:
+        return self._open().keys()
+
+    def values(self) -> Any:
+        return self._open().values()
+
+    def items(self) -> Any:
+        return self._open().items()
+
+    def __iter__(self) -> Any:
+        return self._open().__iter__()
+
+    def __len__(self) -> int:
+        return self._open().__len__()  # type: ignore[no-any-return]
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
@@ -259,10 +284,10 @@ def nested(kind: str) -> Callable[[type], type]:
         cls.kind = kind
         register_node(
             cls,
-            lambda node: tuple(node.values()),
-            lambda node: (node.cfg, node.needs, tuple(node), Aside((node.gone, node.parts()))),
+            lambda node: tuple(dict.values(node)),
+            lambda node: (node.cfg, node.needs, tuple(dict.keys(node)), Aside((node.gone, node.parts()))),
             lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
-            lambda node: tuple(node),
+            lambda node: tuple(dict.keys(node)),
         )
         return cls
 

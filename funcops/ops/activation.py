@@ -10,6 +10,7 @@ x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import DGRAD, residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
@@ -27,7 +28,9 @@ KINDS = tuple(kernels.ACTIVATIONS)
 class ActivationConfig:
     """`kind`: relu, squared_relu, gelu, gelu_tanh, quick_gelu, silu, tanh or sigmoid."""
 
-    kind: str = positional()
+    widths = same_width
+
+    kind: str = field(kw_only=False)
 
     def __post_init__(self) -> None:
         require(self.kind in KINDS, "ActivationConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))

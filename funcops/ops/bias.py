@@ -7,6 +7,7 @@ x, y, dy, dx: [*, D]; b: [D]; one float dtype. Kept: nothing. dx is dy itself.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -25,10 +26,13 @@ from funcops.trees import leaf, tree
 class BiasConfig:
     """`dim`: the size D of the last dimension."""
 
-    dim: int = positional()
+    dim: int = field(kw_only=False)
 
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "BiasConfig", "dim", "at least 1", self.dim)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
 
 
 @tree
@@ -48,6 +52,7 @@ class BiasPending:
     dtype: Any = static()
 
 
+@init_of(BiasConfig)
 def bias_init(cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> BiasParams:
     """Zeros; draws nothing."""
     return BiasParams(torch.zeros(cfg.dim, device=device, dtype=dtype))
@@ -62,7 +67,7 @@ def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = N
 
 
 @dgrad_of(BiasResiduals)
-def bias_dgrad(residuals: Any, dy: Tensor, cfg: BiasConfig) -> tuple[Tensor | None, Any]:
+def bias_dgrad(residuals: Any, dy: Tensor, cfg: BiasConfig) -> tuple[Any, Any]:
     """`dx = dy`, and the pending sum over dy."""
     check("bias_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return dy if residuals.needs.x else None, BiasPending.keep(cfg, residuals.needs, dy=dy, dtype=residuals.dtype)

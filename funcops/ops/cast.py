@@ -7,6 +7,7 @@ x, dx: [*] of one float dtype; y, dy: [*] of `cfg.dtype`. Kept: nothing. Where t
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import residuals, static
 
 
@@ -22,7 +23,9 @@ from funcops.schema import residuals, static
 class CastConfig:
     """`dtype`: the floating dtype of y."""
 
-    dtype: torch.dtype = positional()
+    widths = same_width
+
+    dtype: torch.dtype = field(kw_only=False)
 
     def __post_init__(self) -> None:
         require(self.dtype in FLOATS, "CastConfig", "dtype", f"one of {', '.join(map(short, FLOATS))}", self.dtype)

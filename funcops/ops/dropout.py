@@ -8,6 +8,7 @@ backward draws the same bits again. With p = 0 or train=False, y is x itself; wi
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
 
@@ -24,7 +25,9 @@ from funcops.schema import DGRAD, Inputs, residuals, saved, static
 class DropoutConfig:
     """`p`: the probability of zero, in [0, 1]; `train=False` is the identity."""
 
-    p: float = positional()
+    widths = same_width
+
+    p: float = field(kw_only=False)
     train: bool = True
 
     def __post_init__(self) -> None:
@@ -60,7 +63,7 @@ def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:
 @dgrad_of(DropoutResiduals)
 def dropout_dgrad(residuals: Any, dy: Any, cfg: DropoutConfig) -> tuple[Any, None]:
     """`(dx, None)`. There is no weight gradient: pending is None."""
-    check("dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    check("dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
     dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
     return residuals.inputs.make((dx, None)), None
 

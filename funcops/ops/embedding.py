@@ -8,6 +8,7 @@ An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from funcops import random
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -26,8 +27,8 @@ from funcops.trees import leaf, tree
 class EmbeddingConfig:
     """`num_embeddings` (V) and `dim` (D); the row `padding_idx` gets no gradient."""
 
-    num_embeddings: int = positional()
-    dim: int = positional()
+    num_embeddings: int = field(kw_only=False)
+    dim: int = field(kw_only=False)
     padding_idx: int | None = None
 
     def __post_init__(self) -> None:
@@ -37,6 +38,9 @@ class EmbeddingConfig:
         pad = self.padding_idx
         right = pad is None or 0 <= pad < self.num_embeddings
         require(right, "EmbeddingConfig", "padding_idx", f"None or in 0..{self.num_embeddings - 1}", pad)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, self.dim
 
 
 @tree
@@ -56,6 +60,7 @@ class EmbeddingPending:
     dy: Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
 
 
+@init_of(EmbeddingConfig)
 def embedding_init(
     cfg: EmbeddingConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> EmbeddingParams:

@@ -14,13 +14,15 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import residuals, static
 
 
 @config
 class ForkConfig:
     """There is nothing to configure."""
+
+    widths = same_width
 
 
 @residuals

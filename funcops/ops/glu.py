@@ -56,6 +56,9 @@ class GLUConfig:
 
     first: ClassVar[bool]  # whether the gate is the first half
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, width if self.paired or width is None else width // 2
+
 
 @residuals
 class GLUResiduals:

@@ -7,6 +7,7 @@ x, y, dy, dx: [*, D] of one float dtype; r: [*, 1], float32 (float64 for float64
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op
 from funcops.ops._norm import check_eps
 from funcops.schema import DGRAD, residuals, saved
 
@@ -23,12 +24,15 @@ from funcops.schema import DGRAD, residuals, saved
 class L2NormConfig:
     """`dim`: the size D of the last dimension."""
 
-    dim: int = positional()
+    dim: int = field(kw_only=False)
     eps: float = 1e-6
 
     def __post_init__(self) -> None:
         require(type(self.dim) is int and self.dim >= 1, "L2NormConfig", "dim", "a size of at least 1", repr(self.dim))
         check_eps("L2NormConfig", self.eps)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
 
 
 @residuals

@@ -15,6 +15,7 @@ arXiv:1607.06450.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -33,13 +34,17 @@ from funcops.trees import leaf, tree
 class LayerNormConfig:
     """`dim`: the size, or sizes, of the normalised trailing dimensions; `bias` adds b; `zero_centered_gamma`: 1 + w."""
 
-    dim: Any = positional()  # int or tuple of ints, kept as a tuple
+    dim: Any = field(kw_only=False)  # int or tuple of ints, kept as a tuple
     eps: float = 1e-5
     bias: bool = True
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
         check_sizes("LayerNormConfig", self)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        last = self.dim[-1] if isinstance(self.dim, tuple) else self.dim
+        return last, last
 
 
 @tree
@@ -65,6 +70,7 @@ class LayerNormPending:  # over blocks of rows; float32 (float64 for float64)
     weight_dtype: Any = static()
 
 
+@init_of(LayerNormConfig)
 def layer_norm_init(
     cfg: LayerNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LayerNormParams:
@@ -92,7 +98,7 @@ def layer_norm_fwd(params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, 
 
 
 @dgrad_of(LayerNormResiduals)
-def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[Tensor | None, Any]:
+def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[Any, Any]:
     """dx: [*, *D], and the pending sums for dw and db."""
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     db = cfg.bias and needs.param("bias")

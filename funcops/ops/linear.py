@@ -11,6 +11,7 @@ Kept: x and w, both aliases: no bytes of its own. `into` may be float32 accumula
 from __future__ import annotations
 
 import functools
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
@@ -22,7 +23,7 @@ from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear_wgrads import Product, linear_wgrads
 from funcops.residuals.batch import collect, collecting
 from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
@@ -33,8 +34,8 @@ from funcops.trees import leaf, tree
 class LinearConfig:
     """`in_features` (I) and `out_features` (O), both at least 1; `bias` adds b."""
 
-    in_features: int = positional()
-    out_features: int = positional()
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
     bias: bool = True
 
     def __post_init__(self) -> None:
@@ -45,6 +46,9 @@ class LinearConfig:
 
     weight_shape: ClassVar[tuple[int, int]]
     bias_shape: ClassVar[tuple[int]]
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.out_features
 
 
 @tree
@@ -64,6 +68,7 @@ class LinearResiduals:
 LinearPending = derive_pending("LinearPending", LinearResiduals, dy="[*, O]")
 
 
+@init_of(LinearConfig)
 def linear_init(
     cfg: LinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
@@ -93,7 +98,7 @@ def linear_fwd(
 
 
 @dgrad_of(LinearResiduals)
-def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor | None, Any]:
+def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Any, Any]:
     """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
@@ -116,7 +121,7 @@ def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None =
 @bwd_of(LinearResiduals, LinearParams)
 def linear_bwd(
     residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Tensor | None]:
+) -> tuple[LinearParams, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)

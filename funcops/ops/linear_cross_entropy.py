@@ -11,6 +11,7 @@ each half of the backward, and the whole one once, recomputes the logits of a ch
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
 from funcops.needs import Needs
-from funcops.op import bwd_of, check_into, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import bwd_of, check_into, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.schema import DGRAD, WGRAD, Inputs, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -33,8 +34,8 @@ from funcops.trees import leaf, tree
 class LinearCrossEntropyConfig:
     """`in_features` (I) and `vocab` (V); `chunk_bytes` bounds the logits that exist at a time, as if in float32."""
 
-    in_features: int = positional()
-    vocab: int = positional()
+    in_features: int = field(kw_only=False)
+    vocab: int = field(kw_only=False)
     label_smoothing: float = 0.0
     ignore_index: int = -100
     z_loss: float = 0.0
@@ -57,6 +58,9 @@ class LinearCrossEntropyConfig:
         size = max(1, self.chunk_bytes // (4 * max(1, rows)))
         size = size - size % 128 if size > 128 else size
         return (slice(start, start + size) for start in range(0, self.vocab, size))
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, None
 
 
 @tree
@@ -83,6 +87,7 @@ class LinearCrossEntropyPending:
     dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
 
 
+@init_of(LinearCrossEntropyConfig)
 def linear_cross_entropy_init(
     cfg: LinearCrossEntropyConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearCrossEntropyParams:

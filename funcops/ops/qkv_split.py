@@ -8,6 +8,7 @@ dtype. With `rope`, x is `(x, positions)` as in `rope`, or `(x, table)`. Kept: p
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
@@ -25,8 +26,8 @@ from funcops.schema import DGRAD, Inputs, residuals, saved, static
 class QKVSplitConfig:
     """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn, if they do."""
 
-    heads: int = positional()
-    dim: int = positional()
+    heads: int = field(kw_only=False)
+    dim: int = field(kw_only=False)
     kv_heads: int | None = None
     rope: RopeConfig | None = None
 
@@ -45,6 +46,9 @@ class QKVSplitConfig:
                 f"a RopeConfig({self.dim})",
                 self.rope,
             )
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 
 
 @residuals

@@ -8,6 +8,7 @@ x, dx: [*, *in]; y, dy: [*, *out]; any dtype. Kept: nothing. y is a view of x wh
 from __future__ import annotations
 
 import math
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op
 from funcops.schema import residuals, static
 
 
@@ -23,8 +24,8 @@ from funcops.schema import residuals, static
 class ReshapeConfig:
     """`in_shape` and `out_shape`: the trailing sizes before and after, of one product; leading dimensions stay."""
 
-    in_shape: tuple[int, ...] = positional()
-    out_shape: tuple[int, ...] = positional()
+    in_shape: tuple[int, ...] = field(kw_only=False)
+    out_shape: tuple[int, ...] = field(kw_only=False)
 
     def __post_init__(self) -> None:
         for name in ("in_shape", "out_shape"):
@@ -33,6 +34,9 @@ class ReshapeConfig:
             require(right, "ReshapeConfig", name, "a tuple of sizes of at least 1", sizes)
         same = math.prod(self.in_shape) == math.prod(self.out_shape)
         require(same, "ReshapeConfig", "out_shape", f"of the product of in_shape {self.in_shape}", self.out_shape)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
 
 @residuals

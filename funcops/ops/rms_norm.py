@@ -13,6 +13,7 @@ arXiv:1910.07467.
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import Tensor
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, make_op, positional, wgrad_of
+from funcops.op import accumulate, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
@@ -31,12 +32,16 @@ from funcops.trees import leaf, tree
 class RMSNormConfig:
     """`dim`: the size, or sizes, of the normalised trailing dimensions; `zero_centered_gamma` scales by 1 + w."""
 
-    dim: Any = positional()  # int or tuple of ints, kept as a tuple
+    dim: Any = field(kw_only=False)  # int or tuple of ints, kept as a tuple
     eps: float = 1e-6
     zero_centered_gamma: bool = False
 
     def __post_init__(self) -> None:
         check_sizes("RMSNormConfig", self)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        last = self.dim[-1] if isinstance(self.dim, tuple) else self.dim
+        return last, last
 
 
 @tree
@@ -58,6 +63,7 @@ class RMSNormPending:
     weight_dtype: Any = static()
 
 
+@init_of(RMSNormConfig)
 def rms_norm_init(
     cfg: RMSNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> RMSNormParams:
@@ -77,7 +83,7 @@ def rms_norm_fwd(params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs:
 
 
 @dgrad_of(RMSNormResiduals)
-def rms_norm_dgrad(residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Any]:
+def rms_norm_dgrad(residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Any, Any]:
     """dx: [*, *D], and the pending sums for dw."""
     dx, parts = _dx_and_parts("rms_norm_dgrad", residuals, dy, cfg)
     return dx, RMSNormPending.keep(cfg, residuals.needs, parts=parts, weight_dtype=residuals.weight_dtype)
@@ -102,9 +108,7 @@ def rms_norm_wgrad(pending: Any, cfg: RMSNormConfig, *, into: RMSNormParams | No
 
 
 @bwd_of(RMSNormResiduals, RMSNormParams)
-def rms_norm_bwd(
-    residuals: Any, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None
-) -> tuple[RMSNormParams, Tensor | None]:
+def rms_norm_bwd(residuals: Any, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> tuple[RMSNormParams, Any]:
     """The whole backward, one pass over dy and x. Returns `(dparams, dx)`."""
     dx, parts = _dx_and_parts("rms_norm_bwd", residuals, dy, cfg)
     dw = finish(parts, cfg.dim, residuals.weight_dtype, None if into is None else into.weight, owned=True)

@@ -13,16 +13,17 @@ or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept
 from __future__ import annotations
 
 import math
+from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.errors import check, check_rows, describe, fail, require
+from funcops.errors import check, check_rows, describe, fail, require, require_type
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op
 from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
 
@@ -30,7 +31,7 @@ from funcops.schema import DGRAD, Inputs, residuals, saved, static
 class RopeConfig:
     """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all)."""
 
-    dim: int = positional()
+    dim: int = field(kw_only=False)
     theta: float = 10000.0
     rotary_dim: int | None = None
     interleaved: bool = False
@@ -46,6 +47,9 @@ class RopeConfig:
     rotating: ClassVar[int]  # R
     table_size: ClassVar[int]
 
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
+
 
 @residuals
 class RopeResiduals:
@@ -60,6 +64,7 @@ def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch
 
     `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64.
     """
+    require_type("rope_table", "cfg", cfg, RopeConfig)
     check("rope_table", "positions", positions, (...,), torch.int64)
     if dtype not in (torch.float32, torch.float64):
         fail("rope_table", "dtype", "float32 or float64", describe(dtype), TypeError)
@@ -101,7 +106,7 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
 @dgrad_of(RopeResiduals)
 def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
     """`(dx, None)`: the inverse rotation of dy. There is no weight gradient: pending is None."""
-    check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
     if not residuals.needs.input(0):
         return residuals.nothing(), None
     table = table_of(residuals.positions, cfg, dy.dtype)

@@ -8,6 +8,7 @@ x, y, dy, dx: [*] of one float dtype. Kept: nothing.
 from __future__ import annotations
 
 import math
+from dataclasses import field
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, positional
+from funcops.op import config, dgrad_of, forward, make_op, same_width
 from funcops.schema import residuals, static
 
 
@@ -23,7 +24,9 @@ from funcops.schema import residuals, static
 class ScaleConfig:
     """`factor`: the constant c, finite."""
 
-    factor: float = positional()
+    widths = same_width
+
+    factor: float = field(kw_only=False)
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.factor), "ScaleConfig", "factor", "finite", self.factor)

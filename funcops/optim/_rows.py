@@ -162,7 +162,7 @@ def check_rate(where: str, lr: Any) -> Any:
         right = lr.numel() == 1 and lr.is_floating_point()
         require(right, where, "lr", "a number or a float tensor of one element", describe(lr))
         return lr.reshape(())
-    require_type(where, "lr", lr, float, int)
+    not_negative(where, lr=lr)
     return float(lr)
 
 

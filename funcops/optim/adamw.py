@@ -39,7 +39,11 @@ class AdamWConfig:
 
     def __post_init__(self) -> None:
         not_negative("AdamWConfig", lr=self.lr, eps=self.eps, weight_decay=self.weight_decay)
-        ok = isinstance(self.betas, tuple) and len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
+        ok = (
+            isinstance(self.betas, tuple)
+            and len(self.betas) == 2
+            and all(isinstance(b, (int, float)) and 0 <= b < 1 for b in self.betas)
+        )
         require(ok, "AdamWConfig", "betas", "a pair of numbers in [0, 1)", self.betas)
 
 
@@ -92,6 +96,7 @@ def adamw_update(
     where = "adamw_update"
     require_type(where, "cfg", cfg, AdamWConfig)
     require_type(where, "state", state, AdamWState)
+    require_type(where, "in_place", in_place, bool)
     rate = check_rate(where, cfg.lr if lr is None else lr)
     trees = {"params": params, "grads": grads, "state.exp_avg": state.exp_avg, "state.exp_avg_sq": state.exp_avg_sq}
     rows, kinds, decayed, has_grad = open_trees(where, trees, decay, in_place)

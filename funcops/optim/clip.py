@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import FLOATS, describe, fail
+from funcops.errors import FLOATS, check, describe, fail, require_flag
 from funcops.optim._rows import not_negative, rebuilt
 from funcops.trees import leaves, paths
 
@@ -34,7 +34,10 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
     >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 10.0)
     ({'w': tensor([3., 4.])}, tensor(5.))
     """
-    if not isinstance(max_norm, Tensor):
+    require_flag("clip_by_global_norm", in_place=in_place)
+    if isinstance(max_norm, Tensor):
+        check("clip_by_global_norm", "max_norm", max_norm, (), FLOATS)
+    else:
         not_negative("clip_by_global_norm", max_norm=max_norm)
     places = leaves(grads)
     given = _float_tensors("clip_by_global_norm", grads, places)

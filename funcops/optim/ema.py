@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.errors import check, require
+from funcops.errors import check, describe, fail, require, require_dtype, require_flag, short
 from funcops.optim._rows import dotted, lists_of
 from funcops.trees import paths, tree_map, with_leaves
 
@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
     """The average of nothing yet: copies of params, in `dtype` or a wider one. bfloat16 would lose updates of 1 - decay = 0.001."""
+
+    require_dtype("ema_init", dtype)
 
     def copied(t: Any) -> Any:
         if not isinstance(t, Tensor):
@@ -38,11 +40,19 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
     >>> ema_update({"w": torch.zeros(2)}, {"w": torch.ones(2)}, 0.75)
     {'w': tensor([0.2500, 0.2500])}
     """
+    require_flag("ema_update", in_place=in_place)
     if not isinstance(decay, Tensor):
-        require(isinstance(decay, (int, float)) and 0 <= decay <= 1, "ema_update", "decay", "from 0 to 1", decay)
+        require(
+            isinstance(decay, (int, float)) and decay is not True and 0 <= decay <= 1, "ema_update", "decay", "from 0 to 1", decay
+        )
     ours, given = lists_of("ema_update", {"average": average, "params": params})
     floats = [i for i, p in enumerate(given) if isinstance(p, Tensor) and p.is_floating_point()]
     names = list(paths(average))
+    for name, a, p in zip(names, ours, given, strict=True):
+        if isinstance(a, Tensor) != isinstance(p, Tensor):
+            fail("ema_update", dotted("params", name), "a tensor where average has one", describe(p), TypeError)
+        if isinstance(a, Tensor) and a.is_floating_point() != p.is_floating_point():
+            fail("ema_update", dotted("params", name), f"of a kind with average, {short(a.dtype)}", short(p.dtype), TypeError)
     made = [a if in_place else p for a, p in zip(ours, given, strict=True)]
     with torch.no_grad():
         for i in floats:

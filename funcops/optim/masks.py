@@ -22,7 +22,7 @@ def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
     >>> decay_mask({"norm": torch.ones(2), "up": torch.ones(2, 2)})
     {'norm': False, 'up': True}
     """
-    if isinstance(exclude, str):
+    if not isinstance(exclude, (tuple, list)) or not all(isinstance(glob, str) for glob in exclude):
         fail("decay_mask", "exclude", "a sequence of globs", repr(exclude), TypeError)
     known = list(paths(params))
     for glob in exclude:

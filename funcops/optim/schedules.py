@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.errors import require
+from funcops.errors import require, require_count, require_number
 
 
 def warmup_cosine(step: int | Tensor, *, peak: float, warmup: int, total: int, final: float = 0.0) -> Any:
@@ -23,6 +23,11 @@ def warmup_cosine(step: int | Tensor, *, peak: float, warmup: int, total: int, f
     >>> [round(warmup_cosine(s, peak=1.0, warmup=2, total=6), 3) for s in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
+    where = "warmup_cosine"
+    require_number(where, 0, peak=peak, final=final)
+    require_count(where, 0, warmup=warmup, total=total)
+    if not isinstance(step, Tensor):
+        require_number(where, 0, step=step)
     require(0 <= warmup <= total, "warmup_cosine", "warmup", f"from 0 to total ({total})", warmup)
     up, down = max(warmup, 1), max(total - warmup, 1)
     if isinstance(step, Tensor):

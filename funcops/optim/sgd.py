@@ -78,6 +78,7 @@ def sgd_update(
     where = "sgd_update"
     require_type(where, "cfg", cfg, SGDConfig)
     require_type(where, "state", state, SGDState)
+    require_type(where, "in_place", in_place, bool)
     rate = check_rate(where, cfg.lr if lr is None else lr)
     trees = {"params": params, "grads": grads} | ({"state.momentum": state.momentum} if cfg.momentum else {})
     rows, kinds, decayed, _ = open_trees(where, trees, decay, in_place)

@@ -13,6 +13,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcops.errors import describe, fail, require_type
@@ -68,6 +69,7 @@ class Policy:
     blocks: str = "residuals"
 
     def __post_init__(self) -> None:
+        require_type("Policy", "rules", self.rules, Mapping, tuple, list)
         rules = tuple(self.rules.items() if isinstance(self.rules, Mapping) else self.rules)
         for rule in rules:
             if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[0], str):
@@ -111,6 +113,15 @@ class Packed:
     def _version(self) -> Any:
         """Those of its parts: it is guarded as the tensor is that it stands for."""
         return versions(self)
+
+    def __reduce__(self) -> Any:
+        """Pickle has no code for 8-bit floats: they go as bytes."""
+        parts = tuple([(t.view(torch.uint8), t.dtype) if t.dtype.itemsize == 1 else (t, t.dtype) for t in self.parts])
+        return _unpickled, (parts, self.action, self.dtype, self.device)
+
+
+def _unpickled(parts: Any, action: Action, dtype: Any, device: Any) -> Packed:
+    return Packed(tuple([t.view(kind) for t, kind in parts]), action=action, dtype=dtype, device=device)
 
 
 def pack(t: Tensor, action: Action) -> Any:

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.errors import describe, fail, short
+from funcops.errors import describe, fail, require_count, require_type, short
+from funcops.marks import Gone
 from funcops.schema import Field, Saved
 from funcops.trees import paths, tensors
 
@@ -93,6 +94,8 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own. Raises `TypeError` for
     anything but residuals or pending.
     """
+    if tokens is not None:
+        require_count("report", tokens=tokens)
     if residuals is None:
         return Report([], 0, tokens)
     _check_kept(residuals, "residuals")
@@ -118,6 +121,8 @@ def _check_kept(node: Any, name: str) -> None:
             _check_kept(child, f"{name}.{key}")
     elif node is not None and not isinstance(node, Saved) and not hasattr(node, "give"):
         fail("report", name, "residuals or pending of an op", describe(node), TypeError)
+    elif getattr(node, "gone", False) or isinstance(getattr(node, "_marks", None), Gone):
+        node.complain("report")  # type: ignore[union-attr]
 
 
 class Change(NamedTuple):
@@ -142,6 +147,8 @@ class Difference(list[Change]):
 
 def diff(before: Report, after: Report) -> Difference:
     """What changes between two reports: the bytes of each path that both do not count alike."""
+    for name, one in (("before", before), ("after", after)):
+        require_type("diff", name, one, Report)
     sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]
     every = dict.fromkeys([*sides[0], *sides[1]])
     changes = [Change(path, sides[0].get(path, 0), sides[1].get(path, 0)) for path in every]

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcops.errors import fail, require
+from funcops.errors import fail, in_html, on_screen, require, require_type
 
 KINDS = ("F", "I", "W", "B")
 
@@ -41,7 +41,7 @@ class Action(NamedTuple):
         return Action(int(found[1]), found[2], int(found[3]))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
     """`ranks`: the actions of each, in order. Making one checks it: every stage is on one rank, sees each microbatch once forward
     and once backward (B, or I and W), and the ranks, each waiting for what it needs, come to an end.
@@ -56,6 +56,11 @@ class Schedule:
     together: frozenset[Action] = frozenset()
 
     def __post_init__(self) -> None:
+        require_type("Schedule", "name", self.name, str)
+        require_type("Schedule", "ranks", self.ranks, tuple, list)
+        require_type("Schedule", "together", self.together, frozenset, set)
+        for rank, actions in enumerate(self.ranks):
+            require_type("Schedule", f"ranks.{rank}", actions, tuple, list)
         object.__setattr__(self, "ranks", tuple(map(tuple, self.ranks)))
         require(any(self.ranks), "Schedule", "ranks", "at least one action", "none")
         _check_actions(self)
@@ -63,6 +68,13 @@ class Schedule:
         _check_together(self)
         for _ in self.order():
             pass
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.ranks)} ranks, {self.stages} stages, {self.microbatches} microbatches"
+        return on_screen(f"{self.name}: {sizes}\n{self}")
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
 
     @functools.cached_property
     def stages(self) -> int:
@@ -190,11 +202,19 @@ def _check_together(schedule: Schedule) -> None:
 
 def _check_actions(schedule: Schedule) -> None:
     """Before anything is counted: a negative number would be read from the end."""
+    total = sum(map(len, schedule.ranks))
     for rank, actions in enumerate(schedule.ranks):
         for action in actions:
             if type(action) is not Action or not (is_count(action.stage, 0) and is_count(action.microbatch, 0)):
                 wanted = "made of Actions whose stage and microbatch are integers, at least 0"
                 fail(f"Schedule {schedule.name!r}", f"rank {rank}", wanted, repr(action))
+            if max(action.stage, action.microbatch) >= total:  # one is absent; and what follows takes memory for every number
+                fail(
+                    f"Schedule {schedule.name!r}",
+                    f"rank {rank}",
+                    f"of stages and microbatches below its {total} actions",
+                    str(action),
+                )
 
 
 def is_count(value: object, least: int) -> bool:

@@ -6,7 +6,7 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from funcops.errors import fail, require, require_type
+from funcops.errors import fail, require, require_number, require_type
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.simulate import Costs, Model, Network, simulate
 
@@ -21,6 +21,7 @@ def delay_w(
     Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
     """
     require_type("delay_w", "schedule", schedule, Schedule)
+    require_number("delay_w", 0, finite=False, budget_bytes=budget_bytes)
     require(budget_bytes > 0, "delay_w", "budget_bytes", "above 0", budget_bytes)
     model = Model.of(schedule, costs, network, "delay_w")
     tried: list[Schedule] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from funcops.errors import require, require_type
@@ -13,11 +14,13 @@ LABELLED = 2_000  # actions, above which boxes bear no text
 MOST = 100_000
 
 
-def draw(simulated: Simulated, path: str | None = None) -> Any:
+def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None) -> Any:
     """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch, and
-    darker for the later stages of its rank. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
+    fainter for the later stages of its rank, as the legend says. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
     100,000 actions, which no picture shows."""
     require_type("draw", "simulated", simulated, Simulated)
+    if path is not None:
+        require_type("draw", "path", path, str, os.PathLike)
     count = sum(map(len, simulated.starts))
     require(count <= MOST, "draw", "simulated", f"of at most {MOST:,} actions", f"{count:,}")
     try:
@@ -33,14 +36,36 @@ def draw(simulated: Simulated, path: str | None = None) -> Any:
         _row(axes, simulated, rank, count <= LABELLED)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
-    axes.set_xlabel("time")
+    axes.set_xlabel("time, in the unit of the costs")
     axes.set_title(str(simulated), fontsize=8)
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(kinds), fontsize=8, frameon=False)
+    groups = _groups(simulated)
+    for i, stages in enumerate(groups):
+        patches.append(Patch(facecolor="grey", edgecolor="black", alpha=_shade(i, len(groups)), label=_named(stages)))
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=8, frameon=False)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
+
+
+def _groups(simulated: Simulated) -> list[list[int]]:
+    """The first stages of all ranks, the second ones, and so on: each has a shade."""
+    owner: dict[int, list[int]] = {}
+    for stage, rank in sorted(simulated.schedule.rank_of.items()):
+        owner.setdefault(rank, []).append(stage)
+    most = max(map(len, owner.values()))
+    return [sorted(own[i] for own in owner.values() if i < len(own)) for i in range(most)]
+
+
+def _shade(place: int, count: int) -> float:
+    return 1.0 - 0.45 * place / (count - 1) if count > 1 else 1.0
+
+
+def _named(stages: list[int]) -> str:
+    whole = stages == list(range(stages[0], stages[-1] + 1)) and len(stages) > 2
+    shown = f"{stages[0]} to {stages[-1]}" if whole else ", ".join(map(str, stages[:8])) + (", ..." if len(stages) > 8 else "")
+    return f"stage {shown}" if len(stages) == 1 else f"stages {shown}"
 
 
 def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
@@ -50,7 +75,7 @@ def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
         upper, lower = action in pairs, i + 1 < len(slots) and slots[i + 1].action in pairs  # a pair shares the row's height
         height = 0.45 if upper or lower else 0.9
         bottom = rank if upper else rank - 0.45
-        shade = 1.0 - 0.45 * stages.index(action.stage) / max(1, len(stages) - 1) if len(stages) > 1 else 1.0
+        shade = _shade(stages.index(action.stage), len(stages))
         axes.broken_barh(
             [(start, end - start)], (bottom, height), facecolor=COLOURS[action.kind], alpha=shade, edgecolor="black", linewidth=0.4
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from funcops.errors import require, require_type
+from funcops.errors import require, require_count, require_type
 from funcops.schedule.actions import Schedule
 from funcops.schedule.simulate import Costs, simulate
 
@@ -14,7 +14,8 @@ def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None =
     actions in the order of the times at which `simulate` starts them; pairs come apart. Raises `ValueError` where `ranks` does not divide n."""
     require_type("fold", "schedule", schedule, Schedule)
     count = len(schedule.ranks)
-    require(isinstance(ranks, int) and ranks >= 1 and count % ranks == 0, "fold", "ranks", f"a divisor of {count}", ranks)
+    require_count("fold", ranks=ranks)
+    require(count % ranks == 0, "fold", "ranks", f"a divisor of {count}", ranks)
     slots, size = simulate(schedule, costs).slots, count // ranks
     made = []
     for rank in range(ranks):

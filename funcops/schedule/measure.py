@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig, check_names, needs_of_steps, tied
-from funcops.compose.step import split_x
-from funcops.errors import require
+from funcops.compose.chain import ChainConfig, chain, check_names, needs_of_steps, tied
+from funcops.compose.step import check_body, split_x
+from funcops.errors import fail, require_count
 from funcops.needs import Needs
-from funcops.op import Op
+from funcops.op import Op, check_needs
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.simulate import Costs
 from funcops.schedule.stage import check_staged
@@ -24,7 +24,11 @@ from funcops.trees import nbytes, tensors, tree_map_tensors
 def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:
     """The costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (one run before them is not
     counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`."""
-    require(isinstance(repeats, int) and repeats >= 1, "measure", "repeats", "at least 1", repeats)
+    check_body("measure", op, cfg)
+    require_count("measure", repeats=repeats)
+    check_needs("measure", needs, params, x)
+    if any(t.is_meta for t in tensors(x)):
+        fail("measure", "x", "tensors with values", "one on the meta device")
     synchronize = _synchronizer(x)
     timed: dict[str, list[float]] = {"fwd": [], "dgrad": [], "wgrad": []}
 
@@ -52,8 +56,11 @@ def measure_stages(
     params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
 ) -> tuple[Costs, ...]:
     """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`."""
+    check_body("measure_stages", chain, cfg)
     check_staged("measure_stages", cfg, len(cfg.steps))
     check_names("measure_stages", "params", params, cfg)
+    check_needs("measure_stages", needs, params, x)
+    require_count("measure_stages", repeats=repeats)
     params, (main, extras) = tied("measure_stages", params, cfg.ties), split_x("measure_stages", x, cfg)
     found = []
     for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):

@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from funcops.compose.chain import ChainConfig
+from funcops.compose.chain import ChainConfig, check_names
 from funcops.compose.step import WithExtras
-from funcops.errors import fail, require_type
+from funcops.errors import fail, require_callable, require_type
 from funcops.needs import Needs
+from funcops.op import check_needs
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.stage import Done, Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs
@@ -64,7 +65,12 @@ def run(
     """
     require_type("run", "schedule", schedule, Schedule)
     check_staged("run", cfg, schedule.stages)
-    check_stage_trees("run", "params", params, cfg)
+    check_names("run", "params", params, cfg)
+    check_needs("run", needs, params, None if not isinstance(xs, (list, tuple)) or not xs else xs[0])
+    if done is not None:
+        require_callable("run", done=done)
+    if dys is not None:
+        require_type("run", "dys", dys, list, tuple)
     check_stage_trees("run", "into", into, cfg)
     mains, extras = split_inputs("run", xs, schedule.microbatches, cfg)
     if dys is not None and len(dys) != schedule.microbatches:

@@ -7,9 +7,9 @@ import functools
 import math
 from array import array
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from funcops.errors import require, require_type
+from funcops.errors import in_html, on_screen, require, require_count, require_number, require_type
 from funcops.schedule.actions import KINDS, Action, Schedule
 
 
@@ -28,8 +28,8 @@ class Costs:
     output_bytes: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            require(value is None or value >= 0, "Costs", name, "at least 0", value)
+        given = {name: value for name, value in vars(self).items() if name != "together" or value is not None}
+        require_number("Costs", 0, **given)
 
     def time(self, kind: str) -> float:
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}[kind]
@@ -46,9 +46,10 @@ class Network:
     near_bandwidth: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("latency", "near_latency"):
-            require(getattr(self, name) >= 0, "Network", name, "at least 0", getattr(self, name))
-        for name in ("bandwidth", "near_bandwidth", "ranks_per_node"):
+        require_number("Network", 0, latency=self.latency, near_latency=self.near_latency)
+        require_number("Network", 0, finite=False, bandwidth=self.bandwidth, near_bandwidth=self.near_bandwidth)
+        require_count("Network", ranks_per_node=self.ranks_per_node)
+        for name in ("bandwidth", "near_bandwidth"):
             require(getattr(self, name) > 0, "Network", name, "above 0", getattr(self, name))
 
     def time(self, sender: int, receiver: int, nbytes: float) -> float:
@@ -68,7 +69,12 @@ class Model(NamedTuple):
     @staticmethod
     def of(schedule: Schedule, costs: Costs | Sequence[Costs] | None, network: Network | None, where: str) -> Model:
         """Raises for costs of another number of stages."""
-        given = [costs or Costs()] * schedule.stages if costs is None or isinstance(costs, Costs) else list(costs)
+        if costs is not None:
+            require_type(where, "costs", costs, Costs, tuple, list)
+        if network is not None:
+            require_type(where, "network", network, Network)
+        one_for_all = costs is None or isinstance(costs, Costs)
+        given: Any = [costs or Costs()] * schedule.stages if one_for_all else list(costs)  # type: ignore[arg-type]
         for one in given:
             require_type(where, "costs", one, Costs)
         require(len(given) == schedule.stages, where, "costs", f"one Costs, or {schedule.stages}, one a stage", len(given))
@@ -83,7 +89,7 @@ class Slot(NamedTuple):
     end: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Simulated:
     """When each action of each rank starts and ends, in the order of the schedule; the time of the step; the most bytes of residuals
     and pendings that each rank holds."""
@@ -127,6 +133,15 @@ class Simulated:
     def bubble(self) -> float:
         """The part of all ranks' time that is idle."""
         return sum(self.idle) / (self.time * len(self.starts)) if self.time else 0.0
+
+    def __repr__(self) -> str:
+        rows = zip(self.busy, self.idle, self.peak_bytes, strict=True)
+        ranks = [f"rank {i:<4} {busy:>12g} {idle:>12g} {peak:>18,.0f}" for i, (busy, idle, peak) in enumerate(rows)]
+        head = f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle"
+        return on_screen("\n".join([head, f"{'':9} {'busy':>12} {'idle':>12} {'peak bytes':>18}", *ranks]))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
 
     def __str__(self) -> str:
         peaks = [f"{b:,.0f}" if b >= 1000 else f"{b:g}" for b in self.peak_bytes]

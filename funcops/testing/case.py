@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.compose.step import check_body
+from funcops.errors import require, require_callable, require_count, require_device, require_dtype, require_type
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
@@ -20,6 +22,8 @@ class Draw:
     """Makes seeded tensors in one dtype."""
 
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        require_dtype("Draw", dtype)
+        require_count("Draw", 0, seed=seed)
         self.dtype = dtype
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -54,6 +58,19 @@ class Case:
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
     device: str = "cpu"
 
+    def __post_init__(self) -> None:
+        check_body("Case", self.op, self.cfg)
+        require_callable("Case", x=self.x)
+        for name in ("reference", "params"):
+            if getattr(self, name) is not None:
+                require_callable("Case", **{name: getattr(self, name)})
+        require_type("Case", "name", self.name, str)
+        require_device("Case", self.device)
+        for field in ("dtypes", "free", "cancels", "unrounded", "exempt"):
+            value, wanted = getattr(self, field), torch.dtype if field == "dtypes" else str
+            right = isinstance(value, tuple) and all(isinstance(one, wanted) for one in value)
+            require(right, "Case", field, f"a tuple of {wanted.__name__}", repr(value))
+
     def __str__(self) -> str:
         return self.name or f"{self.op.name}-{self.cfg}"
 
@@ -75,3 +92,8 @@ class Error:
     call: Callable[[], Any]
     match: str
     error: type[Exception] = ValueError
+
+    def __post_init__(self) -> None:
+        require_callable("Error", call=self.call)
+        require_type("Error", "match", self.match, str)
+        require_type("Error", "error", self.error, type)

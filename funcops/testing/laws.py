@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.backend import wide
+from funcops.errors import require
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals import donate
@@ -229,7 +230,7 @@ def check_op(
     cancels: tuple[str, ...] = (),
     unrounded: tuple[str, ...] = (),
 ) -> None:
-    """Hold an op to the laws. Raises `AssertionError` naming the law, the leaf and the numbers.
+    """Hold an op to the laws. Raises `AssertionError` naming the law, the leaf and the numbers, or the error that the op raised.
 
     x: a function of a `Draw` that makes x (or a tree of tensors, cast to each dtype); reference: plain differentiable
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
@@ -253,6 +254,9 @@ def check_op(
         cancels=cancels,
         unrounded=unrounded,
     )
+    right = isinstance(laws, tuple) and laws and set(laws) <= LAWS.keys()
+    require(bool(right), "check_op", "laws", f"a tuple of some of {', '.join(LAWS)}", repr(laws))
+    require(bool(dtypes), "check_op", "dtypes", "at least one dtype", repr(dtypes))
     for dtype in dtypes:
         for name in laws:
             if name == "compiles" and dtype is not dtypes[0]:
@@ -261,3 +265,5 @@ def check_op(
                 LAWS[name](case, dtype)
             except AssertionError as error:
                 raise AssertionError(f"law {name!r}, {dtype}: {error}") from error
+            except Exception as error:
+                raise AssertionError(f"law {name!r}, {dtype}: the op raised {type(error).__name__}: {error}") from error

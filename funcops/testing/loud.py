@@ -43,7 +43,7 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
         return tree_map_path(lambda p, t: change(t) if p == path else t, tree)
 
     yield "cfg of another type", lambda: op.fwd(params, x, object())
-    yield "needs of another type", lambda: op.fwd(params, x, cfg, needs=True)
+    yield "needs of another type", lambda: op.fwd(params, x, cfg, needs=True)  # type: ignore[arg-type]
     yield "params of another type", lambda: op.fwd(3.0, x, cfg)
     for side, tree, call in (
         ("x", x, lambda bad: op.fwd(params, bad, cfg)),

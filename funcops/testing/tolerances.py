@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.errors import require, require_count, require_dtype, require_flag, require_type
 from funcops.trees import paths
 
 ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12}
@@ -40,9 +41,15 @@ def assert_close(
     cancels: tuple[str, ...] = (),
 ) -> None:
     """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound."""
+    require_dtype("assert_close", dtype)
+    require_count("assert_close", length=length)
+    require_flag("assert_close", by_leaf=by_leaf)
+    require_type("assert_close", "what", what, str)
+    right = isinstance(cancels, tuple) and all(isinstance(path, str) for path in cancels)
+    require(right, "assert_close", "cancels", "a tuple of paths", repr(cancels))
     got_paths, want_paths = paths(got), paths(want)
     problems = []
-    sizes = {path: _largest(w) for path, w in want_paths.items() if w is not None}
+    sizes = {path: _largest(w) for path, w in want_paths.items() if isinstance(w, Tensor) and not w.is_meta}
     whole = max(sizes.values(), default=0.0)
     if got_paths.keys() != want_paths.keys():
         problems.append(f"structure: {sorted(got_paths)} instead of {sorted(want_paths)}")
@@ -51,6 +58,10 @@ def assert_close(
         if g is None or w is None:
             if g is not w:
                 problems.append(f"{path or 'value'}: {g!r} instead of {w!r}")
+            continue
+        kinds = [_kind(t) for t in (g, w)]
+        if kinds[0] != kinds[1] or "number" not in kinds[0]:
+            problems.append(f"{path or 'value'}: {kinds[0]} instead of {kinds[1]}")
             continue
         if g.shape != w.shape:
             problems.append(f"{path or 'value'}: shape {list(g.shape)} instead of {list(w.shape)}")
@@ -68,6 +79,13 @@ def assert_close(
             )
     if problems:
         raise AssertionError("; ".join([f"{what} differs", *problems]))
+
+
+def _kind(t: Any) -> str:
+    """What of tensors must be the same before their numbers are compared."""
+    if not isinstance(t, Tensor):
+        return f"a {type(t).__name__}"
+    return "a tensor without values" if t.is_meta else "complex numbers" if t.is_complex() else "real numbers"
 
 
 def _largest(t: Tensor) -> float:

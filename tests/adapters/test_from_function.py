@@ -1,5 +1,7 @@
 """Ops out of torch functions are held to the laws, as any op."""
 
+from dataclasses import field
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +20,7 @@ from funcops import (
     value_and_grad,
     vjp,
 )
-from funcops.op import config, positional
+from funcops.op import config
 from funcops.testing import LAWS, Case
 from funcops.trees import paths
 
@@ -66,7 +68,7 @@ def written(params, x, cfg):
 
 @config
 class GroupConfig:
-    groups: int = positional()
+    groups: int = field(kw_only=False)
 
 
 FUNCTIONS = [

@@ -1,19 +1,20 @@
 """One op out of a torch function, called with arguments that differ in one thing: each call is right, whatever came before."""
 
 import contextlib
+from dataclasses import field
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from funcops import Needs, TorchConfig, differentiable, op_from_torch
-from funcops.op import config, positional
+from funcops.op import config
 from funcops.trees import cast, leaves, tree_map_tensors
 
 
 @config
 class Factor:
-    by: object = positional()
+    by: object = field(kw_only=False)
 
 
 def drawn(*shape, dtype=torch.float64):

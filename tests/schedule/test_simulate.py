@@ -135,6 +135,9 @@ def test_draw(tmp_path, suffix):
     figure = draw(simulate(dualpipe_v(2, 4)), str(path))
     assert path.stat().st_size > 1_000
     assert len(figure.axes[0].collections) == sum(map(len, dualpipe_v(2, 4).ranks))
+    said = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert said == ["forward", "dgrad", "wgrad", "dgrad and wgrad", "stages 0, 1", "stages 2, 3"]
+    assert "unit" in figure.axes[0].get_xlabel() and "% idle" in figure.axes[0].get_title()
     with pytest.raises(TypeError, match="draw: simulated must be"):
         draw(gpipe(2, 2))
     with pytest.raises(ValueError, match="of at most 100,000 actions"):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcops.adapters.graphs import recorder
 from funcops.backend.tables import holding
-from funcops.errors import CaptureError, fail, require
+from funcops.errors import CaptureError, fail, require_count
 from funcops.trees import nbytes, tensors
 
 Outputs = Callable[[Any], list[Tensor]]
@@ -63,7 +63,7 @@ class Capturer:
         modes = ("global", "thread_local", "relaxed")
         if options.capture_error_mode not in modes:
             fail(where, "capture_error_mode", " or ".join(map(repr, modes)), repr(options.capture_error_mode))
-        require(isinstance(warmup, int) and warmup >= 0, where, "warmup", "at least 0", warmup)
+        require_count(where, 0, warmup=warmup)
         self.backend, self.options, self.warmup = backend_of(*trees), options, warmup
         found = self.backend.pool() if pool is None else getattr(pool, "pool", pool)
         self.pool = found() if callable(found) else found

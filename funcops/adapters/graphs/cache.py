@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcops.adapters.graphs.backend import backend_of
 from funcops.adapters.graphs.graphed import Graphed, graphed
-from funcops.errors import fail, require
+from funcops.errors import fail, require, require_callable, require_count, require_type
 from funcops.trees import tree_map_tensors
 
 
@@ -44,6 +44,8 @@ class GraphCache:
         self, fn: Callable[..., Any], *, sizes: Sequence[int], size_of: Callable[..., int], pad: Callable[[tuple[Any, ...], int], tuple[Any, ...]],
         cut: Callable[[Any, int], Any], capacity: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        require_callable("GraphCache", fn=fn, size_of=size_of, pad=pad, cut=cut)
+        require_type("GraphCache", "sizes", sizes, tuple, list)
         require(
             len(sizes) > 0 and all(isinstance(s, int) and s > 0 for s in sizes),
             "GraphCache",
@@ -51,7 +53,8 @@ class GraphCache:
             "positive numbers",
             list(sizes),
         )
-        require(capacity is None or capacity >= 1, "GraphCache", "capacity", "at least 1", capacity)
+        if capacity is not None:
+            require_count("GraphCache", capacity=capacity)
         if options.get("outputs") == "borrow":
             fail("GraphCache", "outputs", "'clone': graphs of one pool write over each other's buffers", "'borrow'")
         self.fn, self.sizes, self.size_of, self.pad, self.cut = fn, tuple(sorted(set(sizes))), size_of, pad, cut
@@ -112,6 +115,9 @@ class GraphCache:
 def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
     """Every tensor [n, ...] with n at most `size`, filled up to [size, ...] with `value`."""
 
+    require_count("pad_rows", 0, size=size)
+    require_type("pad_rows", "value", value, float, int, bool)
+
     def fill(t: Tensor) -> Tensor:
         require(t.dim() >= 1 and t.shape[0] <= size, "pad_rows", "a tensor", f"[at most {size}, ...]", list(t.shape))
         return t if t.shape[0] == size else torch.cat((t, t.new_full((size - t.shape[0], *t.shape[1:]), value)))
@@ -121,4 +127,5 @@ def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
 
 def cut_rows(tree: Any, size: int) -> Any:
     """The first `size` rows of every tensor [n, ...]."""
+    require_count("cut_rows", 0, size=size)
     return tree_map_tensors(lambda t: t[:size], tree)

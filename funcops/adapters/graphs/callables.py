@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
 from funcops.adapters.first_order import first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
-from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require
+from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require, require_flag, require_type
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
 
@@ -202,6 +202,8 @@ def make_graphed_callables(
     """
     where = "make_graphed_callables"
     require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))
+    require_flag(where, allow_unused_input=allow_unused_input, delayed_wgrad=delayed_wgrad, clone_param_grads=clone_param_grads)
+    _check_trees(where, order, sample_kwargs)
     if any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda")) and torch.is_autocast_cache_enabled():
         fail(where, "autocast", "off, or with cache_enabled=False", "on, with its cache")
     one = not isinstance(callables, tuple)
@@ -248,6 +250,15 @@ def _checked(where: str, fn: Any, args: Any, kwargs: Any, clone_param_grads: boo
         trained = [name for name, b in fn.named_buffers() if b.requires_grad]
         require(not trained, where, "module", "without buffers that require grad", ", ".join(trained))
     return _Callable(where, fn, args, kwargs, clone_param_grads, outputs)
+
+
+def _check_trees(where: str, order: Any, sample_kwargs: Any) -> None:
+    if order is not None:
+        require_type(where, "order", order, list, tuple)
+    for i, one in enumerate(
+        [] if sample_kwargs is None else [sample_kwargs] if not isinstance(sample_kwargs, tuple) else sample_kwargs
+    ):
+        require_type(where, f"sample_kwargs.{i}", one, Mapping)
 
 
 def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]:

@@ -34,7 +34,7 @@ from funcops.adapters.graphs.faults import (
     user_line,
 )
 from funcops.adapters.graphs.statics import clones
-from funcops.errors import CaptureError
+from funcops.errors import CaptureError, require_callable
 from funcops.trees import paths, tensors, tree_map
 
 _TO_HOST = {"cpu", "numpy", "tolist", "__array__"}
@@ -166,6 +166,7 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
     that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that are baked in:
     Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is written to.
     """
+    require_callable("check_capturable", fn=fn)
     faults: list[Fault] = []
     first, error = _watched(fn, clones(trees), faults)
     if error is not None:

@@ -10,7 +10,7 @@ import torch
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
-from funcops.errors import require
+from funcops.errors import require_callable, require_count, require_flag, require_type
 
 
 class Report(NamedTuple):
@@ -118,7 +118,10 @@ def graphed(
 
     Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
     """
-    require(isinstance(slots, int) and slots >= 1, "graphed", "slots", "at least 1", slots)
+    require_callable("graphed", fn=fn)
+    require_count("graphed", slots=slots)
+    require_flag("graphed", keep_graph=keep_graph, debug=debug)
+    require_type("graphed", "inputs", inputs, str, Mapping)
     capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph), warmup)
     made = [_capture(fn, examples, inputs, outputs, debug, capturer, warm=i == 0) for i in range(slots)]
     return Graphed(fn, made, capturer)

@@ -17,7 +17,17 @@ from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones
 from funcops.compose.step import check_body
-from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError, describe, fail, require
+from funcops.errors import (
+    BorrowedError,
+    GraphOrderError,
+    StaleResidualError,
+    describe,
+    fail,
+    require,
+    require_count,
+    require_flag,
+    require_type,
+)
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals.ledger import Ledger
@@ -211,7 +221,9 @@ def graphed_op(
     forward and its backward, `BorrowedError` where a buffer in flight was.
     """
     check_body("graphed_op", op, cfg)
-    require(isinstance(slots, int) and slots >= 1, "graphed_op", "slots", "at least 1", slots)
+    require_count("graphed_op", slots=slots)
+    require_flag("graphed_op", keep_graph=keep_graph, debug=debug)
+    require_type("graphed_op", "inputs", inputs, str, Mapping)
     require(bool(needs), "graphed_op", "needs", "something", needs)
     capturer = Capturer("graphed_op", (params, x), pool, Options(stream, capture_error_mode, keep_graph), warmup)
     rules = {"0": "pinned", "1": inputs} if isinstance(inputs, str) else {"0": "pinned", **{f"1.{k}": v for k, v in inputs.items()}}
@@ -238,7 +250,8 @@ def _capture(
     """All graphs of a slot; returns y, dx, and the dx of bwd. The gradients' buffers are made once the shape of y is known."""
 
     def forward() -> Any:
-        return op.fwd(*slot.inputs.trees, cfg, needs=needs)
+        params, x = slot.inputs.trees
+        return op.fwd(params, x, cfg, needs=needs)
 
     y, _ = forward()
     like = tree_map(lambda t: torch.ones_like(t) if isinstance(t, Tensor) and t.is_floating_point() else None, y)

@@ -52,6 +52,7 @@ def from_torch(
     """
     require_type("from_torch", "model", model, nn.Module)
     if policy is not None:
+        require_type("from_torch", "policy", policy, str, Policy)
         with_policy(chain, policy)
     losses = [_joined(path, LOSS) for path, module in model.named_modules() if _loss_of(module) is not None]
     chosen = None if only is None else Chosen("from_torch", "only", only, model, (*losses,))

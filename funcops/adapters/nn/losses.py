@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.layers import ids
 from funcops.adapters.nn.module import OpModule, is_plain, prepare
-from funcops.errors import FLOATS, require
+from funcops.errors import FLOATS, require, require_device, require_dtype
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
 
@@ -48,10 +48,12 @@ class LinearCrossEntropyLoss(OpModule):
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        require_device("LinearCrossEntropyLoss", device)
+        require_dtype("LinearCrossEntropyLoss", dtype)
         self.in_features, self.num_classes = in_features, num_classes
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.make_cfg()
+        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
         self.reset_parameters()
         prepare(self)
 

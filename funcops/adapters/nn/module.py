@@ -12,7 +12,7 @@ from torch.nn.modules import module as hooks
 
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd import run
-from funcops.errors import FLOATS
+from funcops.errors import FLOATS, describe, fail
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
@@ -190,4 +190,6 @@ def config_or_absent(module: Any) -> Any:
 def functional(module: Any) -> tuple[Op, Any, Any]:
     """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the
     module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain."""
+    if not hasattr(type(module), "op_params"):
+        fail("functional", "module", "a module of funcops.nn", describe(module), TypeError)
     return module.op, module.known_cfg(), tree_map_tensors(lambda t: t.detach(), module.op_params())

@@ -1,0 +1,404 @@
+"""Good arguments of every public callable, one row each: what `tests/test_wrong_values.py` makes wrong, one argument at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from test_laws import CONFIGS, FIRST
+
+import funcops
+from funcops import (
+    ChainConfig,
+    CrossEntropyConfig,
+    LinearConfig,
+    LinearParams,
+    Needs,
+    Op,
+    RopeConfig,
+    Save,
+    Step,
+    chain,
+    checkpoint,
+    cross_entropy,
+    graphs,
+    linear,
+    nn,
+    optim,
+    precision,
+    random,
+    report,
+    schedule,
+    trees,
+)  # fmt: skip
+from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
+from funcops.compose.step import Nested
+from funcops.schema import Saved
+from funcops.testing.checks import float_like
+from funcops.trees import tree_map_tensors
+
+ROOMS = ("checkpoint", "fused", "graphs", "nn", "optim", "precision", "random", "schedule", "testing", "trees")
+
+
+class Row(NamedTuple):
+    """`good()` makes arguments by name. `also`: wrong values by argument besides those that its good value has by its type. `accepts`: by
+    argument, or argument and repr of a value, why what seems wrong is right."""
+
+    good: Callable[[], dict[str, Any]]
+    also: dict[str, tuple[Any, ...]] = {}
+    accepts: dict[Any, str] = {}
+
+
+ANY = "any tree is a tree, a leaf included"
+ANYTHING = "looked at where it is used"
+FUNCTION = "called with the others, whatever it is"
+CFG = LinearConfig(4, 4)
+CHAIN = ChainConfig(steps=(Step("a", linear, CFG), Step("b", linear, LinearConfig(4, 4, bias=False))))
+LOSS = ChainConfig(
+    steps=(Step("a", linear, CFG), Step("b", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)
+)
+
+
+def params() -> LinearParams:
+    return linear.init(CFG, key=random.key(0))
+
+
+def chain_params() -> dict[str, Any]:
+    return chain.init(CHAIN, key=random.key(0))
+
+
+def x() -> torch.Tensor:
+    return torch.arange(8.0).reshape(2, 4)
+
+
+def kept() -> Any:
+    return linear.fwd(params(), x(), CFG)[1]
+
+
+def pending() -> Any:
+    return linear.dgrad(kept(), x(), CFG)[1]
+
+
+def tree() -> dict[str, Any]:
+    return {"a": torch.ones(2, 2), "b": None}
+
+
+def grads() -> dict[str, Any]:
+    return {"a": torch.full((2, 2), 0.5), "b": None}
+
+
+def one_step() -> Any:
+    return schedule.one_f_one_b(2, 2)
+
+
+def adamw() -> dict[str, Any]:
+    cfg = optim.AdamWConfig()
+    return {
+        "params": tree(), "grads": grads(), "state": optim.adamw_init(tree(), cfg), "cfg": cfg, "lr": 0.1, "decay": {"a": True, "b": False},
+        "in_place": True,
+    }  # fmt: skip
+
+
+def sgd() -> dict[str, Any]:
+    cfg = optim.SGDConfig(momentum=0.9)
+    return {**adamw(), "state": optim.sgd_init(tree(), cfg), "cfg": cfg}
+
+
+def sizes() -> dict[str, Any]:
+    return {"ranks": 2, "microbatches": 4}
+
+
+def saved_file() -> Path:
+    path = Path("good.safetensors")
+    checkpoint.save(tree(), path)
+    return path
+
+
+def run_good() -> dict[str, Any]:
+    return {
+        "schedule": one_step(), "params": chain_params(), "xs": [x(), x()], "cfg": CHAIN, "dys": [x(), x()], "needs": Needs.ALL,
+        "into": tree_map_tensors(torch.zeros_like, chain_params()), "done": lambda stage, dparams: None,
+    }  # fmt: skip
+
+
+def doubled(tree: Any) -> Any:
+    return 2 * tree
+
+
+LEAVES = {("tree", "{'a': 'x', 'b': None}"): ANY, ("tree", "{'a': complex64[2, 2], 'b': None}"): ANY}
+NODES = {("node", f"LinearParams(weight={weight}, bias={bias})"): ANY for weight, bias in
+         [("'x'", "float32[4]"), ("complex64[4, 4]", "float32[4]"), ("float32[4, 4]", "'x'"), ("float32[4, 4]", "complex64[4]")]}  # fmt: skip
+META_KEY = {("key", "int64[2]"): "a key on the meta device gives keys and bits there"}
+LEAVES_COMPLEX = "tree", "{'a': complex64[2, 2], 'b': None}"
+NAME = {("name", "'no such'"): "any name", ("name", "''"): "any name"}
+OWN = {  # by "module.name", or "name" of funcops itself
+    "checkpoint.save": Row(lambda: {"tree": tree(), "path": saved_file(), "metadata": {"a": "b"}}, {"path": (Path("no such") / "folder",)},
+        {("tree", "None"): ANY, ("tree", "[]"): ANY, LEAVES_COMPLEX: "the format has it"}),
+    "checkpoint.load": Row(lambda: {"path": saved_file(), "like": tree()}),
+    "checkpoint.read_metadata": Row(lambda: {"path": saved_file()}),
+    "random.key": Row(lambda: {"seed": 3, "device": "cpu"}, {"seed": (2**64, -(2**63) - 1)}, {("seed", "-1"): "seeds are modulo 2^64"}),
+    "random.check_key": Row(lambda: {"where": "a", "key": random.key(0)}, accepts={"where": "the caller's name"}),
+    "random.path_id": Row(lambda: {"name": "a"}, accepts=NAME),
+    "random.fold_in": Row(lambda: {"key": random.key(0), "data": 3}, accepts=META_KEY),
+    "random.split": Row(lambda: {"key": random.key(0), "n": 3}, {"n": (0,)}, {("key", "None"): "no key, on the meta device", **META_KEY}),
+    "random.philox": Row(lambda: {"key": (1, 2), "counter": (1, 2, 3, 4)}),
+    "random.bits": Row(lambda: {"key": random.key(0), "n": 3}, accepts=META_KEY),
+    "random.uniform": Row(lambda: {"key": random.key(0), "shape": (2, 3), "low": -1.0, "high": 2.0, "dtype": torch.float32, "device": "cpu"},
+        {"shape": ((-1,), (1.5,)), "low": (3.0,), "high": (-3.0,)}, {("shape", "[]"): "one number", ("low", "-1.0"): "it is one"}),
+    "random.normal": Row(lambda: {"key": random.key(0), "shape": (2, 3), "mean": 0.0, "std": 1.0, "dtype": torch.float32, "device": "cpu"},
+        {"shape": ((-1,), (1.5,))}, {("shape", "[]"): "one number", ("mean", "-1.0"): "a mean"}),
+    "precision.LossScaleConfig": Row(lambda: {"initial": 8.0, "growth": 2.0, "backoff": 0.5, "interval": 10}, {"backoff": (1.5,), "interval": (0,)}),
+    "precision.loss_scale_init": Row(lambda: {"cfg": precision.LossScaleConfig(), "device": "cpu"}),
+    "precision.loss_scale_update": Row(lambda: {"loss_scale": precision.loss_scale_init(precision.LossScaleConfig()), "ok": torch.tensor(True),
+        "cfg": precision.LossScaleConfig()}),
+    "precision.unscale": Row(lambda: {"grads": grads(), "loss_scale": precision.loss_scale_init(precision.LossScaleConfig())}, accepts={"grads": ANY,
+        **{("loss_scale", f"LossScale(scale=float32[], good_steps={value})"): "not read" for value in ("'x'", "complex64[]")}}),
+    "precision.all_finite": Row(lambda: {"grads": grads()}, accepts={"grads": ANY}),
+    "precision.nonfinite": Row(lambda: {"grads": grads()}, accepts={"grads": ANY}),
+    "precision.select_step": Row(lambda: {"ok": torch.tensor(True), "new": tree(), "old": tree()}),
+    "optim.AdamWConfig": Row(lambda: {"lr": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1},
+        {"betas": ((0.9,), (0.9, 1.0), ("a", "b"), (float("nan"), 0.5))}),
+    "optim.SGDConfig": Row(lambda: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "optim.adamw_init": Row(lambda: {"params": tree(), "cfg": optim.AdamWConfig()}, accepts={("params", "None"): ANY, ("params", "[]"): ANY,
+        ("params", "float64[3, 3]"): "a bare tensor is a tree"}),
+    "optim.sgd_init": Row(lambda: {"params": tree(), "cfg": optim.SGDConfig(momentum=0.9)}, accepts={("params", "None"): ANY, ("params", "[]"): ANY}),
+    "optim.adamw_update": Row(adamw),
+    "optim.sgd_update": Row(sgd),
+    "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "in_place": True}, accepts={
+        ("grads", "None"): ANY, ("grads", "[]"): ANY, }),
+    "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
+    "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
+    "optim.ema_init": Row(lambda: {"params": tree(), "dtype": torch.float32}, accepts={"params": ANY}),
+    "optim.ema_update": Row(lambda: {"average": tree(), "params": grads(), "decay": 0.5, "in_place": True}, {"decay": (1.5,)}),
+    "optim.warmup_cosine": Row(lambda: {"step": 3, "peak": 0.1, "warmup": 2, "total": 9, "final": 0.01}, {"warmup": (10,)}, {("step", "1.5"): "between two steps"}),
+    "schedule.Costs": Row(lambda: {f.name: 1.0 for f in dataclasses.fields(schedule.Costs)}),
+    "schedule.Network": Row(lambda: {"latency": 1.0, "bandwidth": 2.0, "ranks_per_node": 2, "near_latency": 1.0, "near_bandwidth": 2.0},
+        {"bandwidth": (0.0,), "near_bandwidth": (0.0,)},
+        {("bandwidth", "inf"): "no time", ("near_bandwidth", "inf"): "no time"}),
+    "schedule.Schedule": Row(lambda: {"name": "mine", "ranks": one_step().ranks, "together": frozenset()},
+        {"ranks": ((), ((1,),), (("0F0",),))}, NAME),
+    "schedule.simulate": Row(lambda: {"schedule": one_step(), "costs": schedule.Costs(), "network": schedule.Network()}, {"costs": ([schedule.Costs()], 1.0, "x")}),
+    "schedule.delay_w": Row(lambda: {"schedule": one_step(), "budget_bytes": 9.0, "costs": schedule.Costs(), "network": schedule.Network()},
+        {"budget_bytes": (0.0,)}, {("budget_bytes", "inf"): "no limit"}),
+    "schedule.fold": Row(lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs()}, {"ranks": (0, 3)}),
+    "schedule.draw": Row(lambda: {"simulated": schedule.simulate(one_step()), "path": None}, {"path": (["a"],)}, {("path", "'x'"): "a file of that name"}),
+    "schedule.interleaved_1f1b": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
+    "schedule.interleaved_zb": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
+    **{f"schedule.{name}": Row(sizes, {"ranks": (0,), "microbatches": (0,)}) for name in ("dualpipe_v", "gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v")},
+    "schedule.measure": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL, "repeats": 1}, {"repeats": (0,)}),
+    "schedule.measure_stages": Row(lambda: {"params": chain_params(), "x": x(), "cfg": CHAIN, "needs": Needs.ALL, "repeats": 1}, {"repeats": (0,)}),
+    "schedule.run": Row(run_good, {"xs": ([x()], []), "dys": ([x()],)}),
+    "trees.at": Row(lambda: {"tree": tree(), "path": "a"}, {"path": ("no.such", "a.0")}, {("path", "''"): "the tree itself", **LEAVES}),
+    "trees.has": Row(lambda: {"tree": tree(), "path": "a"}, accepts={"tree": ANY, ("path", "'no such'"): "no", ("path", "''"): "no"}),
+    "trees.put": Row(lambda: {"tree": tree(), "path": "a", "value": 3}, {"path": ("no.such", "a.0", "")}, {"value": ANY, **LEAVES}),
+    "trees.cast": Row(lambda: {"tree": tree(), "dtype": torch.float64}, {"dtype": (None,)}, {"tree": ANY}),
+    "trees.fake": Row(lambda: {"t": x(), "dtype": torch.float32}, accepts={**{("t", value): "of any kind" for value in ("complex64[2, 4]", "float32[3, 5]", "float32[2, 4]")}, ("dtype", "torch.int64"): "any dtype"}),
+    "trees.leaf": Row(lambda: {"shape": "[*]"}, accepts={"shape": "words"}),
+    "trees.static": Row(lambda: {"default": None}, accepts={"default": "any value"}),
+    "trees.tree_map": Row(lambda: {"fn": doubled, "tree": {"a": 1}, "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
+    "trees.tree_map_tensors": Row(lambda: {"fn": doubled, "tree": tree()}, accepts={"tree": ANY}),
+    "trees.tree_map_with_path": Row(lambda: {"fn": lambda path, leaf: leaf, "tree": tree()}, accepts={"tree": ANY}),
+    "trees.unflatten": Row(lambda: {"spec": trees.structure(tree()), "values": [1, 2]}, {"values": ([1], [1, 2, 3])}),
+    "trees.with_leaves": Row(lambda: {"tree": tree(), "values": [1, 2]}, {"values": ([1], [1, 2, 3])}, {"tree": ANY}),
+    "trees.replace": Row(lambda: {"node": params()}, accepts=NODES),
+    "trees.same_structure": Row(lambda: {"a": tree(), "b": tree()}, accepts={"a": ANY, "b": ANY}),
+    "trees.Aside": Row(lambda: {"value": None}, accepts={"value": "any value"}),
+    "trees.show": Row(lambda: {"node": params()}, accepts=NODES),
+    "trees.register": Row(lambda: {"cls": dataclasses.make_dataclass("Fresh", ["a"]), "aside": ""}, {"cls": (int,)}, {("aside", value): "any attribute" for value in ("'no such'", "''")}),
+    "trees.register_node": Row(lambda: dict(cls=type("Fresh", (), {}), children=vars, context=vars, rebuild=lambda v, c: None, entries=vars)),
+    "trees.tree": Row(lambda: {"cls": type("Fresh", (), {})}),
+    **{f"trees.{name}": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}) for name in
+       ("flatten", "leaves", "nbytes", "nothing_like", "paths", "structure", "tensors")},
+}  # fmt: skip
+
+
+def of_the_ops() -> dict[str, Row]:
+    """A row for each function of each op, from the op's first case."""
+    found = {}
+    for case in FIRST:
+        op, cfg = case.op, case.cfg
+
+        def given(case: Any = case) -> dict[str, Any]:
+            params, x = case.make(torch.float32)
+            y, residuals = case.op.fwd(params, x, case.cfg)
+            dy = float_like(y, 7)
+            return {
+                "params": params,
+                "x": x,
+                "residuals": residuals,
+                "dy": dy,
+                "pending": case.op.dgrad(residuals, dy, case.cfg)[1],
+            }
+
+        def part(names: tuple[str, ...], more: Any, given: Any = given, cfg: Any = cfg, case: Any = case) -> Row:
+            first = given()
+            accepts = {(name, "None"): "documented: zero, or nothing to do" for name in ("dy", "pending")}
+            accepts |= {("params", "None"): "this op has none"} if first["params"] is None else {}
+            if case.op.name == "identity":
+                accepts["cfg", "IdentityConfig()"] = "its own"
+            for t in (
+                trees.tensors(first["dy"])
+                if len(trees.tensors(first["residuals"])) == 0 or case.op.name in ("embedding", "bias")
+                else ()
+            ):
+                accepts["dy", trees.describe(t)] = "on another device: nothing is kept, or nothing that this half reads"
+            if isinstance(first["x"], torch.Tensor):
+                accepts["x", trees.describe(first["x"])] = "one tensor may be anywhere, the meta device included"
+            if {"x", "x.0"} & {*case.free}:
+                accepts["x", trees.describe(trees.tensors(first["x"])[0].new_zeros(3, 5))] = "of any size"
+            return Row(lambda: {**{n: v for n, v in given().items() if n in names}, "cfg": cfg, **more(given())}, accepts=accepts)
+
+        def zeros(given: dict[str, Any]) -> dict[str, Any]:
+            return {"into": tree_map_tensors(torch.zeros_like, given["params"])}
+
+        found[f"{op.name}_fwd"] = part(("params", "x"), lambda given: {"needs": Needs.ALL})
+        found[f"{op.name}_dgrad"] = part(("residuals", "dy"), lambda given: {})
+        found[f"{op.name}_bwd"] = part(("residuals", "dy"), zeros)
+        found[f"{op.name}_wgrad"] = part(("pending",), zeros)
+        found[f"{op.name}_init"] = Row(
+            lambda cfg=cfg: {"cfg": cfg, "key": random.key(0), "device": "cpu", "dtype": torch.float32},
+            accepts={
+                **({} if tensors_of(op, cfg) else dict.fromkeys(("key", "device", "dtype"), "no params are made")),
+                **({("cfg", "IdentityConfig()"): "its own"} if op.name == "identity" else {}),
+            },
+        )
+    return found
+
+
+def tensors_of(op: Op, cfg: Any) -> list[Any]:
+    return trees.tensors(op.init(cfg, device="meta"))
+
+
+def report_of() -> Any:
+    return report(kept())
+
+
+def case_good() -> dict[str, Any]:
+    return {
+        "op": linear,
+        "cfg": CFG,
+        "x": lambda d: d.randn(2, 4),
+        "reference": lambda params, x, cfg: x @ params.weight.T + params.bias,
+        "params": lambda d: LinearParams(d.randn(4, 4), d.randn(4)),
+        "dtypes": (torch.float32,),
+        "free": (),
+        "cancels": (),
+        "unrounded": (),
+    }
+
+
+def rule() -> dict[str, Any]:
+    return {
+        "name": f"fresh {next(COUNT)}",
+        "phase": "forward",
+        "match": lambda window: None,
+        "run": lambda *given: None,
+        "everywhere": False,
+        "whole": False,
+    }
+
+
+COUNT = itertools.count()
+OP = Row(lambda: {"op": linear})
+ONE = (0,)
+GRAPHED = {"slots": 1, "outputs": "clone", "warmup": 1, "capture_error_mode": "global", "keep_graph": False, "debug": False}
+NO_PATH = {("needs", "Needs(x=False, params=('no.such',))"): "nothing is asked for"}
+MODULE = "the module itself says what it takes"
+DEVICES_OWN = {name: "looked at where there is a GPU" for name in ("pool", "stream", "capture_error_mode", "keep_graph")}
+OWN |= {
+    "Needs": Row(lambda: {"x": True, "params": ("a",)}, {"x": (3,), "params": (3, (3,), {"a": 1})}, {("x", "'yes'"): "a path", ("params", "'x'"): "a path",
+        ("params", "[]"): "no paths", }),
+    "Step": Row(lambda: {"name": "a", "op": linear, "cfg": CFG, "takes": ("b",), "gives": ("c",)}, {"name": ("1a",), "takes": ("s", (3,), ["a"])}),
+    "Rule": Row(rule, {"phase": ("no such",)}, NAME),
+    "register_fusion": Row(lambda: {"rule": funcops.Rule(**rule())}),
+    "Policy": Row(lambda: {"rules": {"*": Save()}, "outputs": "none", "blocks": "inputs"}, {"rules": ({3: Save()}, {"*": 3})}, {("rules", "[]"): "no rules"}),
+    "Compress": Row(lambda: {"codec": "fp8"}),
+    "Ledger": Row(lambda: {}),
+    **{name: Row(lambda: {}) for name in ("Drop", "Offload", "Recompute", "Save", "TorchConfig", "delayed_wgrad")},
+    **{name: OP for name in ("differentiable",)},
+    "backend": Row(lambda: {"name": "torch"}),
+    "remat": Row(lambda: {"op": linear, "offload": True}),
+    "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True}),
+    "vjp": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL}),
+    "with_policy": Row(lambda: {"op": chain, "policy": "minimal"}),
+    "fit": Row(lambda: {"op": linear, "cfg": CFG, "x": x(), "budget": 1000, "dtype": torch.float32}, {"budget": ONE}, {("x", "float32[2, 4]"): "nothing is run"}),
+    "plan": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),
+    "explain": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),
+    "batch_wgrads": Row(lambda: {"op": linear, "pendings": [pending()], "cfg": CFG, "into": tree_map_tensors(torch.zeros_like, params()), "how": "each"},
+        {"pendings": ([], [3])}),
+    "op_from_torch": Row(lambda: {"fn": doubled, "name": "mine", "config": funcops.TorchConfig, "init": lambda cfg, **k: None}, {"config": (CFG,)},
+        {("name", "'no such'"): "any name"}),
+    "donate": Row(lambda: {"kept": kept()}, accepts={("kept", "None"): "nothing was kept"}),
+    "stow": Row(lambda: {"kept": kept(), "action": funcops.Compress("fp8")}, accepts={"kept": ANY}),
+    "fetch": Row(lambda: {"stowed": kept()}, accepts={"stowed": ANY}),
+    "report": Row(lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2}, {"tokens": ONE},
+        {("residuals", "None"): "nothing was kept", "params": ANY, "x": ANY}),
+    "diff": Row(lambda: {"before": report_of(), "after": report_of()}),
+    "rope_table": Row(lambda: {"positions": torch.arange(3), "cfg": RopeConfig(4), "dtype": torch.float32},
+        accepts={("positions", "int64[3, 5]"): "of any size", ("positions", "int64[3]"): "one tensor may be anywhere"}),
+    "graphs.check_capturable": Row(lambda: {"fn": doubled}),
+    "graphs.cut_rows": Row(lambda: {"tree": x(), "size": 1}, accepts={"tree": ANY}),
+    "graphs.pad_rows": Row(lambda: {"tree": x(), "size": 3, "value": 0.0}, accepts={"tree": ANY, **{("value", value): "a number to fill with" for value in ("-1.0", "inf", "nan", "True")}}),
+    "graphs.graphed": Row(lambda: {"fn": lambda: None, "inputs": "copy", **GRAPHED}, {"slots": ONE}, DEVICES_OWN),
+    "graphs.graphed_op": Row(lambda: {"op": linear, "cfg": CFG, "params": params(), "x": x(), "dy": x(), "needs": Needs.ALL,
+        "into": tree_map_tensors(torch.zeros_like, params()), "inputs": "copy", **GRAPHED}, {"slots": ONE}, DEVICES_OWN),
+    "graphs.make_graphed_callables": Row(lambda: {"callables": torch.nn.Linear(4, 4), "sample_args": (x(),), "num_warmup_iters": 1, "allow_unused_input": False,
+        "sample_kwargs": {}, "order": [1, -1], "delayed_wgrad": False, "clone_param_grads": True, "outputs": "clone"}, {"order": ([2], [1])},
+        {**DEVICES_OWN, ("sample_args", "('x',)"): MODULE, ("sample_args", "(complex64[2, 4],)"): MODULE}),
+    "graphs.GraphCache": Row(lambda: {"fn": doubled, "sizes": (2, 4), "size_of": len, "pad": graphs.pad_rows, "cut": graphs.cut_rows, "capacity": 1},
+        {"sizes": ((), ONE), "capacity": ONE}),
+    "nn.GLU": Row(lambda: {"dim": -1, "kind": "glu", "gate": "second"}),
+    "nn.SwiGLU": Row(lambda: {"gate": "first"}),
+    "nn.LinearCrossEntropyLoss": Row(lambda: {"in_features": 4, "num_classes": 4, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1,
+        "device": "cpu", "dtype": torch.float32}, {"in_features": ONE, "num_classes": ONE}, {("ignore_index", "-1"): "no class has it"}),
+    "nn.from_torch": Row(lambda: {"model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "only": None, "skip": ()},
+        {"policy": (3, "no such"), "only": (3, (3,)), "skip": (3, (3,))}, {("skip", "[]"): "none"}),
+    "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
+    "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
+    "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu"}, {"dtypes": ((3,),), "free": ((3,),)},
+        {**NAME, ("reference", "None"): "for laws that compare with none", ("device", "None"): "torch's own"}),
+    "testing.Draw": Row(lambda: {"dtype": torch.float32, "seed": 3}),
+    "testing.Error": Row(lambda: {"call": lambda: None, "match": "a", "error": ValueError}, accepts={("match", "'no such'"): "any text", ("match", "''"): "any text"}),
+    "testing.assert_close": Row(lambda: {"got": x(), "want": x(), "dtype": torch.float32, "length": 3, "what": "x", "by_leaf": True, "cancels": ()},
+        accepts={"got": "what it is asked of", "want": "what it is asked of", ("what", "'no such'"): "any text"}),
+    "testing.check_op": Row(lambda: {**case_good(), "laws": ("mirror",)}, {"laws": (("no such",),)}, {("reference", "None"): "for laws that compare with none", "x": "a tree, or a function", "params": "a tree, or a function"}),
+}  # fmt: skip
+
+
+def of(name: str) -> Callable[..., Any]:
+    room, _, own = name.rpartition(".")
+    return getattr(importlib.import_module(f"funcops.{room}") if room else funcops, own)
+
+
+def public() -> list[str]:
+    """The names of all public callables, of funcops itself and of its rooms."""
+    found = [name for name in funcops.__all__ if is_called(getattr(funcops, name))]
+    for room in ROOMS:
+        module = importlib.import_module(f"funcops.{room}")
+        home = module.__name__ if not hasattr(module, "__path__") and room not in ("nn", "graphs") else "funcops."
+        names = [n for n, value in vars(module).items() if n[0] != "_" and str(getattr(value, "__module__", "")).startswith(home)]
+        found += [
+            f"{room}.{n}" for n in names if is_called(getattr(module, n)) and getattr(funcops, n, None) is not getattr(module, n)
+        ]
+    return found
+
+
+def is_called(value: Any) -> bool:
+    """Functions, configs and modules; not ops (whose functions have names), errors, and what functions return."""
+    if not callable(value) or isinstance(value, (Op, type(Any))) or inspect.ismodule(value):
+        return False
+    if not isinstance(value, type):
+        return True
+    if issubclass(value, (BaseException, tuple, Saved, Nested)) or value in trees.FIELDS:  # results, and trees, which hold anything
+        return False
+    return value.__name__ not in MADE and value not in {type(cfg) for cfg in CONFIGS} and value.__init__ is not Prepared.__init__
+
+
+MADE = {"Graphed", "GraphedOp", "InFlight", "Simulated", "OpModule"}  # by functions, or to be derived from
+ROWS = OWN | of_the_ops()

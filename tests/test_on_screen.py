@@ -1,0 +1,60 @@
+"""What is shown when nobody asked for all of it fits a screen: 100 columns, 40 lines."""
+
+import pytest
+import torch
+
+from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, explain, fit, linear, report, rms_norm, schedule
+from funcops.errors import sized
+
+
+def chain_of(steps):
+    pairs = [
+        (Step(f"norm_{i}", rms_norm, RMSNormConfig(8)), Step(f"a_rather_long_name_{i}", linear, LinearConfig(8, 8)))
+        for i in range(steps)
+    ]
+    return ChainConfig(steps=tuple(step for pair in pairs for step in pair))
+
+
+SHOWN = {
+    "Schedule, long": lambda: schedule.zb_h2(64, 200),
+    "Schedule": lambda: schedule.one_f_one_b(2, 3),
+    "Simulated, long": lambda: schedule.simulate(schedule.one_f_one_b(64, 70)),
+    "Simulated": lambda: schedule.simulate(schedule.one_f_one_b(2, 3)),
+    "explain, long": lambda: explain(chain_of(30)),
+    "explain": lambda: explain(chain_of(2)),
+    "fit, long": lambda: fit(chain, chain_of(4), torch.ones(2, 8), 10**9),
+    "fit": lambda: fit(chain, chain_of(1), torch.ones(2, 8), 10**9),
+}
+
+
+@pytest.mark.parametrize("what", SHOWN)
+def test_reprs_fit_a_screen(what):
+    value = SHOWN[what]()
+    lines = repr(value).split("\n")
+    assert 2 <= len(lines) <= 40 and max(map(len, lines)) <= 100
+    if "long" not in what:
+        assert "..." not in repr(value)
+    assert value._repr_html_().startswith("<pre>") and lines[0].split()[0] in value._repr_html_()
+
+
+def test_a_schedule_shows_its_actions():
+    assert repr(schedule.one_f_one_b(2, 2)) == (
+        "one_f_one_b: 2 ranks, 2 stages, 2 microbatches\nrank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F0 1B0 1F1 1B1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"),
+    [(0, (0, "bytes")), (1023, (1023, "bytes")), (1536, (1.5, "KiB")), (2**20, (1, "MiB")), (3 * 2**30, (3, "GiB"))],
+)
+def test_bytes_have_the_unit_in_which_they_are_something(nbytes, shown):
+    assert sized(nbytes) == shown
+
+
+def test_the_picture_of_a_small_report_is_in_kib():
+    pytest.importorskip("matplotlib")
+    cfg = chain_of(2)
+    params = chain.init(cfg, key=torch.tensor([0, 0]))
+    x = torch.ones(64, 8)
+    axes = report(chain.fwd(params, x, cfg)[1], params, x).plot().axes[0]
+    assert axes.get_xlabel() == "KiB kept for the backward" and axes.get_title() and axes.get_xlim()[1] >= 0.2

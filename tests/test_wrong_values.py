@@ -1,0 +1,237 @@
+"""Wrong values of every argument of every public callable raise, in the one wording, before anything is changed."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from good_arguments import OWN, ROWS, of, public
+from torch import Tensor
+
+from funcops import (
+    ChainConfig,
+    CrossEntropyConfig,
+    EmbeddingConfig,
+    IdentityConfig,
+    LinearConfig,
+    Needs,
+    Op,
+    Step,
+    linear,
+    random,
+    schedule,
+)  # fmt: skip
+from funcops.errors import (
+    BorrowedError,
+    CaptureError,
+    DonatedError,
+    GradModeError,
+    GraphOrderError,
+    LedgerError,
+    StaleResidualError,
+    describe,
+)
+from funcops.testing import LAWS, check_op
+from funcops.trees import paths, put, tensors, tree_map_tensors
+
+ERRORS = (
+    ValueError,
+    TypeError,
+    OSError,
+    DonatedError,
+    GradModeError,
+    StaleResidualError,
+    LedgerError,
+    CaptureError,
+    GraphOrderError,
+    BorrowedError,
+)
+WORDING = re.compile(r"^.*: .* must .*, got\s.*", re.S)
+NAN, INF = float("nan"), float("inf")
+
+
+class Odd:
+    """Nothing that any function asks for."""
+
+    def __repr__(self):
+        return "Odd()"
+
+
+def wrong_values(good):
+    """Wrong values of an argument that takes `good`."""
+    if isinstance(good, bool):
+        return 1, "yes", None
+    if isinstance(good, int):
+        return True, 1.5, "3", None, NAN, -1
+    if isinstance(good, float):
+        return True, "0.5", None, NAN, INF, -1.0, 1j
+    if isinstance(good, str):
+        return 3, None, "no such", ""
+    if isinstance(good, torch.dtype):
+        return "float32", 3, torch.int64
+    if isinstance(good, Tensor):
+        return None, 3.0, "x", [1.0], good.to(torch.complex64), good.new_zeros(3, 5), good.to("meta") if good.dim() else Odd()
+    if isinstance(good, Needs):
+        return True, "x", None, Needs(params=("no.such",), x=False)
+    if isinstance(good, Op):
+        return None, "linear", 3
+    if dataclasses.is_dataclass(good) and hasattr(good, "__hash__") and not tensors(good):
+        return None, 3, "x", Odd(), IdentityConfig()
+    if isinstance(good, Path):
+        return None, 3, Odd(), [], Path("no such") / "folder"
+    if callable(good):
+        return None, 3, "x"
+    if hasattr(good, "kind") or isinstance(good, list):  # what a forward kept is not looked into on the way back
+        return None, 3, "x", Odd(), []
+    return (
+        None,
+        3,
+        "x",
+        Odd(),
+        [],
+        *[put(good, path, bad) for path, t in paths(good).items() if isinstance(t, Tensor) for bad in ("x", 1j * t)],
+    )
+
+
+def values_of(row, name, good, default):
+    given = row.good()[name]
+    for value in (*wrong_values(given), *row.also.get(name, ())):
+        if not (value is default or (type(value) is type(default) and not tensors(value) and value == default)):
+            yield value
+
+
+def label(value):
+    """As an exception of the table is written: `float32[2, 2]` for a tensor, wherever it is."""
+    return describe(value) if isinstance(value, Tensor) else repr(tree_map_tensors(Shown, value))
+
+
+class Shown(str):
+    __repr__ = str.__str__
+
+    def __new__(cls, tensor):
+        return super().__new__(cls, describe(tensor))
+
+
+def state(values):
+    return [(t.clone(), t._version) for t in tensors(list(values.values())) if not t.is_meta]
+
+
+def problems(name):
+    row, call = ROWS[name], of(name)
+    parameters = inspect.signature(call).parameters
+    for argument, parameter in parameters.items():
+        if argument in row.accepts or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if argument not in row.good():
+            yield f"{argument}: has no good value in the table"
+            continue
+        for value in values_of(row, argument, row.good()[argument], parameter.default):
+            if (argument, label(value)) in row.accepts:
+                continue
+            given = {**row.good(), argument: value}
+            before = state(given)
+            what = f"{argument}={label(value)}"
+            try:
+                call(**given)
+            except ERRORS as error:
+                if not WORDING.match(str(error)):
+                    yield f"{what}: {type(error).__name__}: {error}"
+            except Exception as error:
+                yield f"{what}: {type(error).__name__}: {error}"
+            else:
+                yield f"{what}: went through"
+            for (copy, _), t in zip(before, [t for t in tensors(list(given.values())) if not t.is_meta], strict=False):
+                if not torch.equal(
+                    torch.nan_to_num(torch.view_as_real(copy) if copy.is_complex() else copy.float()),
+                    torch.nan_to_num(torch.view_as_real(t) if t.is_complex() else t.float()),
+                ):
+                    yield f"{what}: wrote to {describe(t)}"
+
+
+SLOW = ("graphs.graphed_op", "graphs.make_graphed_callables", "schedule.run", "schedule.draw")
+
+
+def cases():
+    """Functions of ops, whose bad calls the law Loud has too, are of the first tier for a few ops."""
+    for name in sorted(ROWS):
+        later = name not in OWN and name.rpartition("_")[0] not in ("linear", "attention")
+        yield pytest.param(name, marks=pytest.mark.slow) if later or name in SLOW else name
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Some write files."""
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_public_callable_has_a_row():
+    missing = sorted(set(public()) - set(ROWS))
+    assert not missing, f"give good arguments of {missing} in tests/good_arguments.py"
+    assert not sorted(set(ROWS) - set(public())), "rows of what is not public"
+
+
+@pytest.mark.parametrize("name", list(cases()))
+def test_good_arguments_are_good_and_wrong_values_raise(name):
+    of(name)(**ROWS[name].good())
+    found = [line.splitlines()[0][:200] for line in problems(name)]
+    assert not found, "\n".join(["", *found])
+
+
+TREE = {"a": torch.ones(2)}
+SEEN = {  # by users, one each
+    "LinearConfig: in_features must be int, got '3'": lambda: LinearConfig("3", 2),
+    "LinearConfig: bias must be bool, got 'False'": lambda: LinearConfig(3, 2, bias="False"),
+    "EmbeddingConfig: num_embeddings must be int, got True": lambda: EmbeddingConfig(True, 3),
+    "CrossEntropyConfig: z_loss must be": lambda: CrossEntropyConfig(z_loss=INF),
+    "ChainConfig: steps must be tuple, got list": lambda: ChainConfig(steps=[]),
+    "ChainConfig: extras must be tuple, got 's'": lambda: ChainConfig(steps=(Step("a", linear, LinearConfig(1, 1)),), extras="s"),
+    "linear_init: dtype must be float64 or float32 or bfloat16 or float16, got int64": lambda: linear.init(
+        LinearConfig(1, 1), key=random.key(0), dtype=torch.int64
+    ),
+    "random.split: n must be at least 1, got 0": lambda: random.split(random.key(0), 0),
+    "put: path must be one of a, got 'b'": lambda: put(TREE, "b", 1),
+    "simulate: costs must be Costs or tuple or list, got 1.0": lambda: schedule.simulate(schedule.gpipe(1, 1), 1.0),
+    "Schedule 'far': rank 0 must be of stages and microbatches below its 1 actions, got 0F999999999999": lambda: schedule.Schedule(
+        "far", ((schedule.Action.parse("0F999999999999"),),)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", SEEN)
+def test_what_users_got_wrong(said):
+    with pytest.raises((ValueError, TypeError), match=re.escape(said)):
+        SEEN[said]()
+
+
+def broken(part, how):
+    """linear with one function that raises, or gives nothing of use."""
+
+    def instead(*args, **options):
+        if how is not None:
+            raise how
+        return None, None
+
+    return linear._replace(**{part: instead})
+
+
+FIRST_LAWS = ("mirror", "pure", "right")
+
+
+@pytest.mark.parametrize(
+    "law",
+    [
+        pytest.param(law, marks=[] if law in FIRST_LAWS else pytest.mark.slow)
+        for law in LAWS
+        if law not in ("compiles", "finite_differences")
+    ],
+)
+def test_check_op_names_the_law_whatever_fails(law):
+    for part in ("fwd", "bwd", "dgrad", "wgrad"):
+        for how in (None, RuntimeError("broken"), KeyError("broken"), AssertionError("broken")):
+            options = dict(x=lambda d: d.randn(2, 4), reference=torch.nn.functional.linear, laws=(law,), dtypes=(torch.float32,))
+            try:
+                check_op(broken(part, how), cfg=LinearConfig(4, 4), **options)
+            except AssertionError as error:
+                assert str(error).startswith(f"law '{law}', torch.float32: ")
