@@ -246,10 +246,12 @@ SWITCHES = {  # torch's old one, and its new ones, of which a narrower goes befo
 
 @pytest.fixture
 def switches():
-    yield
-    for of in (torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul):
-        of.fp32_precision = "none"
-    torch.set_float32_matmul_precision("highest")
+    """torch's own test helpers, which other tests import, forbid to set these otherwise."""
+    with torch.backends.__allow_nonbracketed_mutation():
+        yield
+        for of in (torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul):
+            of.fp32_precision = "none"
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_float32_products_are_exact_unless_torch_is_told_otherwise(switches):

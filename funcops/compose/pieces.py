@@ -79,6 +79,7 @@ def backward_piece(
                 kept.append(_read(planned, i, node, where))
             name = ""
             found = rule.run(steps, kept, dy, gradients)  # type: ignore[union-attr]
+            kept.clear()  # so that their memory is free for the weight gradients
         if found is NotImplemented:
             for i in reversed(range(len(steps))):
                 name = steps[i].name
