@@ -61,6 +61,7 @@ CFG = LinearConfig(4, 3)
 MLP = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, CFG)))
 
 
+@pytest.mark.turns("policy")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", COMBINED, ids=str)
 def test_law_under_policies(case, policy):

@@ -42,15 +42,29 @@ def test_every_exported_op_has_a_case():
     assert exported == set(MODULES)
 
 
-@pytest.mark.parametrize("law", [name for name in LAWS if name not in ELSEWHERE])
-@pytest.mark.parametrize(("case", "dtype"), CASES, ids=lambda v: str(v))
+def laws_and_dtypes():
+    """Every law, case and dtype. In the first tier Right in every dtype, the others, which compare an op with itself, in one in turn."""
+    for law in [name for name in LAWS if name not in ELSEWHERE]:
+        for case, own in turns():
+            for dtype in case.dtypes:
+                yield pytest.param(law, case, dtype, marks=() if law == "right" or dtype is own else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("law", "case", "dtype"), list(laws_and_dtypes()), ids=str)
 def test_law(law, case, dtype):
     if law not in case.exempt:
         LAWS[law](case, dtype)
 
 
-@pytest.mark.parametrize("law", DRAWN)
-@pytest.mark.parametrize(("case", "dtype"), list(turns()), ids=lambda v: str(v))
+def structural_laws():
+    """The first case of an op under all, the others in the first tier under one in turn."""
+    first = {id(case) for case in FIRST}
+    for i, (case, dtype) in enumerate(turns()):
+        for j, law in enumerate(DRAWN):
+            yield pytest.param(law, case, dtype, marks=() if id(case) in first or i % len(DRAWN) == j else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("law", "case", "dtype"), list(structural_laws()), ids=str)
 def test_law_in_turns(law, case, dtype):
     if law not in case.exempt:
         LAWS[law](case, dtype)

@@ -63,7 +63,7 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "policy"), drawn(COMBINED, EXACT))
+@pytest.mark.parametrize(("case", "policy"), drawn(COMBINED, EXACT, families=[case.op.name for case in COMBINED]))
 def test_laws(case, policy):
     case = dataclasses.replace(case, op=with_policy(case.op, policy))
     for law in ("split", "pure", "mirror", "frugal", "right", "traceable"):

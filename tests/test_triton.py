@@ -26,14 +26,14 @@ EVERY = [
 
 def rows():
     """Every case under every law; under Right in every dtype, under the others, which compare a kernel with itself, in one in turn.
-    In the first tier: the first case of an op under every law but Edges (test_layouts has the kernels in every layout) and Frugal
-    (what is kept is the op's affair, not its kernels'), the others under one law in turn, each case in one dtype, in turn."""
+    In the first tier: every case in one dtype, in turn, the first of an op under Right, the others under one law in turn but Edges
+    (test_layouts has the kernels in every layout) and Frugal (what is kept is the op's affair, not its kernels')."""
     for i, (case, is_first) in enumerate(EVERY):
         for j, law in enumerate(HELD):
             dtypes = [dtype for dtype in DTYPES if dtype in case.dtypes]
             for k, dtype in enumerate(dtypes if law not in case.exempt else ()):
                 in_turn = i % len(dtypes) == k
-                chosen = in_turn and law not in ("edges", "frugal") and (is_first or j == i // 3 % len(HELD))
+                chosen = in_turn and law not in ("edges", "frugal") and (law == "right" if is_first else j == i // 3 % len(HELD))
                 if in_turn or law == "right":
                     yield pytest.param(case, law, dtype, marks=() if chosen else pytest.mark.slow)
 

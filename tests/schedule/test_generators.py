@@ -79,6 +79,7 @@ def test_bubble_of_zb_v():
             assert max(simulate(zb_v(p, m)).idle) == pytest.approx(p - 1)
 
 
+@pytest.mark.turns("together")
 @pytest.mark.parametrize("together", [None, 1.5, 2.25])
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 def test_bubble_of_dualpipe(costs, together):
