@@ -106,6 +106,7 @@ def test_what_triton_does_not_specialise_on_hits(seen):
         assert seen[name] == 0, name
 
 
+@pytest.mark.slow
 def test_what_triton_specialises_on_misses(seen):
     names = ("first", "unaligned address", "another dtype", "no tensor", "not a multiple of 16", "one")
     for name in (*names, "more than 32 bits", "another constexpr", "num_warps"):

@@ -27,7 +27,7 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("what", SHOWN)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=pytest.mark.slow if what == "fit, long" else ()) for what in SHOWN])
 def test_reprs_fit_a_screen(what):
     value = SHOWN[what]()
     lines = repr(value).split("\n")

@@ -45,6 +45,7 @@ def test_every_flag_has_a_text_a_default_and_a_group(action):
     assert action.option_strings[0] in shown and shown.count("\n\n") >= 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [

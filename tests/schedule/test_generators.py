@@ -24,8 +24,7 @@ CHUNKED = {
     "dualpipe_v": dualpipe_v,
 }
 GENERATORS = ONE_STAGE | CHUNKED
-GRID = [(p, m) for p in range(2, 9) for m in range(2, 33)]
-FULL = [(p, m) for p, m in GRID if m >= 2 * p and m % p == 0]
+EVERY = [(p, m) for p in range(2, 9) for m in range(2, 33)]
 COSTS = [
     Costs(),
     Costs(forward=1.0, dgrad=1.0, wgrad=0.5),
@@ -34,9 +33,19 @@ COSTS = [
 ]
 
 
+@pytest.fixture(params=[pytest.param(EVERY[::4], id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.slow)])
+def grid(request):
+    """Ranks and microbatches."""
+    return request.param
+
+
+def full(grid):
+    return [(p, m) for p, m in grid if m >= 2 * p and m % p == 0]
+
+
 @pytest.mark.parametrize("name", GENERATORS)
-def test_every_schedule_of_a_grid_is_whole(name):
-    for p, m in GRID:
+def test_every_schedule_of_a_grid_is_whole(name, grid):
+    for p, m in grid:
         made = GENERATORS[name](p, m)
         assert made.stages == p * (1 + (name in CHUNKED)) and made.microbatches == m and len(made.ranks) == p
         assert len(list(made.order())) == sum(map(len, made.ranks))
@@ -44,16 +53,16 @@ def test_every_schedule_of_a_grid_is_whole(name):
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubbles_of_gpipe_and_1f1b(costs):
-    for p, m in GRID:
+def test_bubbles_of_gpipe_and_1f1b(costs, grid):
+    for p, m in grid:
         for generator in (gpipe, one_f_one_b):
             assert simulate(generator(p, m), costs).bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubbles_of_zero_bubble_schedules(costs):
+def test_bubbles_of_zero_bubble_schedules(costs, grid):
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
-    for p, m in GRID:
+    for p, m in grid:
         if m >= p:
             assert simulate(zb_h1(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
         if m >= 2 * p - 1:
@@ -61,10 +70,10 @@ def test_bubbles_of_zero_bubble_schedules(costs):
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubbles_of_interleaved_schedules(costs):
+def test_bubbles_of_interleaved_schedules(costs, grid):
     """Megatron's table: the bubble is that of 1F1B over the number of chunks."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
-    for p, m in FULL:
+    for p, m in full(grid):
         found = simulate(interleaved_1f1b(p, m), costs)
         assert found.idle == pytest.approx([(p - 1) * (f + i + w)] * p)
         assert found.bubble == pytest.approx((p - 1) / (2 * m + p - 1))
@@ -72,8 +81,8 @@ def test_bubbles_of_interleaved_schedules(costs):
         assert simulate(interleaved_zb(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
 
 
-def test_bubble_of_zb_v():
-    for p, m in GRID:
+def test_bubble_of_zb_v(grid):
+    for p, m in grid:
         if m >= 2 * p:
             assert simulate(zb_v(p, m)).waiting == pytest.approx([0.0] * p)
             assert max(simulate(zb_v(p, m)).idle) == pytest.approx(p - 1)
@@ -82,11 +91,11 @@ def test_bubble_of_zb_v():
 @pytest.mark.turns("together")
 @pytest.mark.parametrize("together", [None, 1.5, 2.25])
 @pytest.mark.parametrize("costs", COSTS, ids=str)
-def test_bubble_of_dualpipe(costs, together):
+def test_bubble_of_dualpipe(costs, together, grid):
     """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards; a longer dgrad hides more."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     side_by_side = f + i + w if together is None else together
-    for p, m in GRID:
+    for p, m in grid:
         if m >= 2 * p:
             idle = simulate(dualpipe_v(p, m), Costs(f, i, w, together)).idle
             formula = (p - 1) * (side_by_side + (i + w) - 3 * w)
@@ -96,9 +105,9 @@ def test_bubble_of_dualpipe(costs, together):
                 assert max(idle) <= formula + 1e-9
 
 
-def test_activations_in_flight():
+def test_activations_in_flight(grid):
     """A chunk is one unit; the papers' tables."""
-    for p, m in GRID:
+    for p, m in grid:
         assert simulate(gpipe(p, m)).peak_bytes == (m,) * p
         assert simulate(one_f_one_b(p, m)).peak_bytes == tuple(min(p - r, m) for r in range(p))
         assert max(simulate(zb_h1(p, m)).peak_bytes) == min(p, m)
@@ -106,7 +115,7 @@ def test_activations_in_flight():
         if m >= 2 * p:
             assert simulate(zb_v(p, m)).peak_bytes == (2 * p,) * p
             assert simulate(dualpipe_v(p, m)).peak_bytes == (2 * p + 1,) * p
-    for p, m in FULL:
+    for p, m in full(grid):
         assert simulate(interleaved_1f1b(p, m)).peak_bytes == tuple(p + 2 * (p - 1 - r) + 1 for r in range(p))
         assert max(simulate(interleaved_zb(p, m)).peak_bytes) == 2 * p
     small = Costs(residual_bytes=10, pending_bytes=4)
@@ -122,10 +131,10 @@ TORCHS = {
 
 
 @pytest.mark.parametrize("name", TORCHS)
-def test_schedules_are_torchs(name):
+def test_schedules_are_torchs(name, grid):
     """Action for action what torch.distributed.pipelining's class of that schedule would do."""
     module = pytest.importorskip("torch.distributed.pipelining.schedules")
-    for p, m in FULL:
+    for p, m in full(grid):
         torchs = object.__new__(getattr(module, TORCHS[name]))  # to make one takes a process group
         torchs.pp_group_size = torchs.microbatches_per_round = p
         torchs.n_local_stages, torchs.num_stages, torchs._n_microbatches = 2, 2 * p, m

@@ -9,6 +9,7 @@ import funcops as fo
 from funcops import trees
 from funcops.testing import assert_close
 
+pytestmark = pytest.mark.slow
 DTYPE = torch.float64
 
 

@@ -7,6 +7,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from funcops import Needs, TorchConfig, op_from_torch
 
+pytestmark = pytest.mark.slow
 SEED = 42  # OpInfo's functions that draw numbers seed themselves with it
 
 
@@ -55,11 +56,6 @@ INFOS = {
     for info in op_db
     if info.supports_autograd and torch.float64 in info.dtypes and not info.name.startswith("sparse.")
 }
-FIRST = [
-    "add", "atan2", "cumsum", "fft.rfft", "linalg.det", "nn.functional.avg_pool2d", "nn.functional.conv2d", "nn.functional.group_norm",
-    "nn.functional.huber_loss", "nn.functional.layer_norm", "nn.functional.max_pool1d", "nn.functional.max_unpool2d", "tanh", "var",
-]  # fmt: skip
-DRAWN = sorted(INFOS)[7::60]
 
 
 def sampled(info):
@@ -138,15 +134,8 @@ def _scale(t):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [*FIRST, *DRAWN])
-def test_some(name):
-    check(name)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", sorted(INFOS.keys() - {*FIRST, *DRAWN, *NOT_SERVED}))
-def test_all(name):
+@pytest.mark.parametrize("name", sorted(INFOS.keys() - NOT_SERVED.keys()))
+def test_functions(name):
     check(name)
 
 
