@@ -1,5 +1,7 @@
 """torch's functions (OpInfo) as ops: y and dx against autograd in float64, whatever strides x and dy come in."""
 
+import itertools
+
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -86,20 +88,20 @@ def by_autograd(fn, x, dys):
 
 
 def cases(name):
-    """`(fn, x, ys, [dys by how they lie])` for each way in which x may lie that torch itself serves. dy lies in every way, in two with
-    each x: which two, is another function's turn."""
+    """`(fn, x, ys, dys, dx)` for each way in which x may lie that torch itself serves. With each x, dy lies in one
+    way: which three of the six, is another function's turn."""
     fn, leaves = sampled(INFOS[name])
     draw = torch.Generator().manual_seed(1)
-    for turn, lay_x in enumerate(X.values(), sorted(INFOS).index(name)):
+    for turn, lay_x in zip(itertools.count(sorted(INFOS).index(name), 2), X.values(), strict=False):
         x = tuple(lay_x(t.detach()).requires_grad_() if t.requires_grad else t for t in leaves)
         try:
             torch.manual_seed(SEED)
             with torch.no_grad():
                 ys = fn(None, x, None)
             drawn = [torch.randn(y.shape, dtype=y.dtype, generator=draw) if _able(y) else None for y in ys]
-            ways = list(DY.values())[turn % len(X) :: len(X)]
-            every = [tuple(None if t is None else lay(t) for t in drawn) for lay in ways]
-            yield fn, x, ys, [(dys, by_autograd(fn, x, dys)) for dys in every]
+            lay_dy = list(DY.values())[turn % len(DY)]
+            dys = tuple(None if t is None else lay_dy(t) for t in drawn)
+            yield fn, x, ys, dys, by_autograd(fn, x, dys)
         except RuntimeError:
             assert lay_x is not torch.Tensor.contiguous, "torch serves its own samples"
 
@@ -110,22 +112,21 @@ def _able(t):
 
 def check(name):
     ran = 0
-    for fn, x, ys, every in cases(name):
+    for fn, x, ys, dys, want in cases(name):
         op, cfg = op_from_torch(fn, name=name), TorchConfig()
         needs = Needs(x=[str(i) for i, t in enumerate(x) if t.requires_grad])
-        for dys, want in every:
-            torch.manual_seed(SEED)
-            given = tuple(t.detach() for t in x)
-            got, residuals = op.fwd(None, given, cfg, needs=needs)
-            dx = op.bwd(residuals, dys, cfg)[1] if residuals is not None else [None] * len(x)
-            for a, b in zip((*got, *dx), (*ys, *want), strict=True):
-                if a is None or b is None:
-                    assert a is None and b is None or not (b if a is None else a).any(), name
-                else:
-                    assert a.shape == b.shape and a.dtype is b.dtype, name
-                    torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * _scale(b), equal_nan=True)
-            ran += 1
-    assert ran >= len(DY) // len(X) or not sampled(INFOS[name])[1]
+        torch.manual_seed(SEED)
+        given = tuple(t.detach() for t in x)
+        got, residuals = op.fwd(None, given, cfg, needs=needs)
+        dx = op.bwd(residuals, dys, cfg)[1] if residuals is not None else [None] * len(x)
+        for a, b in zip((*got, *dx), (*ys, *want), strict=True):
+            if a is None or b is None:
+                assert a is None and b is None or not (b if a is None else a).any(), name
+            else:
+                assert a.shape == b.shape and a.dtype is b.dtype, name
+                torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-8 * _scale(b), equal_nan=True)
+        ran += 1
+    assert ran or not sampled(INFOS[name])[1]
 
 
 def _scale(t):
