@@ -142,8 +142,8 @@ def test_strides_do_not_matter(init, update, cfg):
 
 @pytest.mark.parametrize(
     ("optimiser", "in_place"),
-    [(OPTIMISERS[0], False)] + [pytest.param(OPTIMISERS[i], i < 2, marks=pytest.mark.slow) for i in range(4)],
-    ids=["adamw-False", "adamw-True", "sgd-True", "momentum-False", "nesterov-False"],
+    [(OPTIMISERS[0], False)] + [pytest.param(OPTIMISERS[i], i < 2, marks=pytest.mark.slow) for i in (0, 1, 3)],
+    ids=["adamw-False", "adamw-True", "sgd-True", "nesterov-False"],
 )
 def test_compiles_whole(optimiser, in_place):
     (init, update, cfg), params = optimiser, model()

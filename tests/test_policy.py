@@ -63,7 +63,17 @@ COMBINED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "policy"), drawn(COMBINED, EXACT, families=[case.op.name for case in COMBINED]))
+def policies_in_turn():
+    """The first case of an op under every policy, the others under one in turn. In the first tier one of an op."""
+    rows = drawn(COMBINED, EXACT, families=[case.op.name for case in COMBINED])
+    seen = set()
+    for i, case in enumerate(COMBINED):
+        own = rows[i * len(EXACT) :][: len(EXACT)]
+        yield from own if case.op.name not in seen else own[i % len(EXACT) :][:1]
+        seen.add(case.op.name)
+
+
+@pytest.mark.parametrize(("case", "policy"), list(policies_in_turn()))
 def test_laws(case, policy):
     case = dataclasses.replace(case, op=with_policy(case.op, policy))
     for law in ("split", "pure", "mirror", "frugal", "right", "traceable"):

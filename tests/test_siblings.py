@@ -101,7 +101,7 @@ def beside(cfg, dtype, needs, donated=False, split=False, into=False):
 
 
 @pytest.mark.slow
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @given(st.lists(st.sampled_from(list(BRANCHES)), min_size=2, max_size=4).map(" ".join), st.data())
 def test_drawn_siblings_under_drawn_masks(monkeypatch, name, words, data):
