@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PIP) -e '.[examples]'
 	@touch $@
 
-$(VENV)/.test: $(VENV)/.ready  # tests/opinfo, all of the second tier, takes seconds to import
+$(VENV)/.test: $(VENV)/.ready
 	@echo "installing pytest, hypothesis, transformers, accelerate, peft and lightning into $(VENV): 0.4 GB"
 	$(PIP) -e '.[test]'
 	@touch $@
@@ -41,7 +41,7 @@ train: $(VENV)/.ready
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
-test: $(VENV)/.test
+test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to import
 	$(PYTEST) --ignore tests/opinfo -m "not gpu and not slow" $(ARGS)
 
 test-rest: $(VENV)/.test

@@ -103,7 +103,7 @@ def require_callable(where: str, **given: object) -> None:
 
 
 def require_device(where: str, device: Any) -> None:
-    """What torch takes for a device, or None; with the number of a GPU there must be one."""
+    """What torch takes for a device, or None."""
     if device is None or isinstance(device, torch.device):
         return
     try:

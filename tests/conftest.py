@@ -16,9 +16,9 @@ def pytest_configure(config):
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TRITON_INTERPRET", "1")
         if importlib.util.find_spec("triton"):
-            import interpreter
+            import quick_triton
 
-            interpreter.quicken()
+            quick_triton.quicken()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -17,7 +17,6 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops import random
 from funcops.backend import wants_triton
 from funcops.compose.again import Dropped, dropped
 from funcops.compose.into import check_into_tree
@@ -29,6 +28,7 @@ from funcops.compose.step import (
     Step,
     WithExtras,
     add,
+    init_parts,
     live_inputs,
     nested,
     part,
@@ -82,7 +82,7 @@ class ChainConfig:
         object.__setattr__(self, "step_needs", {})
         object.__setattr__(self, "forwards", {})
         object.__setattr__(self, "plans", {})
-        known = paths(_init_all(self, None, "meta", None))
+        known = paths(init_parts(self.steps, None, "meta", None))
         object.__setattr__(self, "ties", resolved_ties("ChainConfig", self.ties, known))
         object.__setattr__(self, "known", tuple(path for path, t in known.items() if t is not None))
         needs_of_steps(self, Needs.ALL)
@@ -213,22 +213,10 @@ def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tupl
     return tuple(sorted(found))
 
 
-def _init_all(cfg: ChainConfig, key: Tensor | None, device: Any, dtype: Any) -> dict[str, Any]:
-    params = {}
-    for step in cfg.steps:
-        try:
-            own = None if key is None else random.fold_in(key, step.fold)
-            params[step.name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
-        except Exception as error:
-            in_step(error, step.name)
-            raise
-    return params
-
-
 @init_of(ChainConfig)
 def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every step by name, each from a key of its own; None at tied paths."""
-    params = _init_all(cfg, key, device, dtype)
+    params = init_parts(cfg.steps, key, device, dtype)
     for path, _ in cfg.ties:
         params = put(params, path, None)
     return params

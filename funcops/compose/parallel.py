@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from funcops import random
 from funcops.backend import wants_triton
 from funcops.compose.into import check_into_tree
 from funcops.compose.plan import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, planned_for, registry_version
@@ -24,6 +23,7 @@ from funcops.compose.step import (
     Step,
     WithExtras,
     add,
+    init_parts,
     live_inputs,
     nested,
     part,
@@ -123,15 +123,7 @@ def _check_names(where: str, what: str, tree: Any, cfg: ParallelConfig) -> None:
 @init_of(ParallelConfig)
 def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> dict[str, Any]:
     """Params of every branch by name, each from a key of its own."""
-    params = {}
-    for branch in cfg.branches:
-        try:
-            own = None if key is None else random.fold_in(key, branch.fold)
-            params[branch.name] = branch.op.init(branch.cfg, key=own, device=device, dtype=dtype)
-        except Exception as error:
-            in_step(error, branch.name)
-            raise
-    return params
+    return init_parts(cfg.branches, key, device, dtype)
 
 
 @forward(ParallelConfig, dict)

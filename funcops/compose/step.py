@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.errors import DonatedError, check, describe, fail, require, require_type
+from funcops.errors import DonatedError, check, describe, fail, in_step, require, require_type
 from funcops.needs import Mask, Needs, sub_mask
 from funcops.op import Op, config
 from funcops.residuals.donate import donate
@@ -131,6 +131,20 @@ def has_params(op: Op, cfg: Any) -> bool:
 def abstract_params(op: Op, cfg: Any) -> Any:
     """The op's params on the meta device: their structure and shapes. Not to be changed."""
     return op.init(cfg, key=None, device="meta")
+
+
+def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict[str, Any]:
+    """Params of every step by name, each from a key of its own."""
+    params, name = {}, ""
+    try:
+        for step in steps:
+            name = step.name
+            own = None if key is None else random.fold_in(key, step.fold)
+            params[name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+    except Exception as error:
+        in_step(error, name)
+        raise
+    return params
 
 
 def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:
