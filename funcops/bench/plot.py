@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,9 @@ from funcops.bench.measure import machine
 
 def draw(path: str, rows: Sequence[Any]) -> None:
     """Horizontal bars: a group for each kernel and shape, a bar for each provider; the share of a copy's rate, or of cuBLAS."""
+    if importlib.util.find_spec("matplotlib") is None:  # no reason to lose what was measured
+        print(f"bench kernels: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
+        return
     import matplotlib
 
     matplotlib.use("Agg")
