@@ -153,6 +153,12 @@ def sized(nbytes: float) -> tuple[float, str]:
     return nbytes, "bytes"
 
 
+def size_of(nbytes: float) -> str:
+    """Bytes as every report shows them: `1.50 KiB`, and `512 bytes` below that."""
+    value, unit = sized(nbytes)
+    return f"{value:g} bytes" if unit == "bytes" else f"{value:,.2f} {unit}"
+
+
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -19,7 +19,7 @@ from funcops.errors import DonatedError, StaleResidualError, describe, fail
 from funcops.marks import STALE, Gone, Missing, Moved, marks_of, post_init, stale_path, version, versions
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.trees import register, show, static
+from funcops.trees import register, register_node, show, static
 
 T = TypeVar("T")
 
@@ -239,10 +239,17 @@ class Donated:
     def _refuse(self, *_: Any) -> Any:
         raise DonatedError("donated residuals must not be looked into, got a use that is no backward")
 
-    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+    __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
+
+    def __copy__(self) -> Any:
+        return Donated(self._node)
 
     def __repr__(self) -> str:
         return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"
+
+
+_refuse: Any = Donated._refuse
+register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree looks into it
 
 
 @dataclass_transform(field_specifiers=(saved, static))

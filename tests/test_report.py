@@ -40,7 +40,7 @@ def test_a_difference_names_what_is_no_longer_kept():
     before, after = reports()
     found = diff(before, after)
     assert {c.path: (c.before, c.after) for c in found} == {"up.x": (8 * 16 * 4, 0), "down.x": (8 * 24 * 4, 0)}
-    assert str(found).endswith("-1,280 bytes in all") and str(found).startswith("down.x")
+    assert str(found).endswith("-1.25 KiB in all") and str(found).startswith("down.x")
     assert diff(before, before) == [] and str(diff(before, before)) == "+0 bytes in all"
 
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funcops.compose.policy import part_paths, with_policy
 from funcops.compose.step import abstract_params, check_body
-from funcops.errors import in_html, on_screen, require, require_dtype
+from funcops.errors import in_html, on_screen, require, require_dtype, size_of
 from funcops.op import Op
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
@@ -65,7 +65,7 @@ class Fitted(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{'>' if one is self.picked else ' '} {one.name:<40} {one.kept_bytes:>16,} bytes  {100 * one.extra_flops:5.1f} % more"
+            f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  {100 * one.extra_flops:5.1f} % more"
             for one in self.tried
         ]
         return "\n".join(lines)
@@ -89,7 +89,13 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
-    require(bool(within), "fit", "budget", f"at least {least.kept_bytes:,} bytes (policy {least.name})", f"{budget:,}")
+    require(
+        bool(within),
+        "fit",
+        "budget",
+        f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name})",
+        f"{budget:,}",
+    )
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
 
 

@@ -277,22 +277,19 @@ class Nested(dict):  # type: ignore[type-arg]
         return f"{type(self).__name__}({super().__repr__()})"
 
 
-def _opened(method: Any) -> Any:
-    """A dict's method, for a node that must not have been given away."""
-
-    @functools.wraps(method)
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        if self.gone:
-            self._open()
-        return method(self, *args, **options)
-
-    return run
-
-
-# What a launch calls is left as it is: `node[name]` finds nothing in a node that was given away and asks `__missing__`.
+# Every other method of a dict, but for what a launch calls (`node[name]` finds nothing in a node that was given away, and asks
+# `__missing__`), with that check before. Written out as source, with `super`, as a tracer follows no method that is called by its class.
+_SOURCE = """
+def {name}(self, *args, **options):
+    if self.gone:
+        self._open()
+    return super(Nested, self).{name}(*args, **options)
+"""
 for _name in ("get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ __or__ "
               "__ror__ __ior__ __delitem__").split():  # fmt: skip
-    setattr(Nested, _name, _opened(getattr(dict, _name)))
+    _scope: dict[str, Any] = {"Nested": Nested}
+    exec(_SOURCE.format(name=_name), _scope)
+    setattr(Nested, _name, _scope[_name])
 
 
 def nested(kind: str) -> Callable[[type], type]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.errors import describe, fail, require_count, require_type, short
+from funcops.errors import describe, fail, require_count, require_type, short, size_of
 from funcops.marks import Gone
 from funcops.schema import Field, Saved
 from funcops.trees import paths, tensors
@@ -56,12 +56,12 @@ class Report:
         return stacked_bars(self.rows, self.totals(), path, depth)
 
     def totals(self) -> str:
-        per_token = f", {self.bytes_per_token:,.1f} bytes per token" if self.bytes_per_token is not None else ""
-        return f"kept {self.kept_bytes:,} bytes in {len(self.rows)} tensors, aliased {self.aliased_bytes:,} bytes{per_token}"
+        per_token = f", {size_of(self.bytes_per_token)} per token" if self.bytes_per_token is not None else ""
+        return f"kept {size_of(self.kept_bytes)} in {len(self.rows)} tensors, aliased {size_of(self.aliased_bytes)}{per_token}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         return [
-            (r.path, str(list(r.shape)), r.dtype, f"{r.bytes:,}", f"{self.share(r):.1%}", r.alias_of, r.needed_by)
+            (r.path, str(list(r.shape)), r.dtype, size_of(r.bytes), f"{self.share(r):.1%}", r.alias_of, r.needed_by)
             for r in self.rows
         ]
 
@@ -138,11 +138,17 @@ class Difference(list[Change]):
 
     def __str__(self) -> str:
         width = max((len(change.path) for change in self), default=0)
-        lines = [f"{c.path.ljust(width)}  {c.before:>16,} -> {c.after:>16,}  {c.after - c.before:>+16,}" for c in self]
-        total = sum(change.after - change.before for change in self)
-        return "\n".join([*lines, f"{total:+,} bytes in all"])
+        lines = [
+            f"{c.path.ljust(width)}  {size_of(c.before):>12} -> {size_of(c.after):>12}  {_change(c.after - c.before):>12}"
+            for c in self
+        ]
+        return "\n".join([*lines, f"{_change(sum(c.after - c.before for c in self))} in all"])
 
     __repr__ = __str__
+
+
+def _change(nbytes: int) -> str:
+    return "+" * (nbytes >= 0) + size_of(nbytes)
 
 
 def diff(before: Report, after: Report) -> Difference:
