@@ -1,0 +1,108 @@
+"""Bytes that the memory-bound kernels move, over the least that they could, and the quality of their code; no GPU is needed.
+
+python -m funcops.bench traffic --csv FILE                       counts all
+python -m funcops.bench traffic --changed FILE --csv FILE        counts what FILE, an earlier table, does not hold
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple, get_type_hints
+
+import torch
+from triton import knobs
+
+from funcops.bench.measure import BenchError
+from funcops.bench.traffic.assembly import Quality, quality
+from funcops.bench.traffic.calls import Call, fingerprint_of, intercepted
+from funcops.bench.traffic.count import Counted, count, total
+from funcops.bench.traffic.ours import Case, cases, plan
+
+MANY = {"embedding_wgrad": 96}  # programs to sample where what they do depends on values
+
+
+class Traffic(NamedTuple):
+    """A kernel as a training step calls it, all of its launches. Bytes moved (`ratio`), asked for (`asked`) and moved in whole sectors
+    of 32 (`sectors`), over the least: inputs and outputs once. `launches` names them, and what torch does between them; `resident` is of
+    each launch, how many programs a multiprocessor holds. Registers, warps, spills, `wide` (the share of bytes in accesses of 128 bits)
+    and `per_byte` (instructions for each byte) are those of the launch that moves most. `hash`: what of the source was counted."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    provider: str
+    ratio: float
+    asked: float
+    sectors: float
+    wide: float
+    per_byte: float
+    registers: int
+    warps: int
+    spills: int
+    why: str
+    launches: str
+    resident: str
+    hash: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="kernels whose names hold this")
+    parser.add_argument("--changed", metavar="FILE", help="count only what this table does not hold as it is now")
+
+
+def run(only: str = "", changed: str | None = None) -> Iterator[Traffic]:
+    """The rows as they come."""
+    if knobs.runtime.interpret:
+        raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
+    known = {} if changed is None else {(row.kernel, row.shape, row.hash): row for row in read(changed)}
+    fresh = 0
+    for case in cases(torch.bfloat16, "cpu", lambda sample: only in sample.name):
+        row = known.get((case.sample.name, case.sample.shape, fingerprint_of(plan(case))))
+        fresh += row is None
+        yield row or ours(case)
+    print(f"bench traffic: {fresh} counted, the others as they were", file=sys.stderr)
+
+
+def ours(case: Case) -> Traffic:
+    built: list[tuple[Call, Quality]] = []
+
+    def build(call: Call) -> Any:
+        compiled = call.run()
+        built.append((call, quality(compiled)))
+        return compiled
+
+    with intercepted(build):
+        case.run()
+    return row_of(case, "funcops", built, fingerprint_of([call for call, _ in built]))
+
+
+def row_of(case: Case, provider: str, built: list[tuple[Call, Quality]], source: str) -> Traffic:
+    residents = [found.resident for _, found in built]
+    moved = recount(case, residents)
+    whole = total(moved)
+    launches = [one for one in moved if one.launched]
+    main = max(range(len(launches)), key=lambda i: launches[i].bytes.moved)
+    found = built[main][1]
+    return Traffic(
+        case.sample.name, case.sample.shape, "bf16", provider,
+        *(round(size / case.least, 4) for size in (whole.moved, whole.asked, whole.sectors)),
+        round(found.wide, 3), round(found.per_byte, 2), found.registers, found.warps, max(one.spills for _, one in built), "",
+        " + ".join(one.name for one in moved), " + ".join(map(str, residents)), source,
+    )  # fmt: skip
+
+
+def recount(case: Case, residents: list[int]) -> list[Counted]:
+    return count(case.run, case.sample.args, residents, MANY.get(case.sample.name, 4))
+
+
+def read(path: str) -> list[Traffic]:
+    """The rows of a table."""
+    kinds = get_type_hints(Traffic)
+    try:
+        with open(path, newline="") as file:
+            return [Traffic(**{name: kinds[name](row[name]) for name in kinds}) for row in csv.DictReader(file)]
+    except (OSError, ValueError, KeyError) as error:
+        raise BenchError(f"bench traffic: {path} must be a table of `bench traffic`: {error!r}") from error

@@ -1,0 +1,86 @@
+"""The memory-bound kernels of `samples`, as calls to count: each with the sums of what it leaves in parts."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.backend import backend
+from funcops.bench.samples import Maker, Sample, samples
+from funcops.bench.traffic.calls import Call, fingerprint_of, intercepted
+from funcops.kernels.norm import sum_parts
+from funcops.trees import leaves, nbytes, tree_map
+
+READ_OF = {"table": 2 / 3}  # a rotary table has cos, sin and -sin, of which a call reads two
+
+
+class RoomMaker(Maker):
+    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values, but for ids."""
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        t = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        return t if t.nbytes > 2**20 else t.zero_()
+
+    def wide(self, *shape: int) -> Tensor:
+        return torch.ones(shape, device=self.device)
+
+
+class Case(NamedTuple):
+    """`run` is what a training step calls; `least` its bytes: all that it takes and all that it gives, each once."""
+
+    sample: Sample
+    run: Callable[[], Any]
+    least: float
+
+
+def cases(dtype: torch.dtype, device: str = "cpu", only: Callable[[Sample], bool] = lambda _: True) -> Iterator[Case]:
+    torch.manual_seed(0)
+    for sample in samples(RoomMaker(device, dtype)):
+        if sample.product is None and only(sample):
+            yield case_of(sample, dtype)
+
+
+def case_of(sample: Sample, dtype: torch.dtype) -> Case:
+    declared = sample.kernel.kernel
+    declared.find_triton()
+    sum_parts.kernel.find_triton()
+    launch, sums = declared.triton_impl, sum_parts.kernel.triton_impl
+    meta = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, sample.args)
+    with intercepted(lambda _: None), backend("triton"):
+        given = leaves(launch(*meta))
+    # the body leaves one part; a kernel that leaves another number of them says so in a fake of its own
+    bodys = given if declared.fake_impl is declared.torch_impl else leaves(declared.torch_impl(*meta))
+    in_parts = [isinstance(a, Tensor) and a.shape != b.shape for a, b in zip(given, bodys, strict=True)]
+
+    def run() -> None:
+        with backend("triton"):
+            for result, apart in zip(leaves(launch(*sample.args)), in_parts, strict=True):
+                if apart:
+                    sums(result, dtype)
+
+    sizes = [t.shape[1] * dtype.itemsize if apart else nbytes(t) for t, apart in zip(given, in_parts, strict=True)]
+    return Case(sample, run, sum(sizes) + taken(sample))
+
+
+def taken(sample: Sample) -> float:
+    """Bytes of the arguments; twice of those that are written to."""
+    declared = sample.kernel.kernel
+    names = inspect.signature(declared.torch_impl).parameters
+    sizes = {name: nbytes(arg) for name, arg in zip(names, sample.args, strict=True)}
+    return sum(size * READ_OF.get(name, 1) * (2 if name in declared.mutates else 1) for name, size in sizes.items())
+
+
+def plan(case: Case) -> list[Call]:
+    """The launches of a case, none of them run."""
+    found: list[Call] = []
+    with intercepted(found.append):
+        case.run()
+    return found
+
+
+def hashed(case: Case) -> str:
+    return fingerprint_of(plan(case))
