@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_type_hints
@@ -28,7 +29,7 @@ class Traffic(NamedTuple):
     """A kernel as a training step calls it, all of its launches. Bytes moved (`ratio`), asked for (`asked`) and moved in whole sectors
     of 32 (`sectors`), over the least: inputs and outputs once. `launches` names them, and what torch does between them; `resident` is of
     each launch, how many programs a multiprocessor holds. Registers, warps, spills, `wide` (the share of bytes in accesses of 128 bits)
-    and `per_byte` (instructions for each byte) are those of the launch that moves most. `hash`: what of the source was counted."""
+    and `per_byte` (instructions for each byte moved) are those of the launch that moves most. `hash`: what of the source was counted."""
 
     kernel: str
     shape: str
@@ -83,15 +84,23 @@ def row_of(case: Case, provider: str, built: list[tuple[Call, Quality]], source:
     residents = [found.resident for _, found in built]
     moved = recount(case, residents)
     whole = total(moved)
-    launches = [one for one in moved if one.launched]
+    launches = [one for one in moved if one.lines]
     main = max(range(len(launches)), key=lambda i: launches[i].bytes.moved)
-    found = built[main][1]
+    found, most = built[main][1], launches[main]
+    again = most.bytes.asked / most.bytes.moved
     return Traffic(
         case.sample.name, case.sample.shape, "bf16", provider,
         *(round(size / case.least, 4) for size in (whole.moved, whole.asked, whole.sectors)),
-        round(found.wide, 3), round(found.per_byte, 2), found.registers, found.warps, max(one.spills for _, one in built), "",
+        round(wide(found, most), 3), round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for _, one in built), "",
         " + ".join(one.name for one in moved), " + ".join(map(str, residents)), source,
     )  # fmt: skip
+
+
+def wide(found: Quality, launch: Counted) -> float:
+    """The share of 128-bit accesses in the bytes that a launch asks for, by the lines where it does. (Those that the compiler moved to
+    another line are left out.)"""
+    lines = {line: size for line, size in (launch.lines or {}).items() if line in found.widths}
+    return sum(size * found.widths[line] for line, size in lines.items()) / sum(lines.values()) if lines else math.nan
 
 
 def recount(case: Case, residents: list[int]) -> list[Counted]:

@@ -15,19 +15,21 @@ from funcops.backend.aot import TOOLS
 
 THREADS, REGISTERS, SHARED, PROGRAMS = 2048, 65536, 233472, 32  # of an H100's multiprocessor
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)([.\w]*)([^;]*)")
+ACCESS = re.compile(r"(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bf](\d+) |cp\.async\.c[ag]\.shared\.global [^,]*,[^,]*, (\w+)")
 LABEL = re.compile(r"^(\.L\w+):")
 GLOBAL = {"LDG", "STG", "LDGSTS", "RED", "ATOMG"}
 BITS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 class Quality(NamedTuple):
-    """`wide`: the share of bytes in accesses of 128 bits; `per_byte`: instructions a thread issues for each byte that it loads or
-    stores. Both of the longest loop that has accesses, or of all where none has; NaN where there are none."""
+    """`widths`: for each line of the kernel that has accesses, a share of their bytes, of those in accesses of 128 bits. `per_byte`:
+    instructions that a thread issues for each byte that it loads or stores in the longest loop that does so, or in all of the kernel
+    where none does; NaN where there are none."""
 
     registers: int
     warps: int
     spills: int
-    wide: float
+    widths: dict[int, float]
     per_byte: float
     resident: int
 
@@ -47,11 +49,12 @@ class Instruction(NamedTuple):
 
 
 def quality(compiled: Any) -> Quality:
-    return _quality(compiled.asm["cubin"], compiled.metadata.num_warps, compiled.metadata.shared)
+    asm, metadata = compiled.asm, compiled.metadata
+    return _quality(asm["cubin"], asm["ptx"], metadata.num_warps, metadata.shared)
 
 
 @functools.cache
-def _quality(cubin: bytes, warps: int, shared: int) -> Quality:
+def _quality(cubin: bytes, ptx: str, warps: int, shared: int) -> Quality:
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "kernel.cubin")
         Path(path).write_bytes(cubin)
@@ -61,7 +64,7 @@ def _quality(cubin: bytes, warps: int, shared: int) -> Quality:
 
         usage, code = tool("cuobjdump", "-res-usage"), tool("nvdisasm", "-c")
     registers, spills = (int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
-    return Quality(registers, warps, spills, *widths(code), resident(registers, warps, shared))
+    return Quality(registers, warps, spills, widths(ptx), per_byte(code), resident(registers, warps, shared))
 
 
 def resident(registers: int, warps: int, shared: int) -> int:
@@ -70,16 +73,27 @@ def resident(registers: int, warps: int, shared: int) -> int:
     return max(1, min(PROGRAMS, THREADS // 32 // warps, by_registers, SHARED // (shared + 1024)))
 
 
-def widths(code: str) -> tuple[float, float]:
+def widths(ptx: str) -> dict[int, float]:
+    """By the kernel's own lines: an access within a helper is its caller's."""
+    found: dict[int, list[int]] = {}
+    line = 0
+    for text in ptx.splitlines():
+        if ".loc" in text:  # // common.py:18:19 @[ norm.py:49:54 @[ norm.py:30:57 ] ]
+            line = int(re.findall(r"[\w.]+:(\d+):\d+", text.partition("//")[2])[-1])
+        elif match := ACCESS.search(text):
+            vector, bits, copied = match.groups()
+            found.setdefault(line, []).append(int(copied, 0) if copied else int(vector or 1) * int(bits) // 8)
+    return {line: sum(size for size in sizes if size == 16) / sum(sizes) for line, sizes in found.items()}
+
+
+def per_byte(code: str) -> float:
     body = hot(code)
-    sizes = [one.bytes for one in body]
-    if not sum(sizes):
-        return math.nan, math.nan
-    return sum(size for size in sizes if size == 16) / sum(sizes), len(body) / sum(sizes)
+    size = sum(one.bytes for one in body)
+    return len(body) / size if size else math.nan
 
 
 def hot(code: str) -> list[Instruction]:
-    """The longest loop with accesses, less the inner loops' own ends; the whole kernel where there is none."""
+    """The longest loop with accesses in it; the whole kernel where there is none."""
     instructions, labels = read(code)
     loops = []
     for i, one in enumerate(instructions):

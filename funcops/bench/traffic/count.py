@@ -12,13 +12,13 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,7 +45,7 @@ class Counted(NamedTuple):
 
     name: str
     bytes: Bytes
-    launched: bool = True
+    lines: dict[int, float] | None = None  # of a launch: the bytes that each line of the kernel asks for
 
 
 def total(counted: list[Counted]) -> Bytes:
@@ -80,6 +80,8 @@ class Counter:
         self._memories: dict[int, Memory] = {}
         self._starts: list[int] = []
         self._near: Memory | None = None
+        self._lines: dict[int, float] = {}
+        self._code: Any = None
         self._clock = self._began = self._asked = self._far = 0
 
     def know(self, values: Any) -> None:
@@ -117,6 +119,8 @@ class Counter:
         new = at[(stamps <= self._began) | (self._clock - stamps > self._far)]
         bytes_asked = at.size * width
         self._asked += bytes_asked
+        line = self._line()
+        self._lines[line] = self._lines.get(line, 0.0) + bytes_asked
         self._clock += bytes_asked
         last[place] = self._clock
         if written:  # what was written is near for a load too
@@ -125,12 +129,20 @@ class Counter:
             sectors = 1 + np.count_nonzero(np.diff(new // SECTOR))
             memory.moved[written] += new.size * width, sectors * SECTOR
 
+    def _line(self) -> int:
+        """Of the kernel that runs, whichever helper accesses memory for it."""
+        frame = sys._getframe(2)
+        while frame.f_back is not None and frame.f_code is not self._code:
+            frame = frame.f_back
+        return frame.f_lineno
+
     def launch(self, call: Call) -> None:
         self.know(list(call.arguments.values()))
         axis = int(np.argmax(call.grid))
         length, every = call.grid[axis], [range(n) for n in call.grid]
         taken = min(length, max(2, self.programs * length // math.prod(call.grid)))
         every[axis] = [int((i + 0.5) * length / taken) for i in range(taken)]  # type: ignore[call-overload]
+        self._lines, self._code = {}, python(call.kernel).__code__  # type: ignore[attr-defined]
         self._asked, self._far = 0, CACHE // 2 // (PROCESSORS * next(self.residents))
         for memory in self._memories.values():
             memory.moved = {False: np.zeros(2), True: np.zeros(2)}
@@ -147,7 +159,7 @@ class Counter:
         for memory in self._memories.values():
             for found in memory.moved.values():
                 moved += np.minimum(found * scale, memory.size if memory.size <= SMALL else np.inf)
-        self.found.append(Counted(call.name, Bytes(self._asked * scale, *map(float, moved))))
+        self.found.append(Counted(call.name, Bytes(self._asked * scale, *map(float, moved)), self._lines))
 
 
 @contextlib.contextmanager
@@ -176,7 +188,7 @@ def interpreting(call: Call, access: Callable[[Any, Any, bool], None]) -> Iterat
         return swap(self, ptr, *args)
 
     both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
-    function = _python(call.kernel)
+    function = python(call.kernel)
     constants = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
     arguments = {name: value if name in constants else interpreter._implicit_cvt(value) for name, value in call.arguments.items()}
     outside, options = {one: one.__call__ for one in (JITFunction, interpreter.InterpretedFunction)}, builder.options
@@ -192,7 +204,7 @@ def interpreting(call: Call, access: Callable[[Any, Any, bool], None]) -> Iterat
             setattr(kind, name, hook)
         builder.options = dataclasses.replace(options, sanitize_overflow=False)  # which takes half of the time
         for kind_of_function in outside:
-            kind_of_function.__call__ = lambda self, *args, **named: _python(self)(*args, **named)
+            kind_of_function.__call__ = lambda self, *args, **named: python(self)(*args, **named)
         with warnings.catch_warnings(), np.errstate(all="ignore"):
             warnings.simplefilter("ignore")  # memory that nobody filled overflows
             yield run
@@ -205,7 +217,7 @@ def interpreting(call: Call, access: Callable[[Any, Any, bool], None]) -> Iterat
         scope.restore()
 
 
-def _python(kernel: Any) -> Callable[..., Any]:
+def python(kernel: Any) -> Callable[..., Any]:
     """A kernel, or a helper of one, as a Python function."""
     interpreted = kernel if isinstance(kernel, interpreter.InterpretedFunction) else interpreter.InterpretedFunction(kernel.fn)
     return interpreted.rewrite()
@@ -227,7 +239,7 @@ class _Operators(TorchDispatchMode):
         if not (self.counter.running or view or "empty" in name or func.namespace != "aten"):
             operands = [t for t in leaves([args, list((kwargs or {}).values()), result]) if isinstance(t, Tensor)]
             size = float(sum(t.nbytes for t in operands))
-            self.counter.found.append(Counted(name, Bytes(size, size, size), launched=False))
+            self.counter.found.append(Counted(name, Bytes(size, size, size)))
         return result
 
 
