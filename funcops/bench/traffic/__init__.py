@@ -60,8 +60,8 @@ def run(only: str = "", changed: str | None = None) -> Iterator[Traffic]:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     known = {} if changed is None else {(row.kernel, row.shape, row.hash): row for row in read(changed)}
     fresh = 0
-    for case in cases(torch.bfloat16, "cpu", lambda sample: only in sample.name):
-        row = known.get((case.sample.name, case.sample.shape, fingerprint_of(plan(case))))
+    for case in cases(torch.bfloat16, "cpu", lambda name, _: only in name):
+        row = known.get((case.name, case.shape, fingerprint_of(plan(case))))
         fresh += row is None
         yield row or ours(case)
     print(f"bench traffic: {fresh} counted, the others as they were", file=sys.stderr)
@@ -89,7 +89,7 @@ def row_of(case: Case, provider: str, built: list[tuple[Call, Quality]], source:
     found, most = built[main][1], launches[main]
     again = most.bytes.asked / most.bytes.moved
     return Traffic(
-        case.sample.name, case.sample.shape, "bf16", provider,
+        case.name, case.shape, "bf16", provider,
         *(round(size / case.least, 4) for size in (whole.moved, whole.asked, whole.sectors)),
         round(wide(found, most), 3), round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for _, one in built), "",
         " + ".join(one.name for one in moved), " + ".join(map(str, residents)), source,
@@ -104,7 +104,7 @@ def wide(found: Quality, launch: Counted) -> float:
 
 
 def recount(case: Case, residents: list[int]) -> list[Counted]:
-    return count(case.run, case.sample.args, residents, MANY.get(case.sample.name, 4))
+    return count(case.run, case.args, residents, MANY.get(case.name, 4))
 
 
 def read(path: str) -> list[Traffic]:

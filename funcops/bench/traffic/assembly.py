@@ -79,7 +79,7 @@ def widths(ptx: str) -> dict[int, float]:
     line = 0
     for text in ptx.splitlines():
         if ".loc" in text:  # // common.py:18:19 @[ norm.py:49:54 @[ norm.py:30:57 ] ]
-            line = int(re.findall(r"[\w.]+:(\d+):\d+", text.partition("//")[2])[-1])
+            line = int((re.findall(r":(\d+):\d+", text.partition("//")[2]) or [0])[-1])
         elif match := ACCESS.search(text):
             vector, bits, copied = match.groups()
             found.setdefault(line, []).append(int(copied, 0) if copied else int(vector or 1) * int(bits) // 8)

@@ -15,13 +15,13 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
-import triton.language as tl
+import triton.language as tl  # noqa: F401
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.language import core  # noqa: F401
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction
 
@@ -30,6 +30,9 @@ from funcops.bench.traffic.calls import Call, intercepted
 from funcops.trees import leaves
 
 PROCESSORS, CACHE, SMALL, SECTOR = 132, 50_000_000, 2 * 2**20, 32  # an H100's multiprocessors and level-2 cache; bytes
+
+
+MADE = ("new_", "zero", "one", "full", "fill")  # operators that read nothing
 
 
 class Bytes(NamedTuple):
@@ -187,12 +190,12 @@ def interpreting(call: Call, access: Callable[[Any, Any, bool], None]) -> Iterat
         access(ptr, None, True)
         return swap(self, ptr, *args)
 
-    both = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
     function = python(call.kernel)
     constants = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
-    arguments = {name: value if name in constants else interpreter._implicit_cvt(value) for name, value in call.arguments.items()}
+    arguments = {name: value if name in constants else _converted(value) for name, value in call.arguments.items()}
     outside, options = {one: one.__call__ for one in (JITFunction, interpreter.InterpretedFunction)}, builder.options
-    scope = interpreter._patch_lang(both)
+    reduction = interpreter.ReduceOps.generic_reduce
+    scope = interpreter._patch_lang(python)  # the modules of the language that this file names
     builder.set_grid_dim(*call.grid)
 
     def run(program: tuple[int, ...]) -> None:
@@ -205,16 +208,53 @@ def interpreting(call: Call, access: Callable[[Any, Any, bool], None]) -> Iterat
         builder.options = dataclasses.replace(options, sanitize_overflow=False)  # which takes half of the time
         for kind_of_function in outside:
             kind_of_function.__call__ = lambda self, *args, **named: python(self)(*args, **named)
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
+        interpreter.ReduceOps.generic_reduce = _any_reduction
+        with warnings.catch_warnings(), np.errstate(all="ignore"), _library_functions_as_identity(call.kernel.fn.__globals__):
             warnings.simplefilter("ignore")  # memory that nobody filled overflows
             yield run
     finally:
-        builder.options = options
+        builder.options, interpreter.ReduceOps.generic_reduce = options, reduction
         for kind_of_function, called in outside.items():
             kind_of_function.__call__ = called
         for name, method in zip(names, before, strict=True):
             setattr(kind, name, method)
         scope.restore()
+
+
+def _converted(value: Any) -> Any:
+    """Floats too are tensors to a kernel."""
+    return (
+        interpreter.interpreter_semantic.to_tensor(value, False) if isinstance(value, float) else interpreter._implicit_cvt(value)
+    )
+
+
+def _any_reduction(self: Any, operands: Any) -> Any:
+    """Instead of one that runs Python for every element: values do not matter here, shapes do."""
+    return [self.to_tensor(np.max(one.handle.data, axis=self.axis, keepdims=self.keep_dims), one.dtype) for one in operands]
+
+
+class _Identity:
+    """In the place of CUDA's mathematical library, which gives None in the interpreter: any of its functions, or all of them."""
+
+    def __call__(self, first: Any, *_: Any, **__: Any) -> Any:
+        return first
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+
+@contextlib.contextmanager
+def _library_functions_as_identity(names: dict[str, Any]) -> Iterator[None]:
+    library = {
+        name: value
+        for name, value in names.items()
+        if "libdevice" in (getattr(value, "__module__", None) or getattr(value, "__name__", ""))
+    }
+    names.update(dict.fromkeys(library, _Identity()))
+    try:
+        yield
+    finally:
+        names.update(library)
 
 
 def python(kernel: Any) -> Callable[..., Any]:
@@ -237,7 +277,8 @@ class _Operators(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not (self.counter.running or view or "empty" in name or func.namespace != "aten"):
-            operands = [t for t in leaves([args, list((kwargs or {}).values()), result]) if isinstance(t, Tensor)]
+            taken = [] if name.startswith(MADE) or name.endswith("_like") else [args, list((kwargs or {}).values())]
+            operands = [t for t in leaves([taken, result]) if isinstance(t, Tensor)]
             size = float(sum(t.nbytes for t in operands))
             self.counter.found.append(Counted(name, Bytes(size, size, size)))
         return result
