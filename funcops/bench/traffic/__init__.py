@@ -10,19 +10,29 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from triton import knobs
 
 from funcops.bench.measure import BenchError
+from funcops.bench.traffic import peers
 from funcops.bench.traffic.assembly import Quality, quality
 from funcops.bench.traffic.calls import Call, fingerprint_of, intercepted
 from funcops.bench.traffic.count import Counted, count, total
+from funcops.bench.traffic.limits import why
 from funcops.bench.traffic.ours import Case, cases, plan
 
 MANY = {"embedding_wgrad": 96}  # programs to sample where what they do depends on values
+
+
+def _liger(case: Case) -> tuple[str | None, Any]:
+    return (peers.liger_version(), peers.liger_call(case)) if peers.has_liger(case) else (None, None)
+
+
+PEERS = {"liger": _liger}
+PROVIDERS = tuple(PEERS)
 
 
 class Traffic(NamedTuple):
@@ -51,47 +61,74 @@ class Traffic(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", default="", help="kernels whose names hold this")
+    parser.add_argument(
+        "--providers", nargs="*", choices=PROVIDERS, default=PROVIDERS, help="beside ours; default: all that are installed"
+    )
     parser.add_argument("--changed", metavar="FILE", help="count only what this table does not hold as it is now")
 
 
-def run(only: str = "", changed: str | None = None) -> Iterator[Traffic]:
-    """The rows as they come."""
+def run(only: str = "", changed: str | None = None, providers: Sequence[str] = PROVIDERS) -> Iterator[Traffic]:
+    """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
-    known = {} if changed is None else {(row.kernel, row.shape, row.hash): row for row in read(changed)}
+    known = {} if changed is None else {(row.kernel, row.shape, row.provider): row for row in read(changed)}
     fresh = 0
     for case in cases(torch.bfloat16, "cpu", lambda name, _: only in name):
-        row = known.get((case.name, case.shape, fingerprint_of(plan(case))))
-        fresh += row is None
-        yield row or ours(case)
+        others: list[Traffic] = []
+        for provider in providers:
+            source, call = PEERS[provider](case)
+            if source:
+                row = known.get((case.name, case.shape, provider))
+                held = row is not None and row.hash == source
+                fresh += not held
+                others.append(row if held else other(case, provider, source, call))
+        yield from others
+        source = fingerprint_of(plan(case))
+        row = known.get((case.name, case.shape, "funcops"))
+        held = row is not None and row.hash == source
+        fresh += not held
+        row = row if held else counted(case, "funcops", source)
+        yield row._replace(why=why(row, others))
     print(f"bench traffic: {fresh} counted, the others as they were", file=sys.stderr)
 
 
-def ours(case: Case) -> Traffic:
-    built: list[tuple[Call, Quality]] = []
+def other(case: Case, provider: str, source: str, call: Any) -> Traffic:
+    """A row of another library's; where it fails, of why."""
+    try:
+        return counted(case._replace(run=call), provider, source)
+    except Exception as error:  # a rival that lacks a case must not end the bench
+        line = f"failed: {type(error).__name__}: {error}".splitlines()[0][:120]
+        nothing = math.nan
+        return Traffic(
+            case.name, case.shape, "bf16", provider, nothing, nothing, nothing, nothing, nothing, 0, 0, 0, line, "", "", source
+        )  # fmt: skip
+
+
+def counted(case: Case, provider: str, source: str) -> Traffic:
+    built: list[Quality] = []
 
     def build(call: Call) -> Any:
         compiled = call.run()
-        built.append((call, quality(compiled)))
+        built.append(quality(compiled))
         return compiled
 
     with intercepted(build):
         case.run()
-    return row_of(case, "funcops", built, fingerprint_of([call for call, _ in built]))
+    return row_of(case, provider, built, source)
 
 
-def row_of(case: Case, provider: str, built: list[tuple[Call, Quality]], source: str) -> Traffic:
-    residents = [found.resident for _, found in built]
+def row_of(case: Case, provider: str, built: list[Quality], source: str) -> Traffic:
+    residents = [found.resident for found in built]
     moved = recount(case, residents)
     whole = total(moved)
     launches = [one for one in moved if one.lines]
     main = max(range(len(launches)), key=lambda i: launches[i].bytes.moved)
-    found, most = built[main][1], launches[main]
+    found, most = built[main], launches[main]
     again = most.bytes.asked / most.bytes.moved
     return Traffic(
         case.name, case.shape, "bf16", provider,
         *(round(size / case.least, 4) for size in (whole.moved, whole.asked, whole.sectors)),
-        round(wide(found, most), 3), round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for _, one in built), "",
+        round(wide(found, most), 3), round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for one in built), "",
         " + ".join(one.name for one in moved), " + ".join(map(str, residents)), source,
     )  # fmt: skip
 

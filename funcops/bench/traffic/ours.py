@@ -12,6 +12,7 @@ from torch import Tensor
 from funcops.backend import backend
 from funcops.bench.samples import Maker, Sample, samples
 from funcops.bench.traffic.calls import Call, fingerprint_of, intercepted
+from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
@@ -44,6 +45,8 @@ def cases(dtype: torch.dtype, device: str, only: Callable[[str, str], bool] = la
     for sample in samples(RoomMaker(device, dtype)):
         if sample.product is None and only(sample.name, sample.shape):
             yield case_of(sample, dtype)
+        if sample.name == "cross_entropy_bwd" and only("cross_entropy", sample.shape):
+            yield both_of_cross_entropy(sample)
 
 
 def case_of(sample: Sample, dtype: torch.dtype) -> Case:
@@ -66,6 +69,20 @@ def case_of(sample: Sample, dtype: torch.dtype) -> Case:
 
     sizes = [t.shape[1] * dtype.itemsize if apart else nbytes(t) for t, apart in zip(given, in_parts, strict=True)]
     return Case(sample.name, sample.shape, sample.args, run, sum(sizes) + taken(sample))
+
+
+def both_of_cross_entropy(backward: Sample) -> Case:
+    """Loss and gradient as one, of which the least is a read and a write: what the logits' own tensor could hold."""
+    dloss, logits, labels, lse, *options = backward.args
+    args = logits, labels, *options
+
+    def run() -> None:
+        with backend("triton"):
+            declared_loss.cross_entropy_fwd.kernel.triton_impl(*args)
+            backward.kernel.kernel.triton_impl(*backward.args)
+
+    least = 2 * logits.nbytes + labels.nbytes + dloss.nbytes + lse.nbytes  # of these the last is as large as the losses
+    return Case("cross_entropy", backward.shape, args, run, least)
 
 
 def taken(sample: Sample) -> float:
