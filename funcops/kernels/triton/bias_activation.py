@@ -14,7 +14,8 @@ from funcops.kernels import bias_activation as declared
 from funcops.kernels.triton.activation import activate, derivative
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, store_rounded, warps_of
 
-COLUMNS, TILE, PARTS = 1024, 2048, 256
+COLUMNS, TILE = 1024, 2048
+PARTS, PROGRAMS = 256, 1024  # of a backward: the most partial rows, and programs over parts and chunks of columns
 
 
 @triton.jit
@@ -58,7 +59,8 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _parts(rows: int, width: int) -> int:
-    return max(1, min(PARTS, cdiv(rows, _tile(width)[0])))
+    at_once, block = _tile(width)
+    return max(1, min(PARTS, PROGRAMS // cdiv(width, block), cdiv(rows, at_once)))
 
 
 @declared.bias_activation_fwd.triton
