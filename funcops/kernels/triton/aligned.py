@@ -37,12 +37,12 @@ def spans(n: int, period: int, block: int) -> Spans:
 
 @triton.jit
 def columns(n, groups, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """A program's places in every span, the size of a span, and how many are whole."""
+    """A program's places in every span, the size of a span, how many are whole, and the program's first."""
     first = tl.program_id(0) * BLOCK
     span = groups * ALIGN
     if WIDE:
         first = first.to(tl.int64)
-    return first + tl.arange(0, BLOCK), span, n // span
+    return first + tl.arange(0, BLOCK), span, n // span, tl.program_id(1).to(tl.int64)
 
 
 @triton.jit
@@ -52,9 +52,8 @@ def whole_groups(ptr, first, width, EVEN: tl.constexpr):
     if EVEN:
         return ptr + first // ALIGN * ALIGN, 0, width // ALIGN * ALIGN
     else:
-        start = (first + (ALIGN - 1)) // ALIGN * ALIGN
-        before = (start - first).to(tl.int32)
-        return ptr + start, before, tl.maximum(width - before, 0) // ALIGN * ALIGN
+        before = ((ALIGN - first % ALIGN) % ALIGN).to(tl.int32)
+        return ptr + (first + (ALIGN - 1)) // ALIGN * ALIGN, before, tl.maximum(width - before, 0) // ALIGN * ALIGN
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import pointwise as declared
+from funcops.kernels.triton.activation import activate
 from funcops.kernels.triton.aligned import columns, spans
 from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
 
@@ -24,16 +25,20 @@ def _add(a_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_repeated(a_ptr, b_ptr, y_ptr, n, groups, period, WRAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """y = a + b, b repeated every `period` elements."""
-    i, span, full = columns(n, groups, WIDE, BLOCK)
+def _add_repeated(
+    a_ptr, b_ptr, y_ptr, n, groups, period, KIND: tl.constexpr, WRAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y = f(a + b), b repeated every `period` elements."""
+    i, span, full, begin = columns(n, groups, WIDE, BLOCK)
     b = load_wide(b_ptr + (i % period if WRAPS else i), (i < span) & (i < n))
-    for index in range(tl.program_id(1), full, tl.num_programs(1)):
-        at = index.to(tl.int64) * span + i
-        store_rounded(y_ptr + at, load_wide(a_ptr + at, i < span) + b, i < span)
-    if tl.program_id(1) == full % tl.num_programs(1):
+    for index in range(begin, full, tl.num_programs(1)):
+        at = index * span + i
+        z = load_wide(a_ptr + at, i < span) + b
+        store_rounded(y_ptr + at, activate(z, KIND) if KIND != "" else z, i < span)
+    if begin == full % tl.num_programs(1):
         at = full.to(tl.int64) * span + i
-        store_rounded(y_ptr + at, load_wide(a_ptr + at, at < n) + b, (i < span) & (at < n))
+        z = load_wide(a_ptr + at, at < n) + b
+        store_rounded(y_ptr + at, activate(z, KIND) if KIND != "" else z, (i < span) & (at < n))
 
 
 @triton.jit
@@ -70,17 +75,17 @@ def _dropout(
     x_ptr, bias_ptr, residual_ptr, key_ptr, y_ptr, n, groups, width, threshold, factor: tl.float32, BIAS: tl.constexpr,
     ADD: tl.constexpr, WRAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    i, span, full = columns(n, groups, WIDE, BLOCK)
+    i, span, full, begin = columns(n, groups, WIDE, BLOCK)
     seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
     b = 0.0
     if BIAS:
         b = load_wide(bias_ptr + (i % width if WRAPS else i), (i < span) & (i < n))
     words_at = tl.program_id(0).to(tl.int64) * (BLOCK // 4)
-    for index in range(tl.program_id(1), full, tl.num_programs(1)):
-        start = index.to(tl.int64) * span
+    for index in range(begin, full, tl.num_programs(1)):
+        start = index * span
         words = words_from(start // 4 + words_at, seed, stream, BLOCK // 4)
         _drop(x_ptr, residual_ptr, y_ptr, start + i, i < span, b, words, threshold, factor, BIAS, ADD)
-    if tl.program_id(1) == full % tl.num_programs(1):
+    if begin == full % tl.num_programs(1):
         start = full.to(tl.int64) * span
         words = words_from(start // 4 + words_at, seed, stream, BLOCK // 4)
         _drop(x_ptr, residual_ptr, y_ptr, start + i, (i < span) & (start + i < n), b, words, threshold, factor, BIAS, ADD)
@@ -92,13 +97,23 @@ _launch_scale, _launch_dropout = launcher(_scale), launcher(_dropout)
 
 @declared.add.triton
 def add(a: Tensor, b: Tensor) -> Tensor:
+    n = a.numel()
+    if b.numel() != n:
+        return add_repeated(a, b, "")
+    a, b = a.contiguous(), b.contiguous()
+    y = torch.empty_like(a)
+    if n:
+        _launch_add(cdiv(n, BLOCK), 1, 1, a, b, y, n, BLOCK)
+    return y
+
+
+def add_repeated(a: Tensor, b: Tensor, kind: str) -> Tensor:
+    """f(a + b), where b has the shape of the last dimensions of a."""
     a, b = a.contiguous(), b.contiguous()
     y, n, period = torch.empty_like(a), a.numel(), b.numel()
-    if n and period == n:
-        _launch_add(cdiv(n, BLOCK), 1, 1, a, b, y, n, BLOCK)
-    elif n:
+    if n:
         s = spans(n, period, BLOCK)
-        _launch_add_repeated(*s.grid, a, b, y, n, s.groups, period, s.wraps, s.wide, BLOCK)
+        _launch_add_repeated(*s.grid, a, b, y, n, s.groups, period, kind, s.wraps, s.wide, BLOCK)
     return y
 
 
