@@ -36,6 +36,33 @@ def saturated(x):
 
 
 @triton.jit
+def normal_cdf(x):
+    """The standard normal distribution function, within 4e-8, and of -6 to 0 within 1e-4 of itself: 2^q(|x|) is that of -|x|, q a
+    polynomial fitted on 0 to 6.5 that falls for ever. One exponential, and half the instructions of an erf."""
+    a = tl.abs(x)
+    q = -2.5527183922235963e-08 * a + 7.726699777776957e-07
+    q = q * a - 1.0017381100624334e-05
+    q = q * a + 7.072446896927431e-05
+    q = q * a - 0.00025917773018591106
+    q = q * a - 4.391145193949342e-05
+    q = q * a + 0.007001718506217003
+    q = q * a - 0.0524783656001091
+    q = q * a - 0.4592090845108032
+    q = q * a - 1.1511054039001465
+    below = tl.exp2(q * a - 1.0)
+    return tl.where(x > 0, 1.0 - below, below)
+
+
+@triton.jit
+def _steep(x):
+    """sigmoid(2 u) and u' of gelu_tanh's inner u = sqrt(2 / pi) (x + 0.044715 x^3); 0.5 (1 + tanh(u)) is that sigmoid. Where its
+    exponential overflows, it is 0."""
+    square = x * x
+    s = 1.0 / (1.0 + tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * square)))
+    return s, 0.7978845608028654 + 0.10703222440890037 * square
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr):
     """f(x)."""
     if KIND == "relu":
@@ -44,9 +71,9 @@ def activate(x, KIND: tl.constexpr):
         r = tl.where(x <= 0, 0.0, x)
         return r * r
     elif KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * normal_cdf(x)
     elif KIND == "gelu_tanh":
-        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+        return x * _steep(x)[0]
     elif KIND == "quick_gelu":
         return x * sigmoid(1.702 * x)
     elif KIND == "silu":
@@ -66,13 +93,11 @@ def derivative(x, KIND: tl.constexpr):
     elif KIND == "squared_relu":
         return tl.where(x <= 0, 0.0, 2.0 * x)
     elif KIND == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return normal_cdf(x) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
         x = saturated(x)
-        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-        inner = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x)
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+        s, slope = _steep(x)
+        return s + 2.0 * x * (s * (1.0 - s)) * slope
     elif KIND == "quick_gelu":
         x = saturated(1.702 * x)
         s = sigmoid(x)

@@ -1,7 +1,8 @@
 """The embedding's weight gradient without atomics: tokens sorted by id, and each id's rows summed in that order.
 
 A program walks RUN sorted tokens. It writes the ids that begin and end there; of one that goes on beyond, it leaves a part, and
-a second launch sums the parts in order. So an id that fills the batch takes no program longer than another.
+a second launch sums the parts in order. So an id that fills the batch takes no program longer than another. A third writes zeros, where
+no token has the id: no row is written twice.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from funcops.backend.launch import launcher
 from funcops.kernels import embedding as declared
 from funcops.kernels.triton.common import block_of, cdiv, load_wide, store_rounded, warps_of
 
-BLOCK, RUN = 1024, 32
+BLOCK, RUN, ROWS = 1024, 32, 16
 
 
 @triton.jit
@@ -65,18 +66,36 @@ def _first(ids_ptr, chunk, n, RUN: tl.constexpr):
     return tl.load(ids_ptr + chunk * RUN, mask=chunk * RUN < n, other=-1)
 
 
-_launch_sum_runs, _launch_sum_parts = launcher(_sum_runs), launcher(_sum_parts)
+@triton.jit
+def _zero_rest(ids_ptr, dw_ptr, n, steps, vocab, width, padding_idx, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Of ROWS ids those that no token has, and the padding's. Each is looked for by halves, in `steps`: 2^steps > n."""
+    own = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    low = own * 0
+    high = low + n
+    for _ in range(0, steps):
+        middle = (low + high) // 2
+        found = tl.load(ids_ptr + middle, mask=low < high, other=0)
+        low, high = tl.where((low < high) & (found < own), middle + 1, low), tl.where((low < high) & (found >= own), middle, high)
+    unused = (tl.load(ids_ptr + low, mask=low < n, other=-1) != own) | (own == padding_idx)
+    inside = (unused & (own < vocab))[:, None] & (i < width)[None, :]
+    tl.store(dw_ptr + own[:, None] * width + i[None, :], tl.zeros([ROWS, BLOCK], dw_ptr.dtype.element_ty), mask=inside)
+
+
+_launch_sum_runs, _launch_sum_parts, _launch_zero_rest = launcher(_sum_runs), launcher(_sum_parts), launcher(_zero_rest)
 
 
 @declared.embedding_wgrad.triton
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
     width, n = dy.shape[-1], ids.numel()
-    dw = dy.new_zeros((vocab, width))
-    if n and width:
-        ordered, order = torch.sort(ids.reshape(-1), stable=True)
-        block, chunks = block_of(width, BLOCK), cdiv(n, RUN)
-        grid, options = (chunks, cdiv(width, block), 1), {"num_warps": warps_of(block)}
-        parts = dy.new_empty((chunks, 2, width), dtype=torch.float32)
-        _launch_sum_runs(*grid, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, RUN, block, **options)
-        _launch_sum_parts(*grid, ordered, dw, parts, n, width, padding_idx, RUN, block, **options)
+    if not (n and width):
+        return dy.new_zeros((vocab, width))
+    dw = dy.new_empty((vocab, width))
+    ordered, order = torch.sort(ids.reshape(-1), stable=True)
+    block, chunks = block_of(width, BLOCK), cdiv(n, RUN)
+    across, options = cdiv(width, block), {"num_warps": warps_of(block)}
+    parts = dy.new_empty((chunks, 2, width), dtype=torch.float32)
+    _launch_sum_runs(chunks, across, 1, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, RUN, block, **options)
+    _launch_sum_parts(chunks, across, 1, ordered, dw, parts, n, width, padding_idx, RUN, block, **options)
+    _launch_zero_rest(cdiv(vocab, ROWS), across, 1, ordered, dw, n, n.bit_length(), vocab, width, padding_idx, ROWS, block)
     return dw
