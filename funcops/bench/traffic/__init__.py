@@ -10,7 +10,7 @@ import argparse
 import csv
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -21,17 +21,36 @@ from funcops.bench.traffic import peers
 from funcops.bench.traffic.assembly import Quality, quality
 from funcops.bench.traffic.calls import Call, fingerprint_of, intercepted
 from funcops.bench.traffic.count import Counted, count, total
+from funcops.bench.traffic.functions import FORWARD, function_of
 from funcops.bench.traffic.limits import why
 from funcops.bench.traffic.ours import Case, cases, plan
 
 MANY = {"embedding_wgrad": 96}  # programs to sample where what they do depends on values
 
 
-def _liger(case: Case) -> tuple[str | None, Any]:
-    return (peers.liger_version(), peers.liger_call(case)) if peers.has_liger(case) else (None, None)
+def _liger(case: Case) -> Peer | None:
+    if not peers.has_liger(case):
+        return None
+    return peers.liger_version(), lambda: peers.liger_call(case)
 
 
-PEERS = {"liger": _liger}
+def _inductor(case: Case) -> Peer | None:
+    function = function_of(case)
+    if function is None:
+        return None
+
+    def made() -> Callable[[], Any]:
+        from funcops.bench.traffic.inductor import captured
+
+        graphs = captured(function.f, function.inputs, function.graphs != FORWARD)[function.graphs]
+        runs = [graph.runner(function.below) for graph in graphs]
+        return lambda: [run() for run in runs]
+
+    return f"torch {torch.__version__.partition('+')[0]}", made
+
+
+Peer = tuple[str | None, Callable[[], Callable[[], Any]]]  # the version, None where it is not installed, and what makes the call
+PEERS: dict[str, Callable[[Case], Peer | None]] = {"liger": _liger, "inductor": _inductor}
 PROVIDERS = tuple(PEERS)
 
 
@@ -76,12 +95,11 @@ def run(only: str = "", changed: str | None = None, providers: Sequence[str] = P
     for case in cases(torch.bfloat16, "cpu", lambda name, _: only in name):
         others: list[Traffic] = []
         for provider in providers:
-            source, call = PEERS[provider](case)
-            if source:
+            if (peer := PEERS[provider](case)) is not None:
                 row = known.get((case.name, case.shape, provider))
-                held = row is not None and row.hash == source
+                held = row is not None and (peer[0] is None or row.hash == peer[0])
                 fresh += not held
-                others.append(row if held else other(case, provider, source, call))
+                others.append(row if held else other(case, provider, *peer))  # type: ignore[arg-type]
         yield from others
         source = fingerprint_of(plan(case))
         row = known.get((case.name, case.shape, "funcops"))
@@ -92,16 +110,16 @@ def run(only: str = "", changed: str | None = None, providers: Sequence[str] = P
     print(f"bench traffic: {fresh} counted, the others as they were", file=sys.stderr)
 
 
-def other(case: Case, provider: str, source: str, call: Any) -> Traffic:
-    """A row of another library's; where it fails, of why."""
+def other(case: Case, provider: str, version: str | None, made: Callable[[], Callable[[], Any]]) -> Traffic:
+    """A row of another library's; where there is none, why."""
     try:
-        return counted(case._replace(run=call), provider, source)
+        if version is None:
+            raise BenchError("not installed")
+        return counted(case._replace(run=made()), provider, version)
     except Exception as error:  # a rival that lacks a case must not end the bench
-        line = f"failed: {type(error).__name__}: {error}".splitlines()[0][:120]
-        nothing = math.nan
-        return Traffic(
-            case.name, case.shape, "bf16", provider, nothing, nothing, nothing, nothing, nothing, 0, 0, 0, line, "", "", source
-        )  # fmt: skip
+        line = str(error) if isinstance(error, BenchError) else f"failed: {type(error).__name__}: {error}".splitlines()[0][:120]
+        nothing = (math.nan,) * 5
+        return Traffic(case.name, case.shape, "bf16", provider, *nothing, 0, 0, 0, line, "", "", version or "")
 
 
 def counted(case: Case, provider: str, source: str) -> Traffic:

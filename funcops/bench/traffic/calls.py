@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class Call(NamedTuple):
 
     @property
     def name(self) -> str:
-        return name_of(self.kernel.fn)
+        return re.sub(r"^captured_\d+\.", "", name_of(self.kernel.fn))
 
     @property
     def specialised(self) -> str:
