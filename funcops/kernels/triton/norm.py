@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
-from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, next_power_of_2, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, warps_of
 
 LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of rows at odd addresses each element takes registers
 LONGEST_BYTES = 32768  # of the rows that a backward takes whole
@@ -191,7 +191,7 @@ def row_sums(dy: Tensor) -> Tensor:
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = parts.new_empty(parts.shape[1], dtype=dtype)
-    rows, block = min(32, next_power_of_2(parts.shape[0])), 64
+    rows, block = 32, 64
     grid = cdiv(parts.shape[1], block), 1, 1
     kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, rows, block, num_warps=4)
     return total
