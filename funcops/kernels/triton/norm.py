@@ -50,8 +50,7 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     return Whole(max(1, tile // block), block, block > tile, 8 if odd else 16)
 
 
-def number_of_parts(rows: int, width: int, itemsize: int) -> int:
-    whole = whole_rows(width, itemsize)
+def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
     if whole is None:
         return max(1, min(PROGRAMS // cdiv(width, CHUNK), rows))
     return max(1, min(PARTS, cdiv(rows, whole.at_once)))
@@ -60,7 +59,8 @@ def number_of_parts(rows: int, width: int, itemsize: int) -> int:
 def parts_like(x: Tensor) -> Tensor:
     """Room for the partial sums of `gradients`, for x [*, D]."""
     width = x.shape[-1]
-    return x.new_empty((number_of_parts(x.numel() // width, width, x.itemsize), width), dtype=torch.float32)
+    parts = number_of_parts(x.numel() // width, width, whole_rows(width, x.itemsize))
+    return x.new_empty((parts, width), dtype=torch.float32)
 
 
 def normalise(
@@ -100,9 +100,11 @@ def gradients(
     dy, w, add = dy.contiguous(), contiguous(w), contiguous(add)
     mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
-    d_w, d_b = parts_like(x) if dw else None, parts_like(x) if db else None
-    flags = add is not None, how.centre, w is not None, how.shifted
-    tensors, parts, whole = (dy, x, w, mean, rstd), number_of_parts(rows, width, x.itemsize), whole_rows(width, x.itemsize)
+    whole = whole_rows(width, x.itemsize)
+    parts = number_of_parts(rows, width, whole)
+    d_w = x.new_empty((parts, width), dtype=torch.float32) if dw else None
+    d_b = x.new_empty((parts, width), dtype=torch.float32) if db else None
+    flags, tensors = (add is not None, how.centre, w is not None, how.shifted), (dy, x, w, mean, rstd)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
     if whole is not None:
