@@ -54,8 +54,9 @@ def plan(target: str) -> list[Launched]:
             for sample in samples(Maker("meta", dtype)):
                 sample.kernel(*sample.args)
                 if sample.product is not None:
-                    with gemm("specialised"):
-                        sample.kernel(*sample.args)
+                    for provider in ("specialised", "cublas"):
+                        with gemm(provider):
+                            sample.kernel(*sample.args)
             for choice in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
                 choice()
         return found

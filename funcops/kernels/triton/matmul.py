@@ -12,13 +12,14 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.select import gemm_provider
-from funcops.kernels.triton.common import INTERPRETED, cdiv
-from funcops.kernels.triton.gemm import launch_descriptor, launch_pointer, launch_sum_splits
+from funcops.kernels.triton.common import INTERPRETED, block_of, cdiv, warps_of
+from funcops.kernels.triton.gemm import launch_after, launch_descriptor, launch_pointer, launch_sum_splits
 from funcops.kernels.triton.gemm_specialised import launch_specialised
-from funcops.kernels.triton.gemm_table import SPECIALISED, Choice, Tile, choose
+from funcops.kernels.triton.gemm_table import SPECIALISED, TABLE, Choice, Tile, choose
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
 SHARE, MOST_SHARES = 1024, 8  # of the inner dimension, that a tile takes the row sums of
+AFTER_COLUMNS, AFTER_TILE = 1024, 2048
 
 
 class Epilogue(NamedTuple):
@@ -66,6 +67,39 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
         add_up(parts, rows * n, out, epilogue.add is not None)
     if sums is not None and epilogue.sums is not None and sums is not epilogue.sums:
         add_up(sums, m, epilogue.sums, epilogue.add is not None)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """As `matmul`; by the library, and a kernel for the epilogue, where that is faster."""
+    family = epilogue.family(out)
+    served = library_serves(family, a.dtype) and (family == "accumulate" or epilogue.add is not out)
+    (by_library if served else matmul)(a, b, out, epilogue)
+
+
+def library_serves(family: str, dtype: torch.dtype) -> bool:
+    """Of products in float32 that are to be exact, which no matrix unit multiplies: by the table."""
+    if dtype is not torch.float32 or gemm_provider() not in ("auto", "cublas"):
+        return False
+    return TABLE[family, "float32", "any"].library and precision(dtype) == "ieee"
+
+
+@torch.no_grad()
+def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
+    m, n = out.shape
+    if not e.kind and e.z is None and (e.add is None or e.add is out):
+        start = e.add if e.bias is None else e.bias
+        torch.addmm(out if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=out)
+    else:
+        torch.mm(a, b, out=out)
+        block = block_of(n, AFTER_COLUMNS)
+        rows = AFTER_TILE // block
+        launch_after(
+            cdiv(m, rows), cdiv(n, block), 1, out, e.bias, e.z, e.add, m, n, e.scale,
+            e.bias is not None, e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
+        )  # fmt: skip
+    if e.sums is not None:
+        total = a.sum(1)
+        e.sums.copy_(total) if e.add is None else e.sums.add_(total)
 
 
 def tile_for(choice: Choice, described: bool) -> Tile:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
-from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, next_power_of_2, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, warps_of
 
 LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of rows at odd addresses each element takes registers
 LONGEST_BYTES = 32768  # of the rows that a backward takes whole
@@ -50,8 +50,7 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     return Whole(max(1, tile // block), block, block > tile, 8 if odd else 16)
 
 
-def number_of_parts(rows: int, width: int, itemsize: int) -> int:
-    whole = whole_rows(width, itemsize)
+def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
     if whole is None:
         return max(1, min(PROGRAMS // cdiv(width, CHUNK), rows))
     return max(1, min(PARTS, cdiv(rows, whole.at_once)))
@@ -60,7 +59,8 @@ def number_of_parts(rows: int, width: int, itemsize: int) -> int:
 def parts_like(x: Tensor) -> Tensor:
     """Room for the partial sums of `gradients`, for x [*, D]."""
     width = x.shape[-1]
-    return x.new_empty((number_of_parts(x.numel() // width, width, x.itemsize), width), dtype=torch.float32)
+    parts = number_of_parts(x.numel() // width, width, whole_rows(width, x.itemsize))
+    return x.new_empty((parts, width), dtype=torch.float32)
 
 
 def normalise(
@@ -100,9 +100,11 @@ def gradients(
     dy, w, add = dy.contiguous(), contiguous(w), contiguous(add)
     mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
-    d_w, d_b = parts_like(x) if dw else None, parts_like(x) if db else None
-    flags = add is not None, how.centre, w is not None, how.shifted
-    tensors, parts, whole = (dy, x, w, mean, rstd), number_of_parts(rows, width, x.itemsize), whole_rows(width, x.itemsize)
+    whole = whole_rows(width, x.itemsize)
+    parts = number_of_parts(rows, width, whole)
+    d_w = x.new_empty((parts, width), dtype=torch.float32) if dw else None
+    d_b = x.new_empty((parts, width), dtype=torch.float32) if db else None
+    flags, tensors = (add is not None, how.centre, w is not None, how.shifted), (dy, x, w, mean, rstd)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
     if whole is not None:
@@ -191,7 +193,7 @@ def row_sums(dy: Tensor) -> Tensor:
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = parts.new_empty(parts.shape[1], dtype=dtype)
-    rows, block = min(32, next_power_of_2(parts.shape[0])), 64
+    rows, block = 32, 64
     grid = cdiv(parts.shape[1], block), 1, 1
     kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, rows, block, num_warps=4)
     return total
