@@ -52,7 +52,7 @@ def whole_groups(ptr, first, width, EVEN: tl.constexpr):
     if EVEN:
         return ptr + first // ALIGN * ALIGN, 0, width // ALIGN * ALIGN
     else:
-        before = ((ALIGN - first % ALIGN) % ALIGN).to(tl.int32)
+        before = ((-(first % ALIGN) + ALIGN) % ALIGN).to(tl.int32)
         return ptr + (first + (ALIGN - 1)) // ALIGN * ALIGN, before, tl.maximum(width - before, 0) // ALIGN * ALIGN
 
 

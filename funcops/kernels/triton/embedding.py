@@ -14,9 +14,9 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import embedding as declared
-from funcops.kernels.triton.common import block_of, cdiv, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, load_wide, store_rounded
 
-BLOCK, RUN, ROWS = 1024, 32, 16
+BLOCK, RUN, ROWS = 2048, 32, 8
 
 
 @triton.jit
@@ -27,12 +27,13 @@ def _sum_runs(dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_i
     first = chunk * RUN
     last = tl.minimum(first + RUN, n)
     parts_ptr += chunk * 2 * width + i
-    own = tl.load(ids_ptr + first)
+    own, row = tl.load(ids_ptr + first), tl.load(order_ptr + first)
     before = tl.load(ids_ptr + first - 1, mask=first > 0, other=-1) == own
     total = tl.zeros([BLOCK], tl.float32)
     for at in range(first, last):
-        total += load_wide(dy_ptr + tl.load(order_ptr + at) * width + i, i < width)
+        total += load_wide(dy_ptr + row * width + i, i < width)
         after = tl.load(ids_ptr + at + 1, mask=at + 1 < n, other=-1)
+        row = tl.load(order_ptr + at + 1, mask=at + 1 < n, other=0)  # a step before it is needed
         if (after != own) | (at + 1 == last):
             if before:
                 tl.store(parts_ptr, total, mask=i < width)
@@ -93,7 +94,7 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Te
     dw = dy.new_empty((vocab, width))
     ordered, order = torch.sort(ids.reshape(-1), stable=True)
     block, chunks = block_of(width, BLOCK), cdiv(n, RUN)
-    across, options = cdiv(width, block), {"num_warps": warps_of(block)}
+    across, options = cdiv(width, block), {"num_warps": max(1, block // 1024)}
     parts = dy.new_empty((chunks, 2, width), dtype=torch.float32)
     _launch_sum_runs(chunks, across, 1, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, RUN, block, **options)
     _launch_sum_parts(chunks, across, 1, ordered, dw, parts, n, width, padding_idx, RUN, block, **options)
