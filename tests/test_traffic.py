@@ -47,7 +47,7 @@ def test_what_was_counted_is_told_by_kernel_grid_constants_and_warps(planned):
         others = [
             call._replace(grid=(call.grid[0] + 1, *call.grid[1:])),
             call._replace(arguments={**call.arguments, next(reversed(call.arguments)): 77}),
-            call._replace(options={**call.options, "num_warps": 32}),
+            call._replace(options={**call.options, "num_warps": 64}),
         ]
         assert len({fingerprint_of([one, *calls[1:]]) for one in (call, *others)}) == 4
 

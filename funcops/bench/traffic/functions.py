@@ -47,6 +47,13 @@ def _layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b, 1e-6)
 
 
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {"rms": _rms, "layer": _layer, "l2": _unit}
+
+
 def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     def f(x: Tensor, residual: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
         stream = x + residual
@@ -91,12 +98,12 @@ def function_of(case: Case) -> Function | None:
     if any(kind in (*ACTS, *glu.GATES) and kind not in KINDS for kind in case.shape.split()):
         return None  # of which one is as another
     if name.endswith("norm_fwd"):
-        f = {"rms": _rms, "layer": _layer, "l2": _unit}[name.removeprefix("add_").split("_")[0]]
+        f = NORMS[name.removeprefix("add_").split("_")[0]]
         tensors = [t for t in a if isinstance(t, Tensor)]
         return Function(_added(f) if name.startswith("add") else f, tensors, FORWARD)
     if name.endswith("norm_bwd"):
         kind = name.removeprefix("add_").split("_")[0]
-        f = {"rms": _rms, "layer": _layer, "l2": _unit}[kind]
+        f = NORMS[kind]
         x, w = (a[2], a[3]) if name.startswith("add") else (a[1], a[2])
         tensors = {"rms": [x, w], "layer": [x, w, w], "l2": [x]}[kind]
         return Function(_added(f), [x, *tensors], BACKWARD) if name.startswith("add") else Function(f, tensors, BACKWARD)
@@ -127,10 +134,6 @@ def function_of(case: Case) -> Function | None:
         ),
     }
     return made[name]() if name in made else None
-
-
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1)
 
 
 def _joint(args: Any) -> Tensor:

@@ -16,7 +16,7 @@ from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
-READ_OF = {"table": 2 / 3}  # a rotary table has cos, sin and -sin, of which a call reads two
+READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
 
 
 class RoomMaker(Maker):
