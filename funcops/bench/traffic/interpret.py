@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ Access = Callable[[Any, Any, bool], None]  # pointers, mask, whether it stores
 
 def _hooks(before: list[Any], access: Access) -> list[Any]:
     """Every load and store ends in one of these four."""
-    load, store, update, swap = before
+    load, store, _, swap = before
 
     def counted_load(self: Any, ptrs: Any, mask: Any, *args: Any, **named: Any) -> Any:
         access(ptrs, mask, False)
@@ -36,10 +37,10 @@ def _hooks(before: list[Any], access: Access) -> list[Any]:
         access(ptrs, mask, True)
         return store(self, ptrs, value, mask, *args, **named)
 
-    def counted_update(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *args: Any) -> Any:
+    def counted_update(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *_: Any) -> Any:
         access(ptr, mask, False)
         access(ptr, mask, True)
-        return update(self, op, ptr, value, mask, *args)
+        return value  # as the interpreter updates no 16-bit numbers
 
     def counted_swap(self: Any, ptr: Any, *args: Any) -> Any:
         access(ptr, None, False)
@@ -109,16 +110,20 @@ class _Identity:
 
 @contextlib.contextmanager
 def _library_functions_as_identity(names: dict[str, Any]) -> Iterator[None]:
-    library = {
-        name: value
-        for name, value in names.items()
-        if "libdevice" in str(getattr(value, "__module__", None) or getattr(value, "__name__", ""))
-    }
-    names.update(dict.fromkeys(library, _Identity()))
+    """In what a kernel's file names, and in the modules that it names."""
+    modules = [vars(value) for value in names.values() if isinstance(value, ModuleType) and not _is_library(value)]
+    found = [(scope, {name: v for name, v in scope.items() if _is_library(v)}) for scope in (names, *modules)]
+    for scope, library in found:
+        scope.update(dict.fromkeys(library, _Identity()))
     try:
         yield
     finally:
-        names.update(library)
+        for scope, library in found:
+            scope.update(library)
+
+
+def _is_library(value: Any) -> bool:
+    return isinstance(value, (FunctionType, ModuleType)) and "libdevice" in str(getattr(value, "__module__", value.__name__))
 
 
 def python(kernel: Any) -> Callable[..., Any]:
