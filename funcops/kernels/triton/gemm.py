@@ -173,14 +173,14 @@ def _sum_splits(parts_ptr, c_ptr, n, slice_size, splits, ADD: tl.constexpr, BLOC
 
 @triton.jit
 def _after(
-    c_ptr, bias_ptr, z_ptr, add_ptr, M, N, scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr,
-    ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    t_ptr, c_ptr, z_ptr, add_ptr, M, N, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of a product that is in C."""
+    """C from t, scaled and with its bias, which may lie in C: the rest of the epilogue."""
     m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
-    total = epilogue(load_wide(c_ptr + at, inside), bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
+    total = epilogue(load_wide(t_ptr + at, inside), None, z_ptr, add_ptr, m, n, M, N, 1.0, False, Z, KIND, ADD)
     store_rounded(c_ptr + at, total, inside)
 
 

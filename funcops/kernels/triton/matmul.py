@@ -85,17 +85,16 @@ def library_serves(family: str, dtype: torch.dtype) -> bool:
 
 @torch.no_grad()
 def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
-    m, n = out.shape
-    if not e.kind and e.z is None and (e.add is None or e.add is out):
-        start = e.add if e.bias is None else e.bias
-        torch.addmm(out if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=out)
-    else:
-        torch.mm(a, b, out=out)
+    (m, n), keep = out.shape, e.mode == "keep"
+    t = e.z.view(m, n) if keep and e.z is not None else out
+    start = e.bias if e.bias is not None else e.add if e.add is out else None
+    torch.addmm(t if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=t)
+    if e.kind or e.z is not None or (e.add is not None and e.add is not out):
         block = block_of(n, AFTER_COLUMNS)
         rows = AFTER_TILE // block
         launch_after(
-            cdiv(m, rows), cdiv(n, block), 1, out, e.bias, e.z, e.add, m, n, e.scale,
-            e.bias is not None, e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
+            cdiv(m, rows), cdiv(n, block), 1, t, out, None if keep else e.z, e.add, m, n,
+            "" if keep else e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
         )  # fmt: skip
     if e.sums is not None:
         total = a.sum(1)
