@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.accumulators import accumulate
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
