@@ -24,6 +24,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+HEAD = 128  # the width of every head of the samples
 KINDS = ("gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
 
 
@@ -92,6 +93,12 @@ def _angles(table: Tensor) -> list[Tensor]:
     return [torch.empty(*table.shape[:-1], table.shape[-1] // 3, dtype=table.dtype) for _ in range(2)]
 
 
+def turns_halves(case: Case) -> bool:
+    """Whether every number of every head turns, with one of the other half of its head."""
+    table = next((t for t in case.args if isinstance(t, Tensor) and t.dtype is torch.float32), None)
+    return table is not None and table.shape[-1] == 3 * HEAD and case.shape.startswith("halves")
+
+
 def function_of(case: Case) -> Function | None:
     """None where torch.compile has nothing of the kind, or its graph cannot be had without CUDA (dropout)."""
     name, a = case.name, case.args
@@ -107,7 +114,7 @@ def function_of(case: Case) -> Function | None:
         x, w = (a[2], a[3]) if name.startswith("add") else (a[1], a[2])
         tensors = {"rms": [x, w], "layer": [x, w, w], "l2": [x]}[kind]
         return Function(_added(f), [x, *tensors], BACKWARD) if name.startswith("add") else Function(f, tensors, BACKWARD)
-    if name in ("rope_apply", "qkv_split_fwd", "qkv_split_bwd") and "halves" not in case.shape:
+    if name.startswith(("rope", "qkv_split")) and not turns_halves(case):
         return None
     made: dict[str, Callable[[], Function]] = {
         "row_sums": lambda: Function(lambda dy: dy.sum(0), [a[0]], FORWARD),
