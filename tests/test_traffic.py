@@ -1,5 +1,6 @@
 """The committed table of bytes moved holds every memory-bound kernel as its source is now, within its limits; no GPU is needed."""
 
+import itertools
 import random
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ from funcops.bench.traffic.limits import REASONS, missed  # noqa: E402
 from funcops.bench.traffic.ours import cases, plan  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "traffic.csv"
-CHEAP = 100_000  # bytes that a program asks for
+CHEAP = 60_000  # bytes that a program asks for
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +79,12 @@ def test_every_row_is_within_the_limits_or_says_why(rows):
 )
 def test_a_row_beyond_a_limit_is_seen(rows, fault):
     clean = [i for i, row in enumerate(rows) if row.provider == "funcops" and not row.why]
-    for i in clean:
+    for i in random.Random(repr(fault)).sample(clean, 25):
         assert beyond([*rows[:i], rows[i]._replace(**fault)])[0], rows[i]
 
 
 def recounted(ours, drawn):
-    for case in cases(torch.bfloat16, "cpu", lambda *key: key in drawn):
+    for case in itertools.islice(cases(torch.bfloat16, "cpu", lambda *key: key in drawn), len(drawn)):
         row = ours[case.name, case.shape]
         found = total(recount(case, [int(n) for n in row.resident.split(" + ")]))
         got = [size / case.least for size in (found.moved, found.asked, found.sectors)]
@@ -104,7 +105,7 @@ def cheap(ours, planned):
 
 
 def test_some_rows_are_counted_again(ours, cheap):
-    recounted(ours, set(random.Random(int(time.time() // 86400)).sample(cheap, 4)))
+    recounted(ours, set(random.Random(int(time.time() // 86400)).sample(cheap, 3)))
 
 
 @pytest.mark.slow
