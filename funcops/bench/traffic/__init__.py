@@ -25,7 +25,7 @@ from funcops.bench.traffic.functions import FORWARD, function_of
 from funcops.bench.traffic.limits import why
 from funcops.bench.traffic.ours import Case, cases, plan
 
-MANY = {"embedding_wgrad": 96}  # programs to sample where what they do depends on values
+PROGRAMS, MANY = 4, {"embedding_wgrad": 96, "embedding_wgrad_into": 96}  # to sample; more where what they do depends on ids
 
 
 def _liger(case: Case) -> Peer | None:
@@ -157,7 +157,7 @@ def wide(found: Quality, launch: Counted) -> float:
 
 
 def recount(case: Case, residents: list[int]) -> list[Counted]:
-    return count(case.run, case.args, residents, MANY.get(case.name, 4))
+    return count(case.run, case.args, residents, MANY.get(case.name, PROGRAMS))
 
 
 def read(path: str) -> list[Traffic]:
