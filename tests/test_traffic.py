@@ -12,6 +12,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from funcops.bench.traffic import Traffic, read, recount  # noqa: E402
+from funcops.bench.traffic.assembly import per_byte, resident, widths  # noqa: E402
 from funcops.bench.traffic.calls import fingerprint_of, intercepted  # noqa: E402
 from funcops.bench.traffic.count import count, total  # noqa: E402
 from funcops.bench.traffic.limits import REASONS, missed  # noqa: E402
@@ -83,6 +84,12 @@ def test_a_row_beyond_a_limit_is_seen(rows, fault):
         assert beyond([*rows[:i], rows[i]._replace(**fault)])[0], rows[i]
 
 
+def test_others_are_counted_for_the_same_work(rows):
+    others = [row for row in rows if row.provider != "funcops"]
+    assert {row.provider for row in others} == {"liger", "inductor"} and len(others) > 100
+    assert not [row for row in others if row.why]
+
+
 def recounted(ours, drawn):
     for case in itertools.islice(cases(torch.bfloat16, "cpu", lambda *key: key in drawn), len(drawn)):
         row = ours[case.name, case.shape]
@@ -112,6 +119,52 @@ def test_some_rows_are_counted_again(ours, cheap):
 def test_more_rows_are_counted_again(ours, cheap):
     draw = random.Random(int(time.time() // 86400) + 1)
     recounted(ours, {*draw.sample(cheap, 8), *draw.sample(sorted(set(ours) - set(cheap)), 2)})
+
+
+# The reader of assembly
+
+PTX = """
+	.loc	2 18 19                         // common.py:18:19 @[ norm.py:49:54 @[ norm.py:30:57 ] ]
+	@%p1 ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+	@%p1 ld.global.L1::evict_last.v2.b32 { %r5, %r6 }, [ %rd2 + 0 ];
+	.loc	1 37 24                         // norm.py:37:24
+	@%p6 st.global.b16 [ %rd7 + 0 ], { %rs31 };
+	.loc	1 40 10                         // norm.py:40:10
+	cp.async.cg.shared.global [ %r6 + 0 ], [ %rd9 + 0 ], 0x10, %r7;
+	.loc	1 41 10
+	st.global.v8.b16 [ %rd7 + 0 ], { %rs1 };
+"""
+SASS = """
+.text.kernel:
+        /*0000*/                   S2R R0, SR_TID.X ;
+        /*0010*/                   LDG.E R1, desc[UR8][R2.64] ;
+.L_x_1:
+        /*0020*/              @!P1 LDG.E.128 R8, desc[UR8][R18.64] ;
+        /*0030*/                   FADD R8, R8, R9 ;
+        /*0040*/                   STG.E.64 desc[UR8][R8.64], R26 ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   EXIT ;
+.L_x_2:
+        /*0070*/                   BRA `(.L_x_2);
+        /*0080*/                   NOP;
+"""
+
+
+def test_widths_are_those_of_the_kernels_own_lines():
+    assert widths(PTX) == {30: 16 / 24, 37: 0.0, 40: 1.0, 0: 1.0}
+
+
+def test_instructions_are_those_of_the_loop_that_has_accesses():
+    assert per_byte(SASS) == 4 / 24
+    assert per_byte(SASS.replace("@P0 BRA", "FADD")) == 7 / 28, "of all, but for the end, where there is no loop"
+
+
+@pytest.mark.parametrize(
+    ("registers", "warps", "shared", "programs"),
+    [(16, 1, 0, 32), (32, 4, 0, 16), (33, 4, 0, 12), (128, 16, 0, 1), (32, 32, 512, 2), (32, 4, 100_000, 2), (255, 16, 0, 1)],
+)
+def test_programs_that_a_multiprocessor_holds(registers, warps, shared, programs):
+    assert resident(registers, warps, shared) == programs
 
 
 # The counter, on kernels whose traffic is known

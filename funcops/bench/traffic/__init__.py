@@ -90,19 +90,25 @@ def run(only: str = "", changed: str | None = None, providers: Sequence[str] = P
     """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
-    known = {} if changed is None else {(*row[:2], row.provider, row.hash): row for row in read(changed)}
+    known = {} if changed is None else {(*row[:2], row.provider): row for row in read(changed)}
+
+    def held(case: Case, provider: str, source: str | None) -> Traffic | None:
+        """The earlier row, if it is of this source; of what is not installed, whatever it is of."""
+        row = known.get((*case[:2], provider))
+        return row if row is not None and source in (row.hash, None) else None
+
     fresh = 0
     for case in cases(torch.bfloat16, "cpu", lambda name, _: only in name):
         others: list[Traffic] = []
         for provider in providers:
             if (peer := PEERS[provider](case)) is not None:
                 version, made = peer
-                row = known.get((*case[:2], provider, version or ""))
+                row = held(case, provider, version)
                 others.append(row or other(case, provider, version, made))
                 fresh += row is None
         yield from others
         source = fingerprint_of(plan(case))
-        row = known.get((*case[:2], "funcops", source))
+        row = held(case, "funcops", source)
         fresh += row is None
         row = row or counted(case, "funcops", source)
         yield row._replace(why=why(row, others))
