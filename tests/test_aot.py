@@ -26,8 +26,10 @@ PROGRAM = """
 import json, random, sys, torch, triton, triton.language as tl
 from funcops.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
 from funcops.backend.fingerprint import fingerprint
+from funcops.backend import backend
 from funcops.backend.launch import compiled_launches, launcher, planned_launches
 from funcops.bench.aot import never_built, plan, read
+from funcops.bench.choices import norms
 from funcops.kernels.triton.matmul import Epilogue, matmul
 
 @triton.jit
@@ -54,6 +56,13 @@ def drawn_products(dtype):
         epilogue, out = draw.choice([(Epilogue(), out), (Epilogue(bias), out), (Epilogue(add=wide), wide), (sums, out)])
         matmul(lies(m, k), lies(k, n), out, epilogue)
 
+def drawn_norms(dtype):
+    # of any width, and of every power of two and its neighbours
+    widths = [draw.randint(1, 40000) for _ in range(10)] + [16 * draw.randint(1, 2500) for _ in range(10)]
+    for width in [*widths, *(2**i + d for i in range(16) for d in (-1, 0, 1, 16) if 2**i + d)]:
+        for norm in norms(dtype, width, rows=draw.choice([3, 4096])):
+            norm()
+
 table, seed, drawn = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, sys.argv[4])
 from races import memory_of, races
@@ -67,7 +76,7 @@ def built(launched, target):
 
 known = {row.hash for row in read(table) if row.compiler == COMPILER}
 draw = random.Random(seed)
-found = {"compiler": COMPILER, "planned": [], "built": [], "missing": [], "races": [], "products": []}
+found = {"compiler": COMPILER, "planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": []}
 for target in TARGETS:
     planned = plan(target)
     hashes = [fingerprint(launched, target) for launched in planned]
@@ -79,6 +88,10 @@ for target in TARGETS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             drawn_products(dtype)
     found["products"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in products]
+    with stubbed(TARGETS[target].gpu), planned_launches() as launches, backend("triton"):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            drawn_norms(dtype)
+    found["norms"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in launches]
     found["built"] += [built(launched, target) for launched in new + draw.sample(old, min(drawn, len(old)))]
 with stubbed(), compiled_launches() as launches:
     x = torch.empty(8192, device="meta")
@@ -136,7 +149,9 @@ def within_limits(build):
 
     target = build["target"]
     assert build["shared"] <= TARGETS[target].shared_limit, build
-    assert target != "sm_90" or not build["spills"], build
+    # rows that leave no registers are loaded again; Liger-Kernel's backward spills 104 to 240 bytes at their width
+    most = 24 if "AGAIN=True" in build["config"] else 0
+    assert target != "sm_90" or build["spills"] <= most, build
     if build["kernel"].startswith("gemm") and build["config"].startswith(("bfloat16", "float16")):
         assert build["matrix"] and (target != "sm_90" or "HGMMA" in build["matrix"]), build
 
@@ -182,6 +197,21 @@ def test_no_product_makes_a_choice_without_a_row(found):
     known = {choice_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows()}
     made = {choice_of(*product) for product in found["products"]}
     assert len(made) > 60 and not made - known
+
+
+def way_of(kernel, config, target, warps):
+    """How a norm takes rows: kernel, dtypes, elements at a time, whether it loads them again, and whether rows are aligned."""
+    words = dict(word.split("=", 1) for word in config.split() if "=" in word)
+    dtypes = tuple(word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word)
+    elements = int(words.get("ROWS", 1)) * int(words["BLOCK"])
+    return kernel, dtypes, elements, words.get("AGAIN"), "width%16" in words, target, int(warps)
+
+
+def test_no_norm_takes_rows_in_a_way_without_a_row(found):
+    names = {name for name, *_ in found["norms"]}
+    known = {way_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows() if row["kernel"] in names}
+    taken = {way_of(*norm) for norm in found["norms"]}
+    assert len(names) == 6 and len(taken) > 150 and not taken - known
 
 
 def test_a_table_that_is_not_of_these_kernels_is_seen():

@@ -12,6 +12,7 @@ from funcops.backend import backend, gemm
 from funcops.kernels import fused_linear, linear
 from funcops.kernels.activation import ACTIVATIONS
 from funcops.testing.tolerances import assert_close
+from funcops.trees import tree_map_tensors
 
 pytest.importorskip("triton")
 from funcops.kernels.triton import matmul as products  # noqa: E402
@@ -146,6 +147,54 @@ def test_wgrad_accumulates_with_the_bias_gradient(dtype, bias):
         assert_close(main_dw, 1 + dw, dtype=dtype if name == "torch" else torch.float32)
         if bias:
             assert_close(main_db, 1 + db, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(("splits", "shares"), [(1, 2), (1, 3), (2, 2), (3, 1)])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
+    """Shares that end within K, and beyond it; added or not."""
+    monkeypatch.setattr(products, "number_of_splits", lambda tiles, k: splits)
+    monkeypatch.setattr(products, "SHARE", 16)
+    monkeypatch.setattr(products, "MOST_SHARES", shares)
+    for k, add in ((33, True), (72, False)):
+        a, b = draw(k, 16, dtype=torch.bfloat16).mT, draw(k, 72, dtype=torch.bfloat16, seed=1)
+        into, sums = torch.ones(16, 72), torch.ones(16)
+        products.matmul(a, b, into, products.Epilogue(add=into if add else None, sums=sums), KERNELS[kernel])
+        assert_close(into, add + a.double() @ b.double(), dtype=torch.float32)
+        assert_close(sums, add + a.double().sum(1), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["", *ACTIVATIONS])
+def test_exact_float32_is_the_librarys_and_its_epilogue_ours(kind, monkeypatch):
+    """By `gemm`, unless the switch for tf32 is on; and what is given may ask for gradients."""
+    x, w, z, residual = (draw(*s, dtype=torch.float32, seed=i) for i, s in enumerate([(5, 24), (40, 24), (5, 24), (5, 40)]))
+    b, dy, wide = (
+        draw(40, dtype=torch.float32),
+        draw(5, 40, dtype=torch.float32),
+        [torch.ones(s) for s in [(5, 24), (40, 24), (40,)]],
+    )
+    w.requires_grad_()
+
+    def run(main_dx, main_dw, main_db):
+        found = [fused_linear.fused_linear_fwd(x, w, b, r, kind, 0.5, keep) for r in (None, residual) for keep in (False, True)]
+        found += [
+            fused_linear.fused_linear_dgrad(dy, w, z if kind else None, kind, 0.5),
+            fused_linear.fused_linear_wgrad(dy, x, 0.5, True),
+        ]
+        fused_linear.fused_linear_dgrad_into(dy, w, 0.5, main_dx)
+        fused_linear.fused_linear_wgrad_into(dy, x, 0.5, main_dw, main_db)
+        return found, fused_linear.fused_linear_dgrad_add(dy, w, 0.5, z), main_dx, main_dw, main_db
+
+    called, ours = [], products.matmul
+    monkeypatch.setattr(products, "matmul", lambda *args: called.append(args) or ours(*args))
+    want = run(*(t.clone() for t in wide))
+    for provider in ("cublas", "triton"):
+        with backend("triton"), gemm(provider):
+            got = run(*(t.clone() for t in wide))
+        assert_close(tree_map_tensors(torch.detach, got), tree_map_tensors(torch.detach, want), dtype=torch.float32)
+        assert len(called) == (0 if provider == "cublas" else 9)
+    monkeypatch.setattr(products, "precision", lambda dtype: "tf32")
+    assert not products.library_serves("fused", torch.float32)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -174,6 +174,6 @@ def key_of(parameter: Any, hip: bool) -> str:
 
 def _interpreted(kernel: Any) -> Callable[..., None]:
     def launch(gx: int, gy: int, gz: int, *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
-        kernel[(gx, gy, gz)](*arguments)
+        kernel[(gx, gy, gz)](*arguments, num_warps=num_warps, num_stages=num_stages)  # which who intercepts launches sees
 
     return launch

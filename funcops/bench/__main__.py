@@ -20,6 +20,7 @@ BENCHES = {
     "residuals": "bytes that a block keeps for its backward",
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",
     "step": "a training step of the example's model",
+    "traffic": "bytes that kernels move over the least, and the quality of their code, without a GPU",
     "wgrads": "many weight gradients at once, against one after another",
 }
 

@@ -46,7 +46,7 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product, one for each specialisation, none of them compiled."""
+    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm, one for each specialisation, none of them compiled."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
@@ -54,10 +54,11 @@ def plan(target: str) -> list[Launched]:
             for sample in samples(Maker("meta", dtype)):
                 sample.kernel(*sample.args)
                 if sample.product is not None:
-                    with gemm("specialised"):
-                        sample.kernel(*sample.args)
-            for product in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
-                product()
+                    for provider in ("specialised", "cublas"):
+                        with gemm(provider):
+                            sample.kernel(*sample.args)
+            for choice in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
+                choice()
         return found
 
 

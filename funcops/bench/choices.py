@@ -1,5 +1,6 @@
-"""Every choice that a matrix product can make, as calls on the meta device: kernel, tile, and whether the inner dimension is split, by
-epilogue, dtype and size. `bench aot` compiles them all, so that none is met first by a user.
+"""Every choice that a matrix product or a norm can make, as calls on the meta device. Of a product: kernel, tile, and whether the inner
+dimension is split, by epilogue, dtype and size; of a norm: how it takes rows, by dtype and width, with all that it can compute at once.
+`bench aot` compiles them all, so that none is met first by a user.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.kernels import add_norm, norm
 from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
 
 SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of the output
 SHORT, ODD = 256, 3
+WIDTHS = 1024, 4096, 8192, 16384, 32768, 32784, 1001, 2049, 4099, 8193  # of a norm's rows
 
 
 class Layout(NamedTuple):
@@ -26,7 +29,21 @@ class Layout(NamedTuple):
 FORWARD, DGRAD, WGRAD = Layout(False, True), Layout(False, False), Layout(True, False)
 
 
-def choices(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
+def choices(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    yield from _products_of_all_sizes(dtype)
+    for width in WIDTHS:
+        yield from norms(dtype, width)
+
+
+def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable[[], object]]:
+    x, w = torch.empty(rows, width, dtype=dtype, device="meta"), torch.empty(width, dtype=dtype, device="meta")
+    column = torch.empty(rows, 1, device="meta")
+    yield lambda: add_norm.add_layer_norm_fwd(x, x, w, w, 1e-6, False)
+    yield lambda: add_norm.add_layer_norm_bwd(x, x, x, w, column, column, False, True, True, True)
+    yield lambda: norm.row_sums(x)
+
+
+def _products_of_all_sizes(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
     sizes = SIZES if dtype.itemsize == 2 else {"medium": SIZES["medium"]}
     for m, n in sizes.values():
         for k in (SHORT, 2 * LONG):

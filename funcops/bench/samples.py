@@ -146,6 +146,8 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
             pointwise.dropout_add, f"{shape} + {width}", (x, b, y, make.key(), 0.1),
             direct(lambda x, b, y, *_: y + F.dropout(x + b, 0.1)),
         )  # fmt: skip
+        yield Sample(bias_activation_fwd, f"gelu_tanh {shape} + {width}", (x, b, "gelu_tanh"))
+    yield Sample(pointwise.dropout_add, shape, (x, None, y, make.key(), 0.1), direct(lambda x, _, y, *__: y + F.dropout(x, 0.1)))
 
 
 def _activations(make: Maker) -> Iterator[Sample]:
@@ -190,10 +192,19 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         yield Sample(qkv_split.qkv_split_fwd, shape, (qkv, table, heads, kv_heads, interleaved))
         dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
         yield Sample(qkv_split.qkv_split_bwd, shape, (x, dk, dv, table, interleaved))
+    shape = shape.removeprefix("interleaved ")
+    half = rope_table(positions, 10000.0, 64, False, torch.float32)
+    yield Sample(rope.rope_apply, f"halves of 64 {shape}", (x, half, False, False))
+    yield Sample(qkv_split.qkv_split_fwd, f"unturned {shape}", (qkv, None, heads, kv_heads, False))
+    yield Sample(qkv_split.qkv_split_bwd, f"unturned {shape}", (x, dk, dv, None, False))
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
     return F.cross_entropy(logits, labels, label_smoothing=0.1, reduction="none")
+
+
+def _unsmoothed(logits: Tensor, labels: Tensor, *_: Any) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
 
 
 def _losses(make: Maker) -> Iterator[Sample]:
@@ -207,6 +218,8 @@ def _losses(make: Maker) -> Iterator[Sample]:
             cross_entropy.cross_entropy_bwd, shape, (losses, logits, labels, lse, *options),
             lambda d, *args: gradient(_cross_entropy, wrt=1)(d.to(args[0].dtype), *args),
         )  # fmt: skip
+        plain = (0.0, -100, 0.0)
+        yield Sample(cross_entropy.cross_entropy_fwd, f"{shape} unsmoothed", (logits, labels, *plain), direct(_unsmoothed))
         owned = (losses, logits, labels, lse, *options, vocab // 2, 2 * vocab)
         yield Sample(cross_entropy.cross_entropy_bwd_owned, f"{shape} of {2 * vocab}", owned)
 
@@ -216,6 +229,7 @@ def _embeddings(make: Maker) -> Iterator[Sample]:
     dy, ids = make.floats(tokens, width), make.ids(tokens, below=vocab)
     shape = f"{tokens}x{width} of {vocab}"
     yield Sample(embedding.embedding_wgrad, shape, (dy, ids, vocab, -1))
+    yield Sample(embedding.embedding_wgrad_into, shape, (dy, ids, -1, make.wide(vocab, width)))
 
 
 def _optimisers(make: Maker) -> Iterator[Sample]:

@@ -36,7 +36,7 @@ from funcops.backend import backend, gemm
 from funcops.bench.device import CudaTimer
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.errors import CaptureError
-from funcops.kernels import activation, embedding, norm, pointwise, qkv_split
+from funcops.kernels import activation, embedding, fused_linear, norm, pointwise, qkv_split
 from funcops.kernels import linear as products
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
@@ -227,7 +227,7 @@ def products_by_every_kernel(on: Place) -> Any:
 @check
 def long_rows_give_the_same_bits_again_and_again(on: Place) -> Any:
     """Rows wider than a program keeps are written and read back: a race would show as a difference."""
-    widths, times = ((8193, 8200, 9999, 12000), 2500) if on.real else ((8200,), 2)
+    widths, times = ((8193, 8200, 11999, 33000), 2500) if on.real else ((8200,), 2)
     for width in widths:
         x, w = on.randn(4, width), on.randn(width, seed=2)
         with backend("triton"):
@@ -246,7 +246,7 @@ def long_rows_give_the_same_bits_again_and_again(on: Place) -> Any:
 @check
 def norms_of_many_widths(on: Place) -> Any:
     """Forward and backward, on both sides of what one program keeps."""
-    for width in (1, 69, 1024, 4096, 8192, 8200, 16384) if on.real else (1, 69):
+    for width in (1, 69, 1024, 4096, 8192, 8200, 16384, 32768) if on.real else (1, 69):
         x, dy, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(5, width), (5, width), (width,), (width,)]))
         with backend("triton"):
             y, mean, rstd = norm.layer_norm_fwd(x, w, b, 1e-5, False)
@@ -424,20 +424,25 @@ def suspects_are_timed_both_ways(on: Place) -> Any:
     n = on.size(2048, 16)
     x, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(n, n), (n, n), (n,)]))
     qkv = on.randn(on.size(4, 1), on.size(1024, 2), 3 * 16 * on.size(128, 4), dtype=torch.bfloat16)
+    narrow = x.bfloat16()
     calls = {
         "heads of a joint projection": lambda: qkv_split.qkv_split_fwd(qkv, None, 16, 16, False),
         "float32 product with bias": lambda: products.linear_fwd(x, w, b),
+        "float32 product with bias and gelu": lambda: fused_linear.fused_linear_fwd(x, w, b, None, "gelu", 1.0, True),
         "float32 wgrad with row sums": lambda: products.linear_wgrad(x, x, True),
+        "bfloat16 wgrad with row sums": lambda: fused_linear.fused_linear_wgrad(narrow, narrow, 1.0, True),
+        "bfloat16 wgrad without": lambda: fused_linear.fused_linear_wgrad(narrow, narrow, 1.0, False),
     }
     timer = CudaTimer()
     replays = {
         f"{name}, {provider}": timer.replay([functools.partial(_by, provider, call)])
         for name, call in calls.items()
-        for provider in ("triton", "torch")
+        for provider in ("triton", "cublas", "torch")
     }
     return timer.device_us(replays)
 
 
 def _by(provider: str, call: Callable[[], Any]) -> Any:
-    with backend(provider), gemm("triton" if provider == "triton" else "auto"):
+    """Our kernels, with products of ours or of cuBLAS, or torch's."""
+    with backend("torch" if provider == "torch" else "triton"), gemm("auto" if provider == "torch" else provider):
         return call()

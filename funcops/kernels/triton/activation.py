@@ -36,6 +36,30 @@ def saturated(x):
 
 
 @triton.jit
+def normal_cdf(x):
+    """The standard normal distribution function, as exact as float32 near 0, and to -6 within 1e-4 of itself: that of -|x| is
+    2^q(|x|), q a polynomial fitted on 0 to 6.5, and 0 from 14 on. One exponential, and half the instructions of an erf."""
+    a = tl.minimum(tl.abs(x), 14.0)
+    q = -2.5527183922235963e-08 * a + 7.726699777776957e-07
+    q = q * a - 1.0017381100624334e-05
+    q = q * a + 7.072446896927431e-05
+    q = q * a - 0.00025917773018591106
+    q = q * a - 4.391145193949342e-05
+    q = q * a + 0.007001718506217003
+    q = q * a - 0.0524783656001091
+    q = q * a - 0.4592090845108032
+    q = q * a - 1.1511054039001465
+    below = tl.exp2(q * a - 1.0)
+    return tl.where(x > 0, 1.0 - below, below)
+
+
+@triton.jit
+def _twice_inner(x):
+    """2 u of gelu_tanh: 0.5 (1 + tanh(u)) is sigmoid(2 u). u = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    return x * (1.5957691216057308 + 0.07135481627260025 * x * x)
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr):
     """f(x)."""
     if KIND == "relu":
@@ -44,9 +68,9 @@ def activate(x, KIND: tl.constexpr):
         r = tl.where(x <= 0, 0.0, x)
         return r * r
     elif KIND == "gelu":
-        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * normal_cdf(x)
     elif KIND == "gelu_tanh":
-        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+        return x * sigmoid(_twice_inner(x))
     elif KIND == "quick_gelu":
         return x * sigmoid(1.702 * x)
     elif KIND == "silu":
@@ -66,13 +90,14 @@ def derivative(x, KIND: tl.constexpr):
     elif KIND == "squared_relu":
         return tl.where(x <= 0, 0.0, 2.0 * x)
     elif KIND == "gelu":
-        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return cdf + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+        return normal_cdf(x) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
         x = saturated(x)
-        t = tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))
-        inner = 0.7978845608028654 * (1.0 + 3 * 0.044715 * x * x)
-        return 0.5 * (1.0 + t) + 0.5 * x * (1.0 - t * t) * inner
+        w = _twice_inner(x)
+        e = tl.exp(-tl.abs(w))
+        r = 1.0 / (1.0 + e)
+        # sigmoid(w), and its derivative without 1 - sigmoid(w), of which little is left where w is large
+        return r * tl.where(w >= 0, 1.0, e) + r * r * e * x * (1.5957691216057308 + 0.21406444881780074 * x * x)
     elif KIND == "quick_gelu":
         x = saturated(1.702 * x)
         s = sigmoid(x)

@@ -1,4 +1,4 @@
-"""Bias and activation: a program takes a chunk of columns of some rows; backward, of rows p, p + P, ..., with a part of db."""
+"""Bias and activation. Backward, a program takes a chunk of columns of rows p, p + P, ..., with a part of db."""
 
 from __future__ import annotations
 
@@ -11,19 +11,12 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import bias_activation as declared
-from funcops.kernels.triton.activation import activate, derivative
+from funcops.kernels.triton.activation import derivative
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.pointwise import add_repeated
 
-COLUMNS, TILE, PARTS = 1024, 2048, 256
-
-
-@triton.jit
-def _forward(x_ptr, b_ptr, y_ptr, rows, width, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
-    z = load_wide(x_ptr + at, inside) + load_wide(b_ptr + i, i < width)[None, :]
-    store_rounded(y_ptr + at, activate(z, KIND), inside)
+COLUMNS, TILE = 1024, 2048
+PARTS, PROGRAMS = 256, 1024  # of a backward: the most partial rows, and programs over parts and chunks of columns
 
 
 @triton.jit
@@ -48,7 +41,7 @@ def _backward(
         tl.store(db_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
 
 
-_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
+_launch_backward = launcher(_backward)
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -58,17 +51,13 @@ def _tile(width: int) -> tuple[int, int]:
 
 
 def _parts(rows: int, width: int) -> int:
-    return max(1, min(PARTS, cdiv(rows, _tile(width)[0])))
+    at_once, block = _tile(width)
+    return max(1, min(PARTS, PROGRAMS // cdiv(width, block), cdiv(rows, at_once)))
 
 
 @declared.bias_activation_fwd.triton
 def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
-    x, rows, width = flat_rows(x)
-    y, (at_once, block) = torch.empty_like(x), _tile(width)
-    if rows:
-        grid = cdiv(rows, at_once), cdiv(width, block), 1
-        _launch_forward(*grid, x, b.contiguous(), y, rows, width, kind, at_once, block, num_warps=warps_of(TILE))
-    return y
+    return add_repeated(x, b, kind)
 
 
 @declared.bias_activation_bwd.triton

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Optional
+import functools
+from typing import Any, Optional
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
@@ -50,6 +52,16 @@ def block_of(n: int, most: int) -> int:
 
 def warps_of(block: int) -> int:
     return max(1, min(16, block // 512))
+
+
+def most_warps() -> int:
+    """Of a program, which has at most 1,024 threads."""
+    return 32 if INTERPRETED else 1024 // _warp_size(driver.active.get_current_device(), driver.active)
+
+
+@functools.lru_cache(maxsize=64)
+def _warp_size(device: int, active: Any) -> int:
+    return int(active.get_current_target().warp_size)
 
 
 def contiguous(t: Optional[Tensor]) -> Optional[Tensor]:

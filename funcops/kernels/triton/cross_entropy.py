@@ -10,61 +10,100 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import cross_entropy as declared
-from funcops.kernels.triton.common import block_of, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.aligned import GROUP, ends, whole_groups
+from funcops.kernels.triton.common import block_of, load_wide, rounded, store_rounded, warps_of
 
 BLOCK = 4096
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
+def _gather(t, inside, highest, weights, total, SMOOTHED: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr):
+    """The online softmax of every lane after more logits, -inf where there are none; one exponential each."""
+    t = tl.reshape(t, [DEEP, LANES, t.shape[0] // (DEEP * LANES)])
+    if SMOOTHED:
+        total += tl.sum(tl.sum(tl.where(tl.reshape(inside, t.shape), t, 0.0), 2), 0)
+    top = tl.maximum(highest, tl.max(tl.max(t, 2), 0))
+    weights = weights * tl.exp(highest - top) + tl.sum(tl.sum(tl.exp(t - top[None, :, None]), 2), 0)
+    return top, weights, total
+
+
+@triton.jit
 def _forward(
     logits_ptr, labels_ptr, losses_ptr, lse_ptr, vocab, ignore_index, smoothing: tl.float32, z_loss: tl.float32,
-    SMOOTHED: tl.constexpr, BLOCK: tl.constexpr,
+    SMOOTHED: tl.constexpr, EVEN: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * vocab
+    logits_ptr, before, size = whole_groups(logits_ptr, row * vocab, vocab, EVEN)
     label = tl.load(labels_ptr + row)
     # finite, so that a row of -inf sums to 0 and not to NaN
-    highest = tl.full([BLOCK], LOWEST, tl.float32)
-    weights, total = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocab, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        t = load_wide(logits_ptr + i, i < vocab)
-        if SMOOTHED:
-            total += t
-        t = tl.where(i < vocab, t, -float("inf"))
-        # one exponential an element: of the two weights that meet, the higher is 1
-        lower = tl.exp(-tl.abs(t - highest))
-        weights = tl.where(t > highest, weights * lower + 1.0, weights + lower)
-        highest = tl.maximum(highest, t)
-    top = tl.max(highest, 0)
-    lse = top + tl.log(tl.sum(weights * tl.exp(highest - top), 0))
+    highest = tl.full([LANES], LOWEST, tl.float32)
+    weights, total = tl.zeros([LANES], tl.float32), tl.zeros([LANES], tl.float32)
+    i = tl.arange(0, BLOCK)
+    full = size // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        t = tl.load(logits_ptr + start + i).to(tl.float32)
+        highest, weights, total = _gather(t, i >= 0, highest, weights, total, SMOOTHED, DEEP, LANES)
+    if full < size:
+        inside = full + i < size
+        t = tl.load(logits_ptr + full + i, mask=inside, other=-float("inf")).to(tl.float32)
+        highest, weights, total = _gather(t, inside, highest, weights, total, SMOOTHED, DEEP, LANES)
+    top, sum_t = tl.max(highest, 0), tl.sum(total, 0)
+    if EVEN:
+        sum_exp = tl.sum(weights * tl.exp(highest - top), 0)
+    else:
+        at, inside = ends(before, size, vocab)
+        t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
+        top = tl.maximum(top, tl.max(t, 0))
+        sum_exp = tl.sum(weights * tl.exp(highest - top), 0) + tl.sum(tl.exp(t - top), 0)
+        sum_t += tl.sum(tl.where(inside, t, 0.0), 0)
+    lse = top + tl.log(sum_exp)
     inside = (label >= 0) & (label < vocab)
-    picked = load_wide(logits_ptr + label, inside)
+    picked = load_wide(logits_ptr + (label - before), inside)
     loss = lse - picked + z_loss * lse * lse
     if SMOOTHED:
-        loss += smoothing * (picked - tl.sum(total, 0) / vocab)
+        loss += smoothing * (picked - sum_t / vocab)
     loss = tl.where(inside, loss, float("nan"))  # a label that is neither a class nor ignored
     tl.store(losses_ptr + row, tl.where(label == ignore_index, 0.0, loss))
     tl.store(lse_ptr + row, lse)
 
 
 @triton.jit
+def _descend(t, at, label, lse, at_all, at_label, scale):
+    """dlogits of logits t at classes `at`."""
+    return scale * tl.exp(t - lse) - tl.where(at == label, at_label, at_all)
+
+
+@triton.jit
 def _backward(
     dloss_ptr, dloss_step, logits_ptr, labels_ptr, lse_ptr, dlogits_ptr, classes, first, vocab, ignore_index,
-    smoothing: tl.float32, z_loss: tl.float32, BLOCK: tl.constexpr,
+    smoothing: tl.float32, z_loss: tl.float32, EVEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dlogits may be logits: they are the classes from `first` among `vocab`."""
     row = tl.program_id(0).to(tl.int64)
-    logits_ptr += row * classes
-    dlogits_ptr += row * classes
+    logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
+    dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN)
     label, lse = tl.load(labels_ptr + row), tl.load(lse_ptr + row)
     d = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row * dloss_step).to(tl.float32))
-    for start in range(0, classes, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        p = tl.exp(load_wide(logits_ptr + i, i < classes) - lse)
-        target = tl.where(first + i == label, 1.0 - smoothing, 0.0) + smoothing / vocab
-        store_rounded(dlogits_ptr + i, d * ((1.0 + 2.0 * z_loss * lse) * p - target), i < classes)
+    at_all, scale = d * (smoothing / vocab), d * (1.0 + 2.0 * z_loss * lse)
+    at_label = d * (1.0 - smoothing) + at_all
+    # where it is not one of these classes, no index
+    label = tl.where((label >= first) & (label < first + classes), label - first - before, -1 - before).to(tl.int32)
+    i = tl.arange(0, BLOCK)
+    if not EVEN:  # read first, so that nothing is read that other threads have written
+        at, inside = ends(before, size, classes)
+        t = load_wide(logits_ptr + at, inside)
+    full = size // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
+        t_whole = tl.load(logits_ptr + start + i).to(tl.float32)
+        dt = _descend(t_whole, start + i, label, lse, at_all, at_label, scale)
+        tl.store(dlogits_ptr + start + i, rounded(dt, dlogits_ptr.dtype.element_ty))
+    if full < size:
+        t_whole = load_wide(logits_ptr + full + i, full + i < size)
+        dt = _descend(t_whole, full + i, label, lse, at_all, at_label, scale)
+        store_rounded(dlogits_ptr + full + i, dt, full + i < size)
+    if not EVEN:
+        store_rounded(dlogits_ptr + at, _descend(t, at, label, lse, at_all, at_label, scale), inside)
 
 
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
@@ -78,9 +117,12 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
     lse = torch.empty_like(losses)
     if rows:
         block = block_of(vocab, BLOCK)
+        warps = max(1, block // 1024)
+        lanes = min(32 * warps, block * logits.element_size() // 16)  # that many threads, each of which reads 16 bytes at a time
+        deep = block * logits.element_size() // (16 * lanes)
         _launch_forward(
-            rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0, block,
-            num_warps=warps_of(block),
+            rows, 1, 1, logits, labels, losses, lse, vocab, ignore_index, smoothing, z_loss, smoothing != 0.0,
+            vocab % GROUP == 0, deep, lanes, block, num_warps=warps,
         )  # fmt: skip
     return losses, lse
 
@@ -112,5 +154,6 @@ def _gradient(
         block = block_of(classes, BLOCK)
         _launch_backward(
             rows, 1, 1, dloss.contiguous(), int(dloss.dim() > 0), logits, labels.contiguous(), logsumexp.contiguous(),
-            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, block, num_warps=warps_of(block),
+            dlogits, classes, first, vocab, ignore_index, smoothing, z_loss, classes % GROUP == 0, block,
+            num_warps=warps_of(block),
         )  # fmt: skip

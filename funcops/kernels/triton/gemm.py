@@ -47,15 +47,24 @@ def epilogue(
 
 
 @triton.jit
-def _row_sum(a_ptr, sums_ptr, m, M, first, last, a_m, a_k, ADD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
-    """sums[m] (+)= sum over k in [first, last) of A: the bias gradient, where A is dy^T. What it reads is still in the cache."""
-    k = tl.arange(0, BLOCK_K)
+def _row_sum(
+    a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """sums[split, share, m] (+)= the sum of A over a share of k in [first, last): the bias gradient, where A is dy^T. The first
+    `shares` tiles of a row of tiles take one each, so that none is much later than the others. What they read is still in the cache."""
+    # as much in flight as a program can hold, now that it holds no tile; but elements at odd addresses take a register each, and more
+    STEP: tl.constexpr = BLOCK_K * (4 if BLOCK_K * a_ptr.dtype.element_ty.primitive_bitwidth >= 1024 else 1)
+    k = tl.arange(0, STEP)
     total = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(first, last, BLOCK_K):
+    first += tile_n * per_share
+    last = tl.minimum(first + per_share, last)
+    for start in range(first, last, STEP):
         inside = (m < M)[:, None] & (start + k < last)[None, :]
         total += tl.sum(load_wide(a_ptr + m[:, None] * a_m + (start + k)[None, :].to(tl.int64) * a_k, inside), 1)
+    sums_ptr += (split * shares + tile_n).to(tl.int64) * M
     if ADD:
-        total += load_wide(sums_ptr + m, m < M)
+        total += load_wide(sums_ptr + m, (m < M) & (shares == 1))  # else a workspace
     store_rounded(sums_ptr + m, total, m < M)
 
 
@@ -81,11 +90,11 @@ def add_product(
 
 @triton.jit
 def _pointer(
-    a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, sums_ptr, M, N, K, a_m, a_k, b_k, b_n, per_split, scale: tl.float32,
-    BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, bias_ptr, z_ptr, add_ptr, sums_ptr, M, N, K, a_m, a_k, b_k, b_n, per_split, shares, per_share,
+    scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Split s goes over its own part of K and writes C [s, M, N] and, with SUMS, sums [s, M]."""
+    """Split s goes over its own part of K and writes C [s, M, N] and, with SUMS, sums [s, shares, M]."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     split = tl.program_id(1).to(tl.int64)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -98,8 +107,8 @@ def _pointer(
     inside = (m < M)[:, None] & (n < N)[None, :]
     store_rounded(c_ptr + split * M * N + m[:, None] * N + n[None, :], total, inside)
     if SUMS:
-        if tile_n == 0:
-            _row_sum(a_ptr, sums_ptr + split * M, m, M, first, last, a_m, a_k, ADD, BLOCK_M, BLOCK_K)
+        if tile_n < shares:
+            _row_sum(a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -127,7 +136,7 @@ def product(
 @triton.jit
 def _descriptor(
     a_desc, b_desc, c_desc, bias_ptr, z_ptr, add_ptr, a_ptr, sums_ptr, M, N, K, a_m, a_k, per_split, splits, slice_rows,
-    scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    shares, per_share, scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
     A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -145,8 +154,8 @@ def _descriptor(
         total = epilogue(total, bias_ptr, z_ptr, add_ptr, m, n, M, N, scale, BIAS, Z, KIND, ADD)
         c_desc.store([split * slice_rows + tile_m * BLOCK_M, tile_n * BLOCK_N], rounded(total, c_desc.dtype))
         if SUMS:
-            if tile_n == 0:
-                _row_sum(a_ptr, sums_ptr + split.to(tl.int64) * M, m, M, first, last, a_m, a_k, ADD, BLOCK_M, BLOCK_K)
+            if tile_n < shares:
+                _row_sum(a_ptr, sums_ptr, tile_n, m, M, split, first, last, a_m, a_k, shares, per_share, ADD, BLOCK_M, BLOCK_K)
 
 
 @triton.jit
@@ -162,4 +171,18 @@ def _sum_splits(parts_ptr, c_ptr, n, slice_size, splits, ADD: tl.constexpr, BLOC
     store_rounded(c_ptr + i, total, i < n)
 
 
+@triton.jit
+def _after(
+    t_ptr, c_ptr, z_ptr, add_ptr, M, N, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """C from t, scaled and with its bias, which may lie in C: the rest of the epilogue."""
+    m = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    at, inside = m[:, None] * N + n[None, :], (m < M)[:, None] & (n < N)[None, :]
+    total = epilogue(load_wide(t_ptr + at, inside), None, z_ptr, add_ptr, m, n, M, N, 1.0, False, Z, KIND, ADD)
+    store_rounded(c_ptr + at, total, inside)
+
+
 launch_pointer, launch_descriptor, launch_sum_splits = launcher(_pointer), launcher(_descriptor), launcher(_sum_splits)
+launch_after = launcher(_after)

@@ -149,9 +149,15 @@ def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
     return dx
 
 
+def _even_rows(t: Tensor) -> tuple[Tensor, int, int]:
+    """Contiguous `t`, and rows of a multiple of 16 where it has such: as all is elementwise, sixteen rows may be taken for one."""
+    t, rows, width = flat_rows(t)
+    return (t, rows // 16, 16 * width) if width % 16 and rows % 16 == 0 else (t, rows, width)
+
+
 @declared.glu_pair_fwd.triton
 def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
-    gate, rows, width = flat_rows(gate)
+    gate, rows, width = _even_rows(gate)
     y, block = torch.empty_like(gate), block_of(width, BLOCK)
     if y.numel():
         _launch_forward(
@@ -163,7 +169,7 @@ def glu_pair_fwd(gate: Tensor, linear: Tensor, kind: str) -> Tensor:
 
 @declared.glu_pair_bwd.triton
 def glu_pair_bwd(dy: Tensor, gate: Tensor, linear: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    gate, rows, width = flat_rows(gate)
+    gate, rows, width = _even_rows(gate)
     d_gate, d_linear, block = torch.empty_like(gate), torch.empty_like(gate), block_of(width, BLOCK)
     if gate.numel():
         _launch_backward(

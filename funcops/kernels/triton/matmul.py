@@ -12,12 +12,14 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.select import gemm_provider
-from funcops.kernels.triton.common import INTERPRETED, cdiv
-from funcops.kernels.triton.gemm import launch_descriptor, launch_pointer, launch_sum_splits
+from funcops.kernels.triton.common import INTERPRETED, block_of, cdiv, warps_of
+from funcops.kernels.triton.gemm import launch_after, launch_descriptor, launch_pointer, launch_sum_splits
 from funcops.kernels.triton.gemm_specialised import launch_specialised
-from funcops.kernels.triton.gemm_table import SPECIALISED, Choice, Tile, choose
+from funcops.kernels.triton.gemm_table import SPECIALISED, TABLE, Choice, Tile, choose
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
+SHARE, MOST_SHARES = 1024, 8  # of the inner dimension, that a tile takes the row sums of
+AFTER_COLUMNS, AFTER_TILE = 1024, 2048
 
 
 class Epilogue(NamedTuple):
@@ -52,16 +54,51 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
     splits = 1 if family == "fused" else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
     run, tile = by_descriptor if described else by_pointer, tile if splits > 1 else tile_for(own, described)
     per_split = max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
+    shares = 1 if epilogue.sums is None else number_of_shares(cdiv(n, tile.n), per_split)
+    sums = epilogue.sums
+    if sums is not None and splits * shares > 1:
+        sums = a.new_empty((splits * shares, m), dtype=torch.float32)
     if splits == 1:
-        run(a, b, out, epilogue, tile, 1, m, per_split, epilogue.sums)
-        return
-    rows = cdiv(m, tile.m) * tile.m if described else m
-    parts = a.new_empty((splits, rows, n), dtype=torch.float32)
-    sums = a.new_empty((splits, m), dtype=torch.float32) if epilogue.sums is not None else None
-    run(a, b, parts, Epilogue(scale=epilogue.scale), tile, splits, rows, per_split, sums)
-    add_up(parts, rows * n, out, epilogue.add is not None)
-    if sums is not None and epilogue.sums is not None:
+        run(a, b, out, epilogue, tile, 1, m, per_split, sums, shares)
+    else:
+        rows = cdiv(m, tile.m) * tile.m if described else m
+        parts = a.new_empty((splits, rows, n), dtype=torch.float32)
+        run(a, b, parts, Epilogue(scale=epilogue.scale), tile, splits, rows, per_split, sums, shares)
+        add_up(parts, rows * n, out, epilogue.add is not None)
+    if sums is not None and epilogue.sums is not None and sums is not epilogue.sums:
         add_up(sums, m, epilogue.sums, epilogue.add is not None)
+
+
+def multiply(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
+    """As `matmul`; by the library, and a kernel for the epilogue, where that is faster."""
+    family = epilogue.family(out)
+    served = library_serves(family, a.dtype) and (family == "accumulate" or epilogue.add is not out)
+    (by_library if served else matmul)(a, b, out, epilogue)
+
+
+def library_serves(family: str, dtype: torch.dtype) -> bool:
+    """Of products in float32 that are to be exact, which no matrix unit multiplies: by the table."""
+    if dtype is not torch.float32 or gemm_provider() not in ("auto", "cublas"):
+        return False
+    return TABLE[family, "float32", "any"].library and precision(dtype) == "ieee"
+
+
+@torch.no_grad()
+def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
+    (m, n), keep = out.shape, e.mode == "keep"
+    t = e.z.view(m, n) if keep and e.z is not None else out
+    start = e.bias if e.bias is not None else e.add if e.add is out else None
+    torch.addmm(t if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=t)
+    if e.kind or e.z is not None or (e.add is not None and e.add is not out):
+        block = block_of(n, AFTER_COLUMNS)
+        rows = AFTER_TILE // block
+        launch_after(
+            cdiv(m, rows), cdiv(n, block), 1, t, out, None if keep else e.z, e.add, m, n,
+            "" if keep else e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
+        )  # fmt: skip
+    if e.sums is not None:
+        total = a.sum(1)
+        e.sums.copy_(total) if e.add is None else e.sums.add_(total)
 
 
 def tile_for(choice: Choice, described: bool) -> Tile:
@@ -77,6 +114,11 @@ def number_of_splits(tiles: int, k: int) -> int:
     return min(MOST_SPLITS, cdiv(FEW_TILES, tiles), k // (LONG // 4))
 
 
+def number_of_shares(columns: int, per_split: int) -> int:
+    """Into how many parts the row sums of A go, each to a tile of its row: none may take long, at the end, for what all of them can."""
+    return max(1, min(MOST_SHARES, columns, per_split // SHARE))
+
+
 def add_up(parts: Tensor, slice_size: int, out: Tensor, add: bool) -> None:
     n = out.numel()
     launch_sum_splits(cdiv(n, SUM_BLOCK), 1, 1, parts, out, n, slice_size, parts.shape[0], add, SUM_BLOCK)
@@ -84,12 +126,13 @@ def add_up(parts: Tensor, slice_size: int, out: Tensor, add: bool) -> None:
 
 def by_pointer(
     a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
-    sums: Optional[Tensor],
+    sums: Optional[Tensor], shares: int,
 ) -> None:  # fmt: skip
     (m, k), n = a.shape, b.shape[1]
-    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
+    tiles, per_share = cdiv(m, tile.m) * cdiv(n, tile.n), cdiv(per_split // tile.k, shares) * tile.k
     launch_pointer(
-        tiles, splits, 1, a, b, c, e.bias, e.z, e.add, sums, m, n, k, *a.stride(), *b.stride(), per_split, e.scale,
+        tiles, splits, 1, a, b, c, e.bias, e.z, e.add, sums, m, n, k, *a.stride(), *b.stride(), per_split, shares,
+        per_share, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, precision(a.dtype),
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -97,16 +140,17 @@ def by_pointer(
 
 def by_descriptor(
     a: Tensor, b: Tensor, c: Tensor, e: Epilogue, tile: Tile, splits: int, slice_rows: int, per_split: int,
-    sums: Optional[Tensor],
+    sums: Optional[Tensor], shares: int,
 ) -> None:  # fmt: skip
     (m, k), n = a.shape, b.shape[1]
-    tiles = cdiv(m, tile.m) * cdiv(n, tile.n)
+    tiles, per_share = cdiv(m, tile.m) * cdiv(n, tile.n), cdiv(per_split // tile.k, shares) * tile.k
     a_flipped, b_flipped = a.stride(1) != 1, b.stride(1) != 1
     a_desc = descriptor(a.mT, tile.k, tile.m) if a_flipped else descriptor(a, tile.m, tile.k)
     b_desc = descriptor(b.mT, tile.n, tile.k) if b_flipped else descriptor(b, tile.k, tile.n)
     launch_descriptor(
         min(programs_at_once(), tiles * splits), 1, 1, a_desc, b_desc, descriptor(c.view(-1, n), tile.m, tile.n),
-        e.bias, e.z, e.add, a, sums, m, n, k, *a.stride(), per_split, splits, slice_rows, e.scale,
+        e.bias, e.z, e.add, a, sums, m, n, k, *a.stride(), per_split, splits, slice_rows, shares,
+        per_share, e.scale,
         e.bias is not None, e.mode, e.kind, e.add is not None, sums is not None, a_flipped, b_flipped,
         tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -9,12 +9,16 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
-from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, next_power_of_2, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, warps_of
 
-WHOLE = 8192  # the longest row that a program keeps in registers
-CHUNK = 2048
-TILE = 2048  # elements that a program takes at a time, of several rows where they are short
-PARTS = 256  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
+LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of rows at odd addresses each element takes registers
+LONGEST_BYTES = 32768  # of the rows that a backward takes whole
+CHUNK = 2048  # elements of a longer row
+FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows where they are short
+TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # of a backward: what a program loads at a time, of dy and of x
+PARTS = 128  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
+PROGRAMS = 512  # of a backward of longer rows, over parts and chunks of columns
+SUM_COLUMNS, SUM_PROGRAMS = 512, 256
 
 
 class Norm(NamedTuple):
@@ -27,18 +31,36 @@ class Norm(NamedTuple):
     eps: float = 0.0
 
 
-def rows_at_once(width: int) -> int:
-    return max(1, TILE // block_of(width, WHOLE)) if width <= WHOLE else 1
+class Whole(NamedTuple):
+    """How a backward takes whole rows: `at_once` of them, and each `again` where no registers are left to keep it."""
+
+    at_once: int
+    block: int
+    again: bool
+    warps: int
 
 
-def number_of_parts(rows: int, width: int) -> int:
-    return max(1, min(PARTS, cdiv(rows, rows_at_once(width))))
+def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
+    """None where rows are too long to be taken whole."""
+    odd = width % 16 != 0
+    tile = (ODD_TILE_BYTES if odd else TILE_BYTES) // itemsize
+    block = block_of(width, 2 * LONGEST_BYTES)
+    if block * itemsize > LONGEST_BYTES or (odd and block > tile):
+        return None
+    return Whole(max(1, tile // block), block, block > tile, 8 if odd else 16)
+
+
+def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
+    if whole is None:
+        return max(1, min(PROGRAMS // cdiv(width, CHUNK), rows))
+    return max(1, min(PARTS, cdiv(rows, whole.at_once)))
 
 
 def parts_like(x: Tensor) -> Tensor:
     """Room for the partial sums of `gradients`, for x [*, D]."""
     width = x.shape[-1]
-    return x.new_empty((number_of_parts(x.numel() // width, width), width), dtype=torch.float32)
+    parts = number_of_parts(x.numel() // width, width, whole_rows(width, x.itemsize))
+    return x.new_empty((parts, width), dtype=torch.float32)
 
 
 def normalise(
@@ -53,18 +75,18 @@ def normalise(
     w, b, residual = contiguous(w), contiguous(b), contiguous(residual)
     flags = residual is not None, how.centre, w is not None, how.shifted, b is not None
     tensors = x, residual, w, b, y, stream, mean, rstd
-    block = block_of(width, CHUNK if width > WHOLE else WHOLE)
     if not rows:
         pass
-    elif width > WHOLE:
+    elif width > (LONGEST if width % 16 == 0 else ODD_LONGEST):
         kernels.launch_forward_long(
-            rows, 1, 1, *tensors, width, how.alpha, how.eps, *flags, block, num_warps=warps_of(block)
+            rows, 1, 1, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
     else:
-        at_once = rows_at_once(width)
+        block = block_of(width, LONGEST)
+        at_once = max(1, FORWARD_TILE // block)
         kernels.launch_forward(
             cdiv(rows, at_once), 1, 1, *tensors, rows, width, how.alpha, how.eps, *flags, at_once, block,
-            num_warps=warps_of(at_once * block),
+            num_warps=warps_of(at_once * block) if block <= ODD_LONGEST else most_warps(),
         )  # fmt: skip
     return y, mean, rstd, stream
 
@@ -78,16 +100,17 @@ def gradients(
     dy, w, add = dy.contiguous(), contiguous(w), contiguous(add)
     mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
-    d_w, d_b = parts_like(x) if dw else None, parts_like(x) if db else None
-    flags = add is not None, how.centre, w is not None, how.shifted
-    tensors, parts = (dy, x, w, mean, rstd), number_of_parts(rows, width)
+    whole = whole_rows(width, x.itemsize)
+    parts = number_of_parts(rows, width, whole)
+    d_w = x.new_empty((parts, width), dtype=torch.float32) if dw else None
+    d_b = x.new_empty((parts, width), dtype=torch.float32) if db else None
+    flags, tensors = (add is not None, how.centre, w is not None, how.shifted), (dy, x, w, mean, rstd)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
-    if width <= WHOLE:
-        at_once, block = rows_at_once(width), block_of(width, WHOLE)
+    if whole is not None:
         kernels.launch_backward(
-            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, at_once, block,
-            num_warps=warps_of(at_once * block),
+            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, whole.again and dx,
+            whole.at_once, whole.block, num_warps=whole.warps,
         )  # fmt: skip
         return d_x, d_w, d_b
     sums = x.new_empty((rows, 2), dtype=torch.float32) if dx else None
@@ -143,27 +166,34 @@ def _layer_norm_bwd_fake(
     return torch.empty_like(x) if dx else None, parts_like(x) if dw else None, parts_like(x) if db else None
 
 
+def sums_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """Of the sums of columns: parts, and rows and columns that a program takes at a time."""
+    block = block_of(width, SUM_COLUMNS)
+    at_once = (TILE_BYTES if width % 16 == 0 else ODD_TILE_BYTES) // itemsize // block
+    return max(1, min(SUM_PROGRAMS // cdiv(width, block), cdiv(rows, at_once))), at_once, block
+
+
 @declared.row_sums.fake
 def _row_sums_fake(dy: Tensor) -> Tensor:
-    return parts_like(dy)
+    width = dy.shape[-1]
+    return dy.new_empty((sums_tile(dy.numel() // width, width, dy.itemsize)[0], width), dtype=torch.float32)
 
 
 @declared.row_sums.triton
 def row_sums(dy: Tensor) -> Tensor:
     dy, rows, width = flat_rows(dy)
-    parts = parts_like(dy)
+    count, at_once, block = sums_tile(rows, width, dy.itemsize)
+    parts = dy.new_empty((count, width), dtype=torch.float32)
     if not rows:
         return parts.zero_()
-    block = block_of(width, CHUNK)
-    grid = parts.shape[0], cdiv(width, block), 1
-    kernels.launch_column_sums(*grid, dy, parts, rows, width, block, num_warps=warps_of(block))
+    kernels.launch_column_sums(count, cdiv(width, block), 1, dy, parts, rows, width, at_once, block, num_warps=8)
     return parts
 
 
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = parts.new_empty(parts.shape[1], dtype=dtype)
-    rows, block = min(32, next_power_of_2(parts.shape[0])), 64
+    rows, block = 32, 64
     grid = cdiv(parts.shape[1], block), 1, 1
     kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, rows, block, num_warps=4)
     return total

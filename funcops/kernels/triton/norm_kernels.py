@@ -1,7 +1,8 @@
 """Normalisations, the device code: programs of whole rows, or of one row in chunks of columns where it is too long to be kept.
 
-The backward runs a fixed number of programs, each with rows and partial sums of its own. Of a long row it takes the two
-sums first, and gets dx and the partial sums of a chunk of columns from a second pass.
+The backward runs a fixed number of programs, each with rows and partial sums of its own. Of rows that leave no registers for
+their partial sums it loads what it took the two sums of again, from the cache. Of a still longer row it takes the two sums first,
+and gets dx and the partial sums of a chunk of columns from a second pass.
 """
 
 from __future__ import annotations
@@ -103,38 +104,55 @@ def _terms(dy_ptr, x_ptr, w, at, inside, mean, rstd, WEIGHT: tl.constexpr):
 
 
 @triton.jit
+def _weight(w_ptr, i, inside, SHIFTED: tl.constexpr):
+    """w, or 1 + w."""
+    return load_wide(w_ptr + i, inside) + (1.0 if SHIFTED else 0.0)
+
+
+@triton.jit
 def _backward(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, add_ptr, dx_ptr, dw_ptr, db_ptr, rows, width, alpha: tl.float32,
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, DX: tl.constexpr,
-    DW: tl.constexpr, DB: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time."""
+    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time. With AGAIN
+    dy, x and w are loaded for the sums, and once more for the rest."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    i = tl.arange(0, BLOCK)
+    i = tl.arange(0, BLOCK)[None, :]
+    within = tl.arange(0, ROWS)[:, None] * width + i
     w = tl.zeros([1, BLOCK], tl.float32)
-    if WEIGHT:
-        w = (load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0))[None, :]
+    if WEIGHT and not AGAIN:
+        w = _weight(w_ptr, i, i < width, SHIFTED)
     dw, db = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     for group in range(part, tl.cdiv(rows, ROWS), parts):
-        row = group * ROWS + tl.arange(0, ROWS)
-        at = row[:, None] * width + i[None, :]
-        inside = (row < rows)[:, None] & (i < width)[None, :]
+        row, at = group * ROWS + tl.arange(0, ROWS), group * ROWS * width
+        inside = (row < rows)[:, None] & (i < width)
         rstd, mean = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None], 0.0
         if CENTRE:
             mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        dy, n, g = _terms(dy_ptr, x_ptr, w, at, inside, mean, rstd, WEIGHT)
+        first_w = w
+        if WEIGHT and AGAIN:
+            first_w = _weight(w_ptr, i, i < width, SHIFTED)
+        dy, n, g = _terms(dy_ptr + at, x_ptr + at, first_w, within, inside, mean, rstd, WEIGHT)
         if DX:
-            dx = g - n * (tl.sum(g * n, 1) * alpha)[:, None]
+            along, plain = (tl.sum(g * n, 1) * alpha)[:, None], 0.0
             if CENTRE:
-                dx -= (tl.sum(g, 1) * alpha)[:, None]
-            dx *= rstd
-            if ADD:
-                dx += load_wide(add_ptr + at, inside)
-            store_rounded(dx_ptr + at, dx, inside)
+                plain = (tl.sum(g, 1) * alpha)[:, None]
+        if AGAIN:
+            tl.debug_barrier()  # else the compiler keeps what it has loaded
+            dy, n, g = _terms(dy_ptr + at, x_ptr + at, w, within, inside, mean, rstd, False)
         if DW:
             dw += dy * n
         if DB:
             db += dy
+        if DX:
+            if WEIGHT and AGAIN:
+                g = dy * _weight(w_ptr, i, i < width, SHIFTED)
+            dx = rstd * (g - plain - n * along)
+            if ADD:
+                dx += load_wide(add_ptr + at + within, inside)
+            store_rounded(dx_ptr + at + within, dx, inside)
+    i = tl.arange(0, BLOCK)
     if DW:
         tl.store(dw_ptr + part * width + i, tl.sum(dw, 0), mask=i < width)
     if DB:
@@ -155,7 +173,7 @@ def _row_sums(
     for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
         if WEIGHT:
-            w = load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0)
+            w = _weight(w_ptr, i, i < width, SHIFTED)
         _, n, g = _terms(dy_ptr, x_ptr, w, row * width + i, i < width, mean, rstd, WEIGHT)
         along += g * n
         plain += g
@@ -175,7 +193,7 @@ def _backward_long(
     inside = i < width
     w = tl.zeros([BLOCK], tl.float32)
     if WEIGHT:
-        w = load_wide(w_ptr + i, inside) + (1.0 if SHIFTED else 0.0)
+        w = _weight(w_ptr, i, inside, SHIFTED)
     dw, db = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for row in range(part, rows, parts):
         rstd, mean = tl.load(rstd_ptr + row), 0.0
@@ -199,13 +217,15 @@ def _backward_long(
 
 
 @triton.jit
-def _column_sums(dy_ptr, parts_ptr, rows, width, BLOCK: tl.constexpr):
+def _column_sums(dy_ptr, parts_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of the sums of some columns, ROWS rows at a time."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for row in range(part, rows, parts):
-        total += load_wide(dy_ptr + row * width + i, i < width)
-    tl.store(parts_ptr + part * width + i, total, mask=i < width)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for group in range(part, tl.cdiv(rows, ROWS), parts):
+        row = group * ROWS + tl.arange(0, ROWS)
+        total += load_wide(dy_ptr + row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :])
+    tl.store(parts_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
 
 
 @triton.jit

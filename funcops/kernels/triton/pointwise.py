@@ -11,17 +11,34 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import pointwise as declared
+from funcops.kernels.triton.activation import activate
+from funcops.kernels.triton.aligned import columns, spans
 from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
 
 BLOCK = 1024
 
 
 @triton.jit
-def _add(a_ptr, b_ptr, y_ptr, n, period, REPEATED: tl.constexpr, BLOCK: tl.constexpr):
-    """y = a + b, b repeated every `period` elements."""
+def _add(a_ptr, b_ptr, y_ptr, n, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    at = i % period if REPEATED else i
-    store_rounded(y_ptr + i, load_wide(a_ptr + i, i < n) + load_wide(b_ptr + at, i < n), i < n)
+    store_rounded(y_ptr + i, load_wide(a_ptr + i, i < n) + load_wide(b_ptr + i, i < n), i < n)
+
+
+@triton.jit
+def _add_repeated(
+    a_ptr, b_ptr, y_ptr, n, groups, period, KIND: tl.constexpr, WRAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """y = f(a + b), b repeated every `period` elements."""
+    i, span, full, begin = columns(n, groups, WIDE, BLOCK)
+    b = load_wide(b_ptr + (i % period if WRAPS else i), (i < span) & (i < n))
+    for index in range(begin, full, tl.num_programs(1)):
+        at = index * span + i
+        z = load_wide(a_ptr + at, i < span) + b
+        store_rounded(y_ptr + at, activate(z, KIND) if KIND != "" else z, i < span)
+    if begin == full % tl.num_programs(1):
+        at = full.to(tl.int64) * span + i
+        z = load_wide(a_ptr + at, at < n) + b
+        store_rounded(y_ptr + at, activate(z, KIND) if KIND != "" else z, (i < span) & (at < n))
 
 
 @triton.jit
@@ -31,49 +48,72 @@ def _scale(x_ptr, y_ptr, n, factor: tl.float32, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _words(key_ptr, BLOCK: tl.constexpr):
-    """The random words of 4 BLOCK elements: element 4 b + j gets word j of the Philox block b; key = (seed, stream)."""
-    block = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
-    zero = block * 0
+def words_from(first, seed, stream, BLOCK: tl.constexpr):
+    """The random words of 4 BLOCK elements: element 4 b + j gets word j of the Philox block b, b from `first`; key = (seed, stream)."""
+    block = first + tl.arange(0, BLOCK)
     w0, w1, w2, w3 = tl.philox_impl(
-        (block & 0xFFFFFFFF).to(tl.uint32),
-        ((block >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        ((zero + stream) & 0xFFFFFFFF).to(tl.uint32),
-        (((zero + stream) >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        ((zero + seed) & 0xFFFFFFFF).to(tl.uint32),
-        (((zero + seed) >> 32) & 0xFFFFFFFF).to(tl.uint32),
-    )
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    return tl.reshape(words, [4 * BLOCK]).to(tl.int64) & 0xFFFFFFFF
+        block.to(tl.uint32), (block >> 32).to(tl.uint32), stream.to(tl.uint32), (stream >> 32).to(tl.uint32),
+        seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
+    )  # fmt: skip
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * BLOCK])
+
+
+@triton.jit
+def _drop(x_ptr, residual_ptr, y_ptr, at, inside, b, words, threshold, factor, BIAS: tl.constexpr, ADD: tl.constexpr):
+    """y = x + b, times factor where its word is at least the threshold, else 0; then + residual."""
+    x = load_wide(x_ptr + at, inside)
+    if BIAS:
+        x += b
+    y = tl.where(words >= tl.cast(threshold, tl.uint32), x * factor, x * 0.0)
+    if ADD:
+        y += load_wide(residual_ptr + at, inside)
+    store_rounded(y_ptr + at, y, inside)
 
 
 @triton.jit
 def _dropout(
-    x_ptr, bias_ptr, residual_ptr, key_ptr, y_ptr, n, width, threshold, factor: tl.float32, BIAS: tl.constexpr,
-    ADD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, bias_ptr, residual_ptr, key_ptr, y_ptr, n, groups, width, threshold, factor: tl.float32, BIAS: tl.constexpr,
+    ADD: tl.constexpr, WRAPS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """y = x + bias, times factor where its word is at least the threshold, else 0; then + residual."""
-    keep = _words(key_ptr, BLOCK) >= threshold
-    i = tl.program_id(0).to(tl.int64) * (4 * BLOCK) + tl.arange(0, 4 * BLOCK)
-    x = load_wide(x_ptr + i, i < n)
+    i, span, full, begin = columns(n, groups, WIDE, BLOCK)
+    seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
+    b = 0.0
     if BIAS:
-        x += load_wide(bias_ptr + i % width, i < n)
-    y = tl.where(keep, x * factor, x * 0.0)
-    if ADD:
-        y += load_wide(residual_ptr + i, i < n)
-    store_rounded(y_ptr + i, y, i < n)
+        b = load_wide(bias_ptr + (i % width if WRAPS else i), (i < span) & (i < n))
+    words_at = tl.program_id(0).to(tl.int64) * (BLOCK // 4)
+    for index in range(begin, full, tl.num_programs(1)):
+        start = index * span
+        words = words_from(start // 4 + words_at, seed, stream, BLOCK // 4)
+        _drop(x_ptr, residual_ptr, y_ptr, start + i, i < span, b, words, threshold, factor, BIAS, ADD)
+    if begin == full % tl.num_programs(1):
+        start = full.to(tl.int64) * span
+        words = words_from(start // 4 + words_at, seed, stream, BLOCK // 4)
+        _drop(x_ptr, residual_ptr, y_ptr, start + i, (i < span) & (start + i < n), b, words, threshold, factor, BIAS, ADD)
 
 
-_launch_add, _launch_scale, _launch_dropout = launcher(_add), launcher(_scale), launcher(_dropout)
+_launch_add, _launch_add_repeated = launcher(_add), launcher(_add_repeated)
+_launch_scale, _launch_dropout = launcher(_scale), launcher(_dropout)
 
 
 @declared.add.triton
 def add(a: Tensor, b: Tensor) -> Tensor:
+    n = a.numel()
+    if b.numel() != n:
+        return add_repeated(a, b, "")
+    a, b = a.contiguous(), b.contiguous()
+    y = torch.empty_like(a)
+    if n:
+        _launch_add(cdiv(n, BLOCK), 1, 1, a, b, y, n, BLOCK)
+    return y
+
+
+def add_repeated(a: Tensor, b: Tensor, kind: str) -> Tensor:
+    """f(a + b), where b has the shape of the last dimensions of a."""
     a, b = a.contiguous(), b.contiguous()
     y, n, period = torch.empty_like(a), a.numel(), b.numel()
     if n:
-        _launch_add(cdiv(n, BLOCK), 1, 1, a, b, y, n, period, period != n, BLOCK)
+        s = spans(n, period, BLOCK)
+        _launch_add_repeated(*s.grid, a, b, y, n, s.groups, period, kind, s.wraps, s.wide, BLOCK)
     return y
 
 
@@ -98,10 +138,13 @@ def dropout_add(x: Tensor, b: Optional[Tensor], residual: Tensor, key: Tensor, p
 
 def _dropped(x: Tensor, b: Optional[Tensor], residual: Optional[Tensor], key: Tensor, p: float) -> Tensor:
     x, b, residual = x.contiguous(), contiguous(b), contiguous(residual)
-    y, n = torch.empty_like(x), x.numel()
+    y, n, width = torch.empty_like(x), x.numel(), 1 if b is None else b.numel()
     if n:
+        s, threshold = spans(n, width, BLOCK), round(p * 2**32)
+        # a threshold of 2^32, of which 32 bits hold 0, keeps none
+        factor = 1.0 / (1.0 - p) if threshold < 2**32 else 0.0
         _launch_dropout(
-            cdiv(n, BLOCK), 1, 1, x, b, residual, key.contiguous(), y, n, x.shape[-1] if x.dim() else 1,
-            round(p * 2**32), 1.0 / (1.0 - p), b is not None, residual is not None, BLOCK // 4,
+            *s.grid, x, b, residual, key.contiguous(), y, n, s.groups, width, (threshold + 2**31) % 2**32 - 2**31, factor,
+            b is not None, residual is not None, b is not None and s.wraps, s.wide, BLOCK,
         )  # fmt: skip
     return y

@@ -1,4 +1,4 @@
-"""The parts of a joint projection: a program a position, all heads, forward or backward."""
+"""The parts of a joint projection: a program a position, in all batches that share its angles, forward or backward."""
 
 from __future__ import annotations
 
@@ -10,41 +10,50 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import qkv_split as declared
-from funcops.kernels.triton.common import block_of, contiguous, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.common import block_of, contiguous
+from funcops.kernels.triton.rope import TILE, angles, blocks_of, grid_of, heads_of, turn, warps_of_tile
+
+
+@triton.jit
+def _copy(from_ptr, to_ptr, n, BLOCK: tl.constexpr):
+    for start in range(0, n, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(to_ptr + i, tl.load(from_ptr + i, mask=i < n), mask=i < n)
+
+
+@triton.jit
+def _part(
+    joint_ptr, own_ptr, cos, sin, heads, TURN: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, COPY: tl.constexpr,
+):  # fmt: skip
+    """Some heads of a position, between their place in the joint tensor and their own; backwards with BACK."""
+    from_ptr = own_ptr if BACK else joint_ptr
+    to_ptr = joint_ptr if BACK else own_ptr
+    if TURN:
+        turn(from_ptr, to_ptr, cos, sin, heads, DIM, HALF, HEADS, BLOCK, REST, INTERLEAVED)
+    else:
+        _copy(from_ptr, to_ptr, heads * DIM, COPY)
 
 
 @triton.jit
 def _move(
-    joint_ptr, q_ptr, k_ptr, v_ptr, table_ptr, table_rows, heads, kv_heads, dim, rotary,
-    TURN: tl.constexpr, INTERLEAVED: tl.constexpr, BACK: tl.constexpr, BLOCK: tl.constexpr,
+    joint_ptr, q_ptr, k_ptr, v_ptr, table_ptr, batches, heads, kv_heads, TURN: tl.constexpr, INTERLEAVED: tl.constexpr,
+    BACK: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
-    """Every head of a position, between its place in the joint tensor and its own; backwards with BACK."""
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    turns = i < rotary
-    partner = i ^ 1 if INTERLEAVED else tl.where(i < rotary // 2, i + rotary // 2, i - rotary // 2)
+    position, positions = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cos, sin = 1.0, 0.0
     if TURN:
-        table_ptr += (row % table_rows) * 3 * rotary
-        cos = tl.load(table_ptr + i, mask=turns, other=1.0)
-        sin = tl.load(table_ptr + (2 * rotary if BACK else rotary) + i, mask=turns, other=0.0)
-    joint_ptr += row * (heads + 2 * kv_heads) * dim
-    q_ptr += row * heads * dim
-    k_ptr += row * kv_heads * dim
-    v_ptr += row * kv_heads * dim
-    for head in range(0, heads + 2 * kv_heads):
-        own = head - heads
-        part_ptr = q_ptr + head * dim
-        if head >= heads:
-            part_ptr = k_ptr + own * dim
-        if head >= heads + kv_heads:
-            part_ptr = v_ptr + (own - kv_heads) * dim
-        from_ptr = part_ptr if BACK else joint_ptr + head * dim
-        to_ptr = joint_ptr + head * dim if BACK else part_ptr
-        y = load_wide(from_ptr + i, i < dim)
-        if TURN:
-            turned = y * cos + load_wide(from_ptr + partner, turns) * sin
-            y = tl.where(head < heads + kv_heads, turned, y)
-        store_rounded(to_ptr + i, y, i < dim)
+        cos, sin = angles(table_ptr + position * 6 * HALF, HALF, BLOCK, INTERLEAVED, BACK)
+    for batch in range(tl.program_id(1), batches, tl.num_programs(1)):
+        row = batch * positions + position
+        q_at, k_at = row * heads * DIM, row * kv_heads * DIM
+        at = joint_ptr + q_at + 2 * k_at
+        _part(at, q_ptr + q_at, cos, sin, heads, TURN, INTERLEAVED, BACK, DIM, HALF, HEADS, BLOCK, REST, COPY)
+        at += heads * DIM
+        _part(at, k_ptr + k_at, cos, sin, kv_heads, TURN, INTERLEAVED, BACK, DIM, HALF, KV_HEADS, BLOCK, REST, COPY)
+        at += kv_heads * DIM
+        _part(at, v_ptr + k_at, cos, sin, kv_heads, False, INTERLEAVED, BACK, DIM, HALF, KV_HEADS, BLOCK, REST, COPY)
 
 
 _launch_move = launcher(_move)
@@ -54,11 +63,14 @@ def _run(joint: Tensor, q: Tensor, k: Tensor, v: Tensor, table: Optional[Tensor]
     (heads, dim), kv_heads = q.shape[-2:], k.shape[-2]
     if not joint.numel():
         return
-    block, rotary = block_of(dim, 65536), 0 if table is None else table.shape[-1] // 3
+    rows, half = joint.numel() // joint.shape[-1], 0 if table is None else table.shape[-1] // 6
+    positions = rows if table is None else table.numel() // (6 * half)
+    block, rest = blocks_of(dim, half)
+    at_once = heads_of(heads, block, rest)
     _launch_move(
-        joint.numel() // joint.shape[-1], 1, 1, joint, q, k, v, contiguous(table),
-        1 if table is None else table.numel() // (3 * rotary), heads, kv_heads, dim, rotary,
-        table is not None, interleaved, back, block, num_warps=warps_of(block),
+        *grid_of(positions, rows // positions), joint, q, k, v, contiguous(table), rows // positions, heads, kv_heads,
+        table is not None, interleaved, back, dim, half, at_once, heads_of(kv_heads, block, rest), block, rest,
+        block_of(kv_heads * dim, TILE), num_warps=warps_of_tile(at_once * max(2 * block, rest)),
     )  # fmt: skip
 
 

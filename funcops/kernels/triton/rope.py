@@ -1,4 +1,5 @@
-"""Rotary position embedding: a program a position, all heads; the partner of each number is read from its own place."""
+"""Rotary position embedding: a program takes a position, in all batches that share its angles, and turns tiles of heads in it. Both
+numbers of a pair are in one thread, so that each is read once."""
 
 from __future__ import annotations
 
@@ -9,28 +10,85 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import rope as declared
-from funcops.kernels.triton.common import block_of, load_wide, store_rounded, warps_of
+from funcops.kernels.triton.common import cdiv, load_wide, next_power_of_2, store_rounded
+
+TILE = 4096  # elements at a time
+PROGRAMS = 2048  # enough for a device: from there on batches share what is read of the table
+
+
+@triton.jit
+def angles(table_ptr, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr):
+    """cos, and sin with its sign, of the first number of each pair: [1, BLOCK] each. The second's are the same, the sign turned."""
+    sin_ptr = table_ptr + (4 if INVERSE else 2) * HALF
+    if INTERLEAVED:
+        i = tl.arange(0, 2 * BLOCK)
+        cos, _ = tl.split(tl.reshape(tl.load(table_ptr + i, mask=i < 2 * HALF, other=0.0), [BLOCK, 2]))
+        sin, _ = tl.split(tl.reshape(tl.load(sin_ptr + i, mask=i < 2 * HALF, other=0.0), [BLOCK, 2]))
+    else:
+        i = tl.arange(0, BLOCK)
+        cos = tl.load(table_ptr + i, mask=i < HALF, other=0.0)
+        sin = tl.load(sin_ptr + i, mask=i < HALF, other=0.0)
+    return cos[None, :], sin[None, :]
+
+
+@triton.jit
+def turn(
+    from_ptr, to_ptr, cos, sin, heads, DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr,
+):  # fmt: skip
+    """HALF pairs of every head of a position, HEADS heads at a time; what follows them in the head is copied."""
+    for first in range(0, heads, HEADS):
+        head = first + tl.arange(0, HEADS)[:, None]
+        if INTERLEAVED:
+            i = tl.arange(0, 2 * BLOCK)[None, :]
+            at, inside = head * DIM + i, (head < heads) & (i < 2 * HALF)
+            a, b = tl.split(tl.reshape(load_wide(from_ptr + at, inside), [HEADS, BLOCK, 2]))
+            y = tl.reshape(tl.join(a * cos + b * sin, b * cos - a * sin), [HEADS, 2 * BLOCK])
+            store_rounded(to_ptr + at, y, inside)
+        else:
+            i = tl.arange(0, BLOCK)[None, :]
+            at, inside = head * DIM + i, (head < heads) & (i < HALF)
+            a, b = load_wide(from_ptr + at, inside), load_wide(from_ptr + at + HALF, inside)
+            store_rounded(to_ptr + at, a * cos + b * sin, inside)
+            store_rounded(to_ptr + at + HALF, b * cos - a * sin, inside)
+        if REST:
+            i = 2 * HALF + tl.arange(0, REST)[None, :]
+            at, inside = head * DIM + i, (head < heads) & (i < DIM)
+            tl.store(to_ptr + at, tl.load(from_ptr + at, mask=inside), mask=inside)
 
 
 @triton.jit
 def _apply(
-    x_ptr, table_ptr, y_ptr, table_rows, heads, dim, rotary, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x_ptr, table_ptr, y_ptr, batches, heads, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    turns = i < rotary
-    table_ptr += (row % table_rows) * 3 * rotary
-    cos = tl.load(table_ptr + i, mask=turns, other=1.0)
-    sin = tl.load(table_ptr + (2 * rotary if INVERSE else rotary) + i, mask=turns, other=0.0)
-    partner = i ^ 1 if INTERLEAVED else tl.where(i < rotary // 2, i + rotary // 2, i - rotary // 2)
-    for head in range(0, heads):
-        at = (row * heads + head) * dim
-        y = load_wide(x_ptr + at + i, i < dim) * cos + load_wide(x_ptr + at + partner, turns) * sin
-        store_rounded(y_ptr + at + i, y, i < dim)
+    position, positions = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cos, sin = angles(table_ptr + position * 6 * HALF, HALF, BLOCK, INTERLEAVED, INVERSE)
+    for batch in range(tl.program_id(1), batches, tl.num_programs(1)):
+        at = (batch * positions + position) * heads * DIM
+        turn(x_ptr + at, y_ptr + at, cos, sin, heads, DIM, HALF, HEADS, BLOCK, REST, INTERLEAVED)
 
 
 _launch_apply = launcher(_apply)
+
+
+def grid_of(positions: int, batches: int) -> tuple[int, int, int]:
+    """A program a position and all batches, or some of them where positions are few."""
+    return positions, min(batches, cdiv(PROGRAMS, positions)), 1
+
+
+def blocks_of(dim: int, half: int) -> tuple[int, int]:
+    """Of the pairs of a head, and of what is left of it."""
+    return next_power_of_2(half), next_power_of_2(dim - 2 * half) if dim > 2 * half else 0
+
+
+def heads_of(heads: int, block: int, rest: int) -> int:
+    """The heads of a tile."""
+    return min(next_power_of_2(heads), max(1, TILE // max(2 * block, rest)))
+
+
+def warps_of_tile(size: int) -> int:
+    return max(1, min(8, size // 1024))
 
 
 @declared.rope_apply.triton
@@ -38,9 +96,12 @@ def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Te
     x, table = x.contiguous(), table.contiguous()
     y, (heads, dim) = torch.empty_like(x), x.shape[-2:]
     if x.numel():
-        block, rotary = block_of(dim, 65536), table.shape[-1] // 3
+        half = table.shape[-1] // 6
+        block, rest = blocks_of(dim, half)
+        positions, at_once = table.numel() // (6 * half), heads_of(heads, block, rest)
+        batches = x.numel() // (positions * heads * dim)
         _launch_apply(
-            x.numel() // (heads * dim), 1, 1, x, table, y, table.numel() // (3 * rotary), heads, dim, rotary,
-            interleaved, inverse, block, num_warps=warps_of(block),
+            *grid_of(positions, batches), x, table, y, batches, heads, interleaved, inverse, dim, half, at_once, block, rest,
+            num_warps=warps_of_tile(at_once * max(2 * block, rest)),
         )  # fmt: skip
     return y

@@ -15,7 +15,7 @@ from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rou
 from funcops.kernels.triton.fused_linear import rows_of
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import choose
-from funcops.kernels.triton.matmul import GROUP, aligned, precision
+from funcops.kernels.triton.matmul import GROUP, aligned, library_serves, precision
 
 
 @triton.jit
@@ -70,7 +70,9 @@ _launch_fwd, _launch_dgrad = launcher(_fwd), launcher(_dgrad)
 
 
 def _left_to_library(like: Tensor, m: int, sizes: tuple[int, ...]) -> bool:
-    """Where each product alone fills a device, the library's are faster than one of ours."""
+    """Where each product alone fills a device, the library's are faster than one of ours; and where float32 is to be exact."""
+    if library_serves("three", like.dtype):
+        return True
     return gemm_provider() == "auto" and all([m >= 1024 and n >= 1024 for n in sizes])
 
 

@@ -1,0 +1,171 @@
+"""Triton kernels that read rows 16 bytes at a time, over drawn row lengths: rows shorter than that, rows that begin at no multiple of it,
+rows of several blocks. Each against the torch body."""
+
+import random as draws
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from funcops import random
+from funcops.backend import backend
+from funcops.kernels import bias_activation, cross_entropy, embedding, glu, pointwise, qkv_split, rope
+from funcops.kernels.activation import activation_bwd, activation_fwd
+from funcops.kernels.triton.aligned import GROUP, spans
+from funcops.kernels.triton.pointwise import words_from
+from funcops.testing.laws import poisoned_empties
+from funcops.testing.tolerances import assert_close
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DRAWN = 3
+
+
+def floats(*shape, dtype=torch.float32):
+    return torch.randn(shape).to(dtype)
+
+
+def lengths(rng):
+    """Of rows: short, odd, about a block, about a multiple of 16 bytes."""
+    return rng.choice(
+        [rng.randint(1, 19), rng.randint(20, 700), 4096 + rng.randint(-9, 9), 8 * rng.randint(1, 300) + rng.choice([0, 4])]
+    )
+
+
+def both(kernel, *args):
+    """What a kernel gives, in memory where what nobody writes shows, and what its body gives."""
+    with backend("triton"), poisoned_empties():
+        got = kernel(*args)
+    return got, kernel.kernel.torch_impl(*args)
+
+
+def losses(rng, rows, width, dtype):
+    logits, labels = floats(rows, width, dtype=dtype), torch.randint(width, (rows,))
+    labels[rng.randrange(rows)] = rng.choice([-100, 0, width - 1])
+    options = rng.choice([0.0, 0.1]), -100, rng.choice([0.0, 1e-3])
+    got, want = both(cross_entropy.cross_entropy_fwd, logits, labels, *options)
+    yield got, want
+    yield both(cross_entropy.cross_entropy_bwd, torch.rand(rows), logits, labels, want[1], *options)
+
+
+def gradients_in_place(rng, rows, width, dtype):
+    logits, first = floats(rows, width, dtype=dtype), rng.randint(0, 9)
+    args = torch.randint(width + 18, (rows,)), torch.rand(rows) + 9.0, 0.1, -100, 1e-3, first, width + 18
+    owned = logits.clone(), logits.clone()
+    for name, t in zip(("triton", "torch"), owned, strict=True):
+        with backend(name):
+            cross_entropy.cross_entropy_bwd_owned(torch.ones(()), t, *args)
+    yield owned
+
+
+def sums(rng, rows, width, dtype):
+    x, b = floats(rows, width, dtype=dtype), floats(width, dtype=dtype)
+    yield both(pointwise.add, x, b)
+    yield both(bias_activation.bias_activation_fwd, x, b, rng.choice(["gelu", "gelu_tanh", "tanh"]))
+
+
+def dropped(rng, rows, width, dtype):
+    x, b = floats(rows, width, dtype=dtype), floats(width, dtype=dtype)
+    key, p = random.fold_in(random.key(7), rng.randrange(2**40)), rng.choice([0.5, 1e-12, 0.25, 1 - 2**-40])
+    yield both(pointwise.dropout, x, key, min(p, 0.5))
+    if p < 0.6:
+        yield both(pointwise.dropout_add, x, rng.choice([b, None]), x, key, p)
+
+
+def gates(rng, rows, width, dtype):
+    gate, linear, dy = (floats(rows, width, dtype=dtype) for _ in range(3))
+    yield both(glu.glu_pair_fwd, gate, linear, "geglu")
+    yield both(glu.glu_pair_bwd, dy, gate, linear, "swiglu")
+
+
+@pytest.mark.turns("dtype")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernels", [losses, gradients_in_place, sums, dropped, gates], ids=lambda f: f.__name__)
+def test_rows_of_any_length(kernels, dtype):
+    rng = draws.Random(kernels.__name__ + str(dtype))
+    for rows, width in [(7, 5), *((rng.randint(1, 5), lengths(rng)) for _ in range(DRAWN))]:
+        for got, want in kernels(rng, rows, width, dtype):
+            assert_close(got, want, dtype=dtype, length=width)
+
+
+@pytest.mark.turns("dtype")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_heads_of_any_size(dtype):
+    """Heads that turn wholly, in part, or not at all; angles shared by the batches or not."""
+    rng = draws.Random(str(dtype))
+    for _ in range(4):
+        batches, tokens, heads, kv_heads = (rng.randint(1, 3) for _ in range(4))
+        dim = rng.choice([rng.randint(2, 40), 64, 80, 128])
+        rotary, interleaved, shared = 2 * rng.randint(1, dim // 2), rng.random() < 0.5, rng.random() < 0.7
+        positions = torch.randint(999, (tokens,) if shared else (batches, tokens))
+        table = rope.rope_table(positions, 100.0, rotary, interleaved, torch.float32)
+        q = floats(batches, tokens, heads, dim, dtype=dtype)
+        k, v = (floats(batches, tokens, kv_heads, dim, dtype=dtype) for _ in range(2))
+        turning = rng.choice([table, table, None])
+        for got, want in (
+            both(rope.rope_apply, q, table, interleaved, rng.random() < 0.5),
+            both(qkv_split.qkv_split_fwd, torch.cat((q, k, v), -2).flatten(-2), turning, heads, kv_heads, interleaved),
+            both(qkv_split.qkv_split_bwd, q, k, v, turning, interleaved),
+        ):
+            assert_close(got, want, dtype=dtype)
+
+
+@pytest.mark.turns("dtype")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_no_token_has_are_zero(dtype):
+    """Few tokens or many, all alike or far apart, the first and the last ids with and without one, padding among them."""
+    rng = draws.Random(str(dtype))
+    for _ in range(4):
+        n, vocab, width = rng.choice([1, 5, 40]), rng.choice([1, 3, 17, 99]), rng.choice([1, 5, 16])
+        known = rng.sample(range(vocab), rng.randint(1, min(vocab, 6))) if rng.random() < 0.7 else range(vocab)
+        ids = torch.tensor([rng.choice(known) for _ in range(n)])
+        dy, padding = floats(n, width, dtype=dtype), rng.choice([-1, *known])
+        got, want = both(embedding.embedding_wgrad, dy, ids, vocab, padding)
+        assert_close(got, want, dtype=torch.bfloat16 if dtype is torch.float16 else dtype, length=n)
+        base = torch.randn(vocab, width)
+        main_grad = base.clone()
+        with backend("triton"):
+            embedding.embedding_wgrad_into(dy, ids, padding, main_grad)
+        assert_close(main_grad, base + embedding.embedding_wgrad(dy.float(), ids, vocab, padding), dtype=torch.float32, length=n)
+        assert torch.equal(main_grad[want[:, 0] == 0], base[want[:, 0] == 0])
+
+
+@triton.jit
+def _draw(key_ptr, words_ptr, first, BLOCK: tl.constexpr):
+    words = words_from(tl.load(first), tl.load(key_ptr), tl.load(key_ptr + 1), BLOCK)
+    tl.store(words_ptr + tl.arange(0, 4 * BLOCK), words.to(tl.int64))
+
+
+@pytest.mark.parametrize("first", [0, 2**29 - 4, 2**31 - 4, 2**32 - 4, 2**34 - 4, 2**40 + 5])
+def test_random_words_of_any_position(first):
+    """Positions beyond 2^31, and those where a word of the counter ends."""
+    key, words = random.fold_in(random.key(2**63 + 11), 2**40 + 7), torch.empty(32, dtype=torch.int64)
+    _draw[(1,)](key, words, torch.tensor([first]), 8)
+    low, block = 0xFFFFFFFF, first + torch.arange(8)
+    (seed, stream), wanted = key.tolist(), (block & low, block >> 32)
+    want = random.philox((seed & low, (seed >> 32) & low), (*wanted, stream & low, (stream >> 32) & low))
+    assert torch.equal(words & low, torch.stack(want, -1).flatten())
+
+
+def test_a_span_is_a_multiple_of_what_repeats_and_of_16_bytes():
+    rng = draws.Random(0)
+    for _ in range(300):
+        period = rng.choice([rng.randint(1, 40), rng.randint(1, 9000), 2 ** rng.randint(0, 31), rng.randint(2**27, 2**31)])
+        rows = rng.randint(1, 10000)
+        s = spans(rows * period, period, 1024)
+        span, (across, down, _) = GROUP * s.groups, s.grid
+        assert span % period == 0 and s.wraps == (span != period) and s.wide == (span + 1024 > 2**31)
+        assert across * 1024 >= min(span, rows * period) > (across - 1) * 1024 and 1 <= down <= max(1, rows * period // span)
+        assert span <= 8 * max(period, 1024), "lanes beyond a span do nothing"
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh"])
+def test_gelu_is_as_exact_as_float32(kind):
+    """Far from 0 as well, where a sum with 1 would leave nothing of it."""
+    x = torch.linspace(-12.0, 12.0, 4000)
+    (y, want), (dx, slope) = both(activation_fwd, x, kind), both(activation_bwd, torch.ones_like(x), x, kind)
+    want, slope = activation_fwd(x.double(), kind), activation_bwd(torch.ones_like(x).double(), x.double(), kind)
+    assert ((y - want).abs() <= 3e-7 * want.abs().clamp(min=0.3)).all()
+    assert ((dx - slope).abs() <= 5e-7).all()
+    near = (x < 0) & (x > -5)
+    assert ((y - want).abs() <= 2e-5 * want.abs())[near].all()
