@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot check mutants clean
+.PHONY: help train test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step aot traffic check mutants clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -14,6 +14,7 @@ help:
 	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
 	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within nine minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
+	@echo "make traffic set up, then count the bytes that changed kernels move, and write docs/benchmarks/traffic.csv"
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
 	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
@@ -74,6 +75,9 @@ gpu-step:
 
 aot: $(VENV)/.ready
 	$(PY) -m funcops.bench aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv
+
+traffic: $(VENV)/.ready
+	$(PY) -m funcops.bench traffic --changed $(RESULTS)/traffic.csv --csv $(RESULTS)/traffic.csv $(ARGS)
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .

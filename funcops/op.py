@@ -25,19 +25,18 @@ import importlib
 import pickle
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops import random
-from funcops.backend import tracing
-from funcops.errors import GradModeError, describe, fail, require_device, require_dtype, require_type
+from funcops.errors import describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
-from funcops.schema import open_node
+from funcops.schema import Field, open_node
 from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
-from funcops.trees import has, leaves, paths, same_structure, tensors
+from funcops.trees import has, paths, tensors
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -106,7 +105,8 @@ def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
 class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
-    it; else ""."""
+    it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
+    own, None where they are those of the parts."""
 
     name: str
     config: type
@@ -117,6 +117,18 @@ class Op(NamedTuple):
     wgrad: Wgrad
     keyed: bool = False
     cheap: str = ""
+    params: Any = NoneType
+    residuals: Any = None
+    pending: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.name}: must be called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals), got a call of the op"
+        )
+
+    def fields(self) -> dict[str, Field]:
+        """What its residuals keep, by name; nothing where each config has its own."""
+        return getattr(self.residuals, "fields", {})
 
     def __repr__(self) -> str:
         return self.name
@@ -155,11 +167,19 @@ def make_op(
     keyed: bool = False, cheap: str = "",
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
-    below; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
+    below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
     init = init or _no_params(name, config)
     if wgrad is None:
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
-    return Op(name, config, init, fwd, bwd or _derived_bwd(name, dgrad, wgrad), dgrad, wgrad, keyed, cheap)
+    pending, params = getattr(wgrad, "opens", (None, None))
+    bwd = bwd or _derived_bwd(name, dgrad, wgrad)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, getattr(dgrad, "opens", None), pending)
+
+
+def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
+    """An op made of another, with functions of its own. `made_by`: the function and arguments that make it, by which it is pickled."""
+    fwd.made_by = made_by
+    return op._replace(fwd=fwd, **changes)
 
 
 def forward(
@@ -228,7 +248,7 @@ def dgrad_of(node_class: Any) -> Callable[[F], F]:
                 node.empty()
             return result
 
-        dgrad.node_class = node_class  # type: ignore[attr-defined]
+        dgrad.opens = node_class  # type: ignore[attr-defined]
         return dgrad
 
     return decorate
@@ -284,7 +304,7 @@ def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
                 node.empty()
             return result
 
-        wgrad.node_class, wgrad.params_class = node_class, params_class  # type: ignore[attr-defined]
+        wgrad.opens = node_class, params_class  # type: ignore[attr-defined]
         return wgrad
 
     return decorate
@@ -292,7 +312,7 @@ def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
 
 def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     where = f"{name}_bwd"
-    raw_dgrad, raw_wgrad, node_class, params_class = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.node_class, wgrad.params_class
+    raw_dgrad, raw_wgrad, node_class, (_, params_class) = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.opens, wgrad.opens
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None and type(into) is not params_class:
@@ -315,7 +335,7 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
 def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
     """The bwd of an op without params."""
     where = f"{name}_bwd"
-    raw_dgrad, node_class = dgrad.__wrapped__, dgrad.node_class
+    raw_dgrad, node_class = dgrad.__wrapped__, dgrad.opens
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None:
@@ -353,6 +373,7 @@ def _no_wgrad(name: str, config: type) -> Any:
             if value is not None:
                 _bad_type(f"{name}_wgrad", argument, value, NoneType)
 
+    wgrad.opens = None, NoneType  # type: ignore[attr-defined]
     return _named(wgrad, f"{name}_wgrad", config.__module__, f"`{name}` has no params: takes None and returns None.")
 
 
@@ -392,91 +413,3 @@ def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
     if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
         parts = [path for path in paths(x) if path]
         fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))
-
-
-def accumulate(where: str, gradients: T, into: T | None) -> T:
-    """`gradients`, or `into` with the gradients added in place, after a check of every leaf."""
-    if into is None:
-        return gradients
-    check_into(where, into, gradients)
-    for accumulator, gradient in zip(leaves(into), leaves(gradients), strict=True):
-        if gradient is not None:
-            accumulator.add_(gradient)
-    return into
-
-
-def check_into(where: str, into: Any, gradients: Any) -> None:
-    """Every gradient must find an accumulator of its shape and device, in its dtype or a wider one, and of its own memory."""
-    if not same_structure(into, gradients):
-        fail(where, "into", f"a tree like dparams, {gradients!r}", repr(into))
-    have, given = paths(into), {}
-    for path, gradient in paths(gradients).items():
-        if gradient is not None:
-            given[path] = have[path]
-            check_accumulator(where, path, have[path], gradient.shape, gradient.device)
-            check_width(where, path, have[path], gradient.dtype)
-    check_apart(where, given)
-
-
-def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, device: Any = None) -> None:
-    """A float tensor of that shape, on that device, that `add_` can be called on."""
-    name = f"into.{path}" if path else "into"
-    if not isinstance(accumulator, Tensor):
-        fail(where, name, f"a tensor {list(shape)}", describe(accumulator), TypeError)
-    if accumulator.shape != shape:
-        fail(where, name, str(list(shape)), list(accumulator.shape))
-    if device is not None and accumulator.device != device:
-        fail(where, name, f"on device {device}", accumulator.device)
-    if not accumulator.is_floating_point():
-        fail(where, name, "a floating dtype", accumulator.dtype, TypeError)
-    if accumulator.requires_grad and torch.is_grad_enabled():
-        fail(where, name, "a tensor that does not require grad", "one that does, in grad mode", GradModeError)
-    if not accumulator.is_contiguous() and _overlaps_itself(accumulator):
-        fail(where, name, "a tensor with memory for every element", f"{describe(accumulator)} with strides {accumulator.stride()}")
-
-
-def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) -> None:
-    have = accumulator.dtype
-    if have is not dtype and have.itemsize <= dtype.itemsize:  # of float16 and bfloat16 neither holds all that the other does
-        name = f"into.{path}" if path else "into"
-        fail(where, name, f"{dtype} or a wider float dtype", have, TypeError)
-
-
-def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
-    """No two of them may share memory: one would get the gradients of both."""
-    if len(accumulators) < 2 or tracing():
-        return
-    spans = sorted(
-        [(t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), path) for path, t in accumulators.items() if t.numel()]
-    )
-    end, last = 0, ""
-    for start, stop, path in spans:
-        if start < end and start and _share(accumulators[last], accumulators[path]):
-            fail(where, f"into.{path}", "a tensor of its own", f"memory of into.{last}")
-        if stop > end:
-            end, last = stop, path
-
-
-def _reach(t: Tensor) -> int:
-    """The elements of memory from the first to the last."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
-
-
-def _overlaps_itself(t: Tensor) -> bool:
-    reach = 0
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)) if t.numel() else ():
-        if size > 1 and stride <= reach:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
-def _share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors whose spans of memory meet have an element in common."""
-    if a.device != b.device or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
-        return False
-    if (a.is_contiguous() and b.is_contiguous()) or a.element_size() != b.element_size():
-        return True
-    taken = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
-    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
-    return bool(taken.as_strided(b.shape, b.stride(), b.storage_offset()).any())

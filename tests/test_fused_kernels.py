@@ -163,8 +163,8 @@ def test_sibling_linear(name, dtype, rows, sizes, biased):
     large_ones_once(["swiglu", "geglu_tanh", "glu", "quick_geglu"], [(0, 8), (1, 2), (33, 6), (2, 3, 70), (2, 4100)], (2, 70000)),
     ids=str,
 )
-@pytest.mark.parametrize("first", [False, True])
-def test_glu_bwd_again_is_both_kernels(name, dtype, shape, kind, first):
+def test_glu_bwd_again_is_both_kernels(name, dtype, shape, kind):
+    first = kind in ("swiglu", "glu")  # which half is activated is an address
     x = strided(draw(*shape, dtype=dtype))
     dy = draw(*shape[:-1], shape[-1] // 2, dtype=dtype, seed=1)
     with backend(name):

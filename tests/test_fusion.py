@@ -330,7 +330,7 @@ def chains():
 
 
 @pytest.mark.slow
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 @given(chains(), st.data())
 def test_drawn_chains_under_drawn_masks(words, data):
     cfg = made(words)

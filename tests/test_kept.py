@@ -137,7 +137,6 @@ def test_weight_gradients_of_other_threads_are_theirs():
             thread.join()
         return linear.wgrad(waiting, cfg, into=into)
 
-    wgrad.node_class, wgrad.params_class = linear.wgrad.node_class, linear.wgrad.params_class
     total = batch_wgrads(linear._replace(wgrad=wgrad), [pending, pending], cfg)
     assert len(seen) == 2
     for sums in seen:

@@ -15,6 +15,7 @@ LAYERS = (
     "backend",
     "random",
     "kernels",
+    "accumulators",
     "op",
     "residuals",
     "ops",

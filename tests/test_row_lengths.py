@@ -119,8 +119,15 @@ def test_rows_that_no_token_has_are_zero(dtype):
         n, vocab, width = rng.choice([1, 5, 40]), rng.choice([1, 3, 17, 99]), rng.choice([1, 5, 16])
         known = rng.sample(range(vocab), rng.randint(1, min(vocab, 6))) if rng.random() < 0.7 else range(vocab)
         ids = torch.tensor([rng.choice(known) for _ in range(n)])
-        got, want = both(embedding.embedding_wgrad, floats(n, width, dtype=dtype), ids, vocab, rng.choice([-1, *known]))
+        dy, padding = floats(n, width, dtype=dtype), rng.choice([-1, *known])
+        got, want = both(embedding.embedding_wgrad, dy, ids, vocab, padding)
         assert_close(got, want, dtype=torch.bfloat16 if dtype is torch.float16 else dtype, length=n)
+        base = torch.randn(vocab, width)
+        main_grad = base.clone()
+        with backend("triton"):
+            embedding.embedding_wgrad_into(dy, ids, padding, main_grad)
+        assert_close(main_grad, base + embedding.embedding_wgrad(dy.float(), ids, vocab, padding), dtype=torch.float32, length=n)
+        assert torch.equal(main_grad[want[:, 0] == 0], base[want[:, 0] == 0])
 
 
 @triton.jit

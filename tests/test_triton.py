@@ -25,9 +25,9 @@ EVERY = [
 
 
 def rows():
-    """Every case under Right in every dtype, and, in one dtype in turn, under Edges and one other law in turn, the first of an op under
-    all: those compare a kernel with itself. In the first tier: every case in one dtype, the first of an op under Right, the others
-    under their law."""
+    """Every case under Right in two dtypes in turn, the first of an op in every dtype; and, in one dtype in turn, under Edges and one
+    other law in turn, the first of an op under all: those compare a kernel with itself. In the first tier: every case in one dtype,
+    the first of an op under Right, the others under their law."""
     others = [law for law in HELD if law not in ("right", "edges")]
     for i, (case, is_first) in enumerate(EVERY):
         dtypes = [dtype for dtype in DTYPES if dtype in case.dtypes]
@@ -35,7 +35,8 @@ def rows():
         for law in HELD:
             if law in case.exempt or not (is_first or law in ("right", "edges", turn)):
                 continue
-            for dtype in dtypes if law == "right" else (own,):
+            next_one = dtypes[(i + 1) % len(dtypes)]
+            for dtype in (own,) if law != "right" else dtypes if is_first else dict.fromkeys((own, next_one)):
                 chosen = dtype is own and law == ("right" if is_first else turn)
                 yield pytest.param(case, law, dtype, marks=() if chosen else pytest.mark.slow)
 

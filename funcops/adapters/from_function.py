@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.accumulators import accumulate
 from funcops.adapters.cut import Graphs, Like, cut, resolved
 from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.errors import check, describe, fail, require, require_callable, require_type
 from funcops.needs import Needs
-from funcops.op import Op, accumulate, check_needs, config, dgrad_of, make_op, refuse_autocast
+from funcops.op import Op, check_needs, config, dgrad_of, make_op, refuse_autocast
 from funcops.residuals.donate import donate
 from funcops.schema import DGRAD, WGRAD, open_node, pending, residuals, saved, static
 from funcops.trees import nothing_like, paths, tree_map_tensors
@@ -107,7 +108,7 @@ def op_from_torch(
     def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         return None
 
-    wgrad.node_class, wgrad.params_class = TorchPending, object  # type: ignore[attr-defined]
+    wgrad.opens = TorchPending, object  # type: ignore[attr-defined]
     fwd.any_tree = True  # type: ignore[attr-defined]
     return make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
 

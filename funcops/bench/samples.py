@@ -229,6 +229,7 @@ def _embeddings(make: Maker) -> Iterator[Sample]:
     dy, ids = make.floats(tokens, width), make.ids(tokens, below=vocab)
     shape = f"{tokens}x{width} of {vocab}"
     yield Sample(embedding.embedding_wgrad, shape, (dy, ids, vocab, -1))
+    yield Sample(embedding.embedding_wgrad_into, shape, (dy, ids, -1, make.wide(vocab, width)))
 
 
 def _optimisers(make: Maker) -> Iterator[Sample]:

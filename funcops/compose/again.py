@@ -37,7 +37,7 @@ class Dropped(NamedTuple):
 
     def applies(self, needs: Needs) -> bool:
         """Whether the producer, under these needs, keeps its x anyway."""
-        fields = self.producer.op.dgrad.node_class.fields  # type: ignore[attr-defined]
+        fields = self.producer.op.fields()
         return all(fields[name].wanted(needs) for name in self.x_fields)
 
     def cut(self, node: Any, kept: Any, params: Any) -> None:
@@ -81,7 +81,7 @@ def dropped(before: Step, step: Step) -> Dropped | None:
     if not before.op.cheap or before.names or before.gives:
         return None
     places = _places(step.op, step.cfg)
-    x_fields = tuple(n for n, field in before.op.dgrad.node_class.fields.items() if (field.alias or "").partition(".")[0] == "x")  # type: ignore[attr-defined]
+    x_fields = tuple(n for n, field in before.op.fields().items() if (field.alias or "").partition(".")[0] == "x")
     if not places or not x_fields:
         return None
     return Dropped(before, f"{before.name}()", places, _any_dgrad(places), x_fields)
@@ -90,8 +90,7 @@ def dropped(before: Step, step: Step) -> Dropped | None:
 def _places(op: Op, cfg: Any) -> Places:
     """Where the residuals of an op hold its main input."""
     if declares_fields(op) or not hasattr(cfg, "entries"):
-        fields = getattr(op.dgrad, "node_class", Saved).fields
-        return {name: DGRAD in field.needed_by for name, field in fields.items() if field.alias in ("x", "x.0")}
+        return {name: DGRAD in field.needed_by for name, field in op.fields().items() if field.alias in ("x", "x.0")}
     found: Places = {}
     for name, inner, inner_cfg in cfg.entries:
         places = _places(inner, inner_cfg)
@@ -104,8 +103,7 @@ def _places(op: Op, cfg: Any) -> Places:
 
 def declares_fields(op: Op) -> bool:
     """Whether the op's residuals are one node with declared fields, and not those of its parts by name."""
-    node_class = getattr(op.dgrad, "node_class", None)
-    return node_class is not None and issubclass(node_class, Saved)
+    return op.residuals is not None and issubclass(op.residuals, Saved)
 
 
 def _any_dgrad(places: Places) -> bool:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from funcops.accumulators import check_accumulator, check_apart, check_width
 from funcops.backend import tracing
 from funcops.compose.step import Nested, abstract_params
 from funcops.errors import fail, in_step
 from funcops.needs import Needs
-from funcops.op import Op, check_accumulator, check_apart, check_width
+from funcops.op import Op
 from funcops.schema import Donated, Saved
 from funcops.trees import fake, paths, tensors, tree_map_tensors
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from funcops.compose.chain import ChainConfig, chain, check_names
 from funcops.compose.step import Step
 from funcops.needs import Needs
-from funcops.op import Op
+from funcops.op import Op, wrap
 from funcops.schema import Saved
 
 
@@ -59,9 +59,7 @@ def joined(cfg: ChainConfig, second: str) -> tuple[Op, ChainConfig]:
     recompute = cfg.recompute if isinstance(cfg.recompute, bool) else tuple(n for n in cfg.recompute if n not in (a.name, b.name))
     ties = tuple((_renamed(path, a.name, name), _renamed(source, a.name, name)) for path, source in cfg.ties)
     inner = dataclasses.replace(cfg, steps=steps, recompute=recompute, ties=ties)
-    op = _as_two(joint, a.name, b.name, name, inner)
-    op.fwd.made_by = (_joined_op, (cfg, second))  # type: ignore[attr-defined]
-    return op, cfg
+    return _as_two(joint, a.name, b.name, name, inner, (_joined_op, (cfg, second))), cfg
 
 
 def _joined_op(cfg: ChainConfig, second: str) -> Op:
@@ -73,7 +71,7 @@ def _renamed(path: str, old: str, new: str) -> str:
     return f"{new}{dot}{rest}" if head == old else path
 
 
-def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig) -> Op:
+def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig, made_by: Any) -> Op:
     """`chain` on `inner`, with the params tree of the two steps."""
 
     def join(where: str, what: str, tree: Any, cfg: ChainConfig) -> Any:
@@ -103,5 +101,4 @@ def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig) -> Op:
         found, dx = chain.bwd(residuals, dy, inner, into=given)
         return (part(found, cfg) if into is None else into), dx
 
-    dgrad.node_class = Saved  # type: ignore[attr-defined]
-    return chain._replace(fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, residuals=Saved)

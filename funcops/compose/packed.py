@@ -11,7 +11,7 @@ from typing import Any
 
 from funcops.errors import require
 from funcops.needs import Needs
-from funcops.op import Op
+from funcops.op import Op, wrap
 from funcops.residuals.policy import Action, Drop, pack, unpack
 from funcops.schema import DGRAD, WGRAD, Donated, Phase, Saved, open_node
 
@@ -21,9 +21,8 @@ Actions = tuple[tuple[str, Action], ...]  # by field
 @functools.lru_cache(maxsize=256)
 def packed(op: Op, actions: Actions) -> Op:
     """The op with an action for some fields of its residuals. Its config is the op's own, and so are its params and dx."""
-    kept_class: Any = op.dgrad.node_class  # type: ignore[attr-defined]
-    early = [name for name, _ in actions if DGRAD in kept_class.fields[name].needed_by]
-    pending_class: Any = getattr(op.wgrad, "node_class", Saved)
+    fields = op.fields()
+    early = [name for name, _ in actions if DGRAD in fields[name].needed_by]
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         y, node = op.fwd(params, x, cfg, needs=needs)
@@ -50,7 +49,7 @@ def packed(op: Op, actions: Actions) -> Op:
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         before = residuals._node if type(residuals) is Donated else residuals
         forms = {name: getattr(before, name, None) for name, _ in actions}
-        node, plain = opened(f"{op.name}_dgrad", residuals, kept_class, cfg, early, DGRAD)
+        node, plain = opened(f"{op.name}_dgrad", residuals, op.residuals, cfg, early, DGRAD)
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             again = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
@@ -58,13 +57,11 @@ def packed(op: Op, actions: Actions) -> Op:
         return dx, waiting
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
-        if pending is None or pending_class is Saved:
+        if pending is None or op.pending is None:
             return op.wgrad(pending, cfg, into=into)
-        return op.wgrad(opened(f"{op.name}_wgrad", pending, pending_class, cfg, names, WGRAD)[0], cfg, into=into)
+        return op.wgrad(opened(f"{op.name}_wgrad", pending, op.pending, cfg, names, WGRAD)[0], cfg, into=into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
-        return op.bwd(opened(f"{op.name}_bwd", residuals, kept_class, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
+        return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
-    dgrad.node_class, wgrad.node_class = kept_class, pending_class  # type: ignore[attr-defined]
-    fwd.made_by = (packed, (op, actions))  # type: ignore[attr-defined]
-    return op._replace(fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+    return wrap(op, (packed, (op, actions)), fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)

@@ -26,7 +26,7 @@ def forward_piece(planned: Planned, params: dict[str, Any], main: Any, extras: d
     found: Any = NotImplemented
     name = ""
     try:
-        if rule is not None and all([type(params[step.name]) is _params_class(step) for step in steps]):
+        if rule is not None and all([type(params[step.name]) is step.op.params for step in steps]):
             found = rule.run(steps, [params[step.name] for step in steps], main, extras, planned.needs)
         if found is NotImplemented:
             nodes = []
@@ -49,10 +49,6 @@ def forward_piece(planned: Planned, params: dict[str, Any], main: Any, extras: d
 def _joined(steps: tuple[Step, ...]) -> str:
     """The name of steps that run as one: all of theirs."""
     return "+".join([step.name for step in steps])
-
-
-def _params_class(step: Step) -> type:
-    return getattr(step.op.wgrad, "params_class", type(None))
 
 
 def forward_step(step: Step, params: dict[str, Any], main: Any, extras: dict[str, Any], needs: Needs) -> tuple[Any, Any]:
@@ -111,7 +107,7 @@ def backward_piece(
 def _read(planned: Planned, i: int, node: Any, where: str) -> Any:
     """The residuals of a step, after every check, with what it left out where its dgrad reads that."""
     left_out, step = planned.left_out[i], planned.piece.steps[i]
-    kept = open_node(where, node[step.name], step.op.dgrad.node_class, step.cfg)  # type: ignore[attr-defined]
+    kept = open_node(where, node[step.name], step.op.residuals, step.cfg)
     if left_out is not None and left_out.in_dgrad and left_out.key in node:
         return left_out.fill(where, kept, left_out.value(where, node[left_out.key]))
     return kept

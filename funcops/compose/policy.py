@@ -15,7 +15,7 @@ from funcops.compose.repeat import RepeatConfig
 from funcops.errors import fail, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.op import Op
+from funcops.op import Op, wrap
 from funcops.residuals.policy import POLICIES, Policy, Recompute, Save
 from funcops.schema import Saved
 
@@ -72,9 +72,8 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         inner, inner_cfg = resolved(cfg)
         return inner.wgrad(pending, inner_cfg, into=into)
 
-    dgrad.node_class = Saved  # type: ignore[attr-defined]
-    fwd.made_by = (with_policy, (op, policy))  # type: ignore[attr-defined]
-    return op._replace(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="")
+    made_by = with_policy, (op, policy)
+    return wrap(op, made_by, init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="", residuals=Saved)
 
 
 def _apply(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
@@ -121,7 +120,7 @@ def _rewritten(
 def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[str]) -> Op:
     if isinstance(action, Recompute):
         return remat(op)
-    fields = {name: field for name, field in _fields(op).items() if _joined(path, name) not in left_out}
+    fields = {name: field for name, field in op.fields().items() if _joined(path, name) not in left_out}
     chosen = {name: policy.action(_joined(path, name)) for name in fields}
     again = [n for n, a in chosen.items() if isinstance(a, Recompute) and fields[n].alias not in ("x", "x.0")]
     if again:
@@ -161,7 +160,7 @@ def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
     if path:
         yield path
     if not hasattr(cfg, "with_parts"):
-        yield from (_joined(path, name) for name in _fields(op))
+        yield from (_joined(path, name) for name in op.fields())
         return
     for name, inner, inner_cfg in _parts(cfg):
         yield from residual_paths(inner, inner_cfg, _joined(path, name))
@@ -170,7 +169,7 @@ def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
 def _inputs(op: Op, cfg: Any, path: str) -> Iterator[str]:
     """The paths of the fields that alias an op's main input."""
     if declares_fields(op) or not hasattr(cfg, "entries"):
-        yield from (_joined(path, name) for name, field in _fields(op).items() if field.alias in ("x", "x.0"))
+        yield from (_joined(path, name) for name, field in op.fields().items() if field.alias in ("x", "x.0"))
         return
     for name, inner, inner_cfg in cfg.entries:
         yield from _inputs(inner, inner_cfg, _joined(path, "*" if name == 0 else name))
@@ -192,10 +191,6 @@ def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
         yield type(cfg) is RepeatConfig
         for _, inner, inner_cfg in _parts(cfg):
             yield from _repeats(inner, inner_cfg)
-
-
-def _fields(op: Op) -> dict[str, Any]:
-    return getattr(getattr(op.dgrad, "node_class", None), "fields", {})
 
 
 def _joined(path: str, name: Any) -> str:

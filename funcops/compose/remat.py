@@ -12,7 +12,7 @@ from typing import Any
 
 from funcops.errors import StaleResidualError, require_flag, require_type
 from funcops.needs import Needs
-from funcops.op import ALL, Op, check_needs
+from funcops.op import ALL, Op, check_needs, wrap
 from funcops.residuals.donate import donate
 from funcops.residuals.offload import copies
 from funcops.schema import DGRAD, WGRAD, Saved, open_node, residuals, saved
@@ -73,6 +73,4 @@ def _remat(op: Op, offload: bool) -> Op:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
 
-    dgrad.node_class = RematResiduals  # type: ignore[attr-defined]
-    fwd.made_by = (remat, (op, offload))  # type: ignore[attr-defined]
-    return op._replace(name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="")
+    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="", residuals=RematResiduals)

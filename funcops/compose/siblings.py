@@ -191,7 +191,7 @@ def _open(
             dy = branch.step.split(dy, gradients) if branch.step.names else dy
         kept = part(node, head.name)
     if kept is not None:
-        kept = _in_head(branch, open_node, where, kept, head.op.dgrad.node_class, head.cfg)  # type: ignore[attr-defined]
+        kept = _in_head(branch, open_node, where, kept, head.op.residuals, head.cfg)
     return _Opened(kept, dy, results or {})
 
 

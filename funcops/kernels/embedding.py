@@ -22,3 +22,9 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Te
     if dy.is_cpu and dy.dtype is not wide(dy.dtype):  # where torch rounds after every row
         return _backward(dy.to(wide(dy.dtype)), ids, vocab, padding_idx, False).to(dy.dtype)
     return _backward(dy, ids, vocab, padding_idx, False)
+
+
+@kernel(mutates=("dw",))
+def embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) -> None:
+    """dw [V, D], contiguous and in the wide dtype, plus that sum, unrounded. Rows that no id has are left alone."""
+    dw += _backward(dy.to(dw.dtype), ids, dw.shape[0], padding_idx, False)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.accumulators import accumulate
 from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.accumulators import accumulate, check_into
+from funcops.backend import wide
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -90,10 +92,15 @@ def embedding_dgrad(residuals: Any, dy: Tensor, cfg: EmbeddingConfig) -> tuple[N
 
 @wgrad_of(EmbeddingPending, EmbeddingParams)
 def embedding_wgrad(pending: Any, cfg: EmbeddingConfig, *, into: EmbeddingParams | None = None) -> EmbeddingParams:
-    """dw: [V, D]; added to `into` where that is given."""
+    """dw: [V, D]; added to `into` where that is given: unrounded, and to the rows of these ids alone, where `into` is as wide as the sums."""
     pad = -1 if cfg.padding_idx is None else cfg.padding_idx
-    dw = kernels.embedding_wgrad(pending.dy, pending.ids, cfg.num_embeddings, pad)
-    return accumulate("embedding_wgrad", EmbeddingParams(dw), into)
+    dy, ids = pending.dy, pending.ids
+    if into is not None:
+        check_into("embedding_wgrad", into, EmbeddingParams(dy.new_empty(()).expand(cfg.num_embeddings, cfg.dim)))
+        if into.weight.dtype is wide(dy.dtype) and into.weight.is_contiguous():
+            kernels.embedding_wgrad_into(dy, ids, pad, into.weight)
+            return into
+    return accumulate("embedding_wgrad", EmbeddingParams(kernels.embedding_wgrad(dy, ids, cfg.num_embeddings, pad)), into)
 
 
 embedding = make_op(

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.accumulators import accumulate
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.accumulators import accumulate, check_into
 from funcops.backend import wide
 from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import accumulate, bwd_of, check_into, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear_wgrads import Product, linear_wgrads
 from funcops.residuals.batch import collect, collecting
 from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.accumulators import check_into
 from funcops.backend import wide
 from funcops.errors import check, require
 from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
 from funcops.needs import Needs
-from funcops.op import bwd_of, check_into, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.schema import DGRAD, WGRAD, Inputs, pending, residuals, saved, static
 from funcops.trees import leaf, tree

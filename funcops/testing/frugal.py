@@ -134,7 +134,7 @@ def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
             continue
         producer = left_out.producer
         places = set(_wanted_places(full[step.name], left_out.places, parts[step.name]))
-        declared = producer.op.dgrad.node_class.fields  # type: ignore[attr-defined]
+        declared = producer.op.fields()
         if places and all(declared[name].wanted(parts[producer.name]) for name in left_out.x_fields):
             found |= {f"{left_out.key}.{path}" for path in held(full[left_out.key])}
         else:

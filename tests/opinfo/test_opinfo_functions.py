@@ -1,7 +1,5 @@
 """torch's functions (OpInfo) as ops: y and dx against autograd in float64, whatever strides x and dy come in."""
 
-import itertools
-
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -88,11 +86,13 @@ def by_autograd(fn, x, dys):
 
 
 def cases(name):
-    """`(fn, x, ys, dys, dx)` for each way in which x may lie that torch itself serves. With each x, dy lies in one
-    way: which three of the six, is another function's turn."""
+    """`(fn, x, ys, dys, dx)` for an x that is contiguous, and for one that lies in another way, where torch itself serves that. With each
+    x, dy lies in one way: which of the two, and which of the six, is another function's turn."""
     fn, leaves = sampled(INFOS[name])
     draw = torch.Generator().manual_seed(1)
-    for turn, lay_x in zip(itertools.count(sorted(INFOS).index(name), 2), X.values(), strict=False):
+    place = sorted(INFOS).index(name)
+    contiguous, *others = X.values()
+    for turn, lay_x in ((place, contiguous), (place // 2 + 1, others[place % 2])):
         x = tuple(lay_x(t.detach()).requires_grad_() if t.requires_grad else t for t in leaves)
         try:
             torch.manual_seed(SEED)

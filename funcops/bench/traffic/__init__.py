@@ -25,7 +25,7 @@ from funcops.bench.traffic.functions import FORWARD, function_of
 from funcops.bench.traffic.limits import why
 from funcops.bench.traffic.ours import Case, cases, plan
 
-MANY = {"embedding_wgrad": 96}  # programs to sample where what they do depends on values
+PROGRAMS, MANY = 4, {"embedding_wgrad": 96, "embedding_wgrad_into": 96}  # to sample; more where what they do depends on ids
 
 
 def _liger(case: Case) -> Peer | None:
@@ -90,22 +90,27 @@ def run(only: str = "", changed: str | None = None, providers: Sequence[str] = P
     """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
-    known = {} if changed is None else {(row.kernel, row.shape, row.provider): row for row in read(changed)}
+    known = {} if changed is None else {(*row[:2], row.provider): row for row in read(changed)}
+
+    def held(case: Case, provider: str, source: str | None) -> Traffic | None:
+        """The earlier row, if it is of this source; of what is not installed, whatever it is of."""
+        row = known.get((*case[:2], provider))
+        return row if row is not None and source in (row.hash, None) else None
+
     fresh = 0
     for case in cases(torch.bfloat16, "cpu", lambda name, _: only in name):
         others: list[Traffic] = []
         for provider in providers:
             if (peer := PEERS[provider](case)) is not None:
-                row = known.get((case.name, case.shape, provider))
-                held = row is not None and (peer[0] is None or row.hash == peer[0])
-                fresh += not held
-                others.append(row if held else other(case, provider, *peer))  # type: ignore[arg-type]
+                version, made = peer
+                row = held(case, provider, version)
+                others.append(row or other(case, provider, version, made))
+                fresh += row is None
         yield from others
         source = fingerprint_of(plan(case))
-        row = known.get((case.name, case.shape, "funcops"))
-        held = row is not None and row.hash == source
-        fresh += not held
-        row = row if held else counted(case, "funcops", source)
+        row = held(case, "funcops", source)
+        fresh += row is None
+        row = row or counted(case, "funcops", source)
         yield row._replace(why=why(row, others))
     print(f"bench traffic: {fresh} counted, the others as they were", file=sys.stderr)
 
@@ -137,17 +142,16 @@ def counted(case: Case, provider: str, source: str) -> Traffic:
 
 def row_of(case: Case, provider: str, built: list[Quality], source: str) -> Traffic:
     residents = [found.resident for found in built]
-    moved = recount(case, residents)
-    whole = total(moved)
-    launches = [one for one in moved if one.lines]
+    parts = recount(case, residents)
+    asked, moved, sectors = (round(size / case.least, 4) for size in total(parts))
+    launches = [one for one in parts if one.lines]
     main = max(range(len(launches)), key=lambda i: launches[i].bytes.moved)
     found, most = built[main], launches[main]
     again = most.bytes.asked / most.bytes.moved
     return Traffic(
-        case.name, case.shape, "bf16", provider,
-        *(round(size / case.least, 4) for size in (whole.moved, whole.asked, whole.sectors)),
-        round(wide(found, most), 3), round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for one in built), "",
-        " + ".join(one.name for one in moved), " + ".join(map(str, residents)), source,
+        case.name, case.shape, "bf16", provider, moved, asked, sectors, round(wide(found, most), 3),
+        round(found.per_byte * again, 2), found.registers, found.warps, max(one.spills for one in built), "",
+        " + ".join(one.name for one in parts), " + ".join(map(str, residents)), source,
     )  # fmt: skip
 
 
@@ -159,7 +163,7 @@ def wide(found: Quality, launch: Counted) -> float:
 
 
 def recount(case: Case, residents: list[int]) -> list[Counted]:
-    return count(case.run, case.args, residents, MANY.get(case.name, 4))
+    return count(case.run, case.args, residents, MANY.get(case.name, PROGRAMS))
 
 
 def read(path: str) -> list[Traffic]:

@@ -8,25 +8,19 @@ has. Operators of torch between the launches are counted by their operands.
 from __future__ import annotations
 
 import bisect
-import contextlib
-import dataclasses
 import itertools
 import math
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import triton.language as tl  # noqa: F401
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.language import core  # noqa: F401
-from triton.runtime import interpreter
-from triton.runtime.jit import JITFunction
 
 from funcops.bench.measure import BenchError
 from funcops.bench.traffic.calls import Call, intercepted
+from funcops.bench.traffic.interpret import interpreting, python
 from funcops.trees import leaves
 
 PROCESSORS, CACHE, SMALL, SECTOR = 132, 50_000_000, 2 * 2**20, 32  # an H100's multiprocessors and level-2 cache; bytes
@@ -165,104 +159,6 @@ class Counter:
         self.found.append(Counted(call.name, Bytes(self._asked * scale, *map(float, moved)), self._lines))
 
 
-@contextlib.contextmanager
-def interpreting(call: Call, access: Callable[[Any, Any, bool], None]) -> Iterator[Callable[[tuple[int, ...]], None]]:
-    """A function that runs one program of the launch. Its loads and stores go to `access`: pointers, mask, whether it stores."""
-    builder, kind = interpreter.interpreter_builder, interpreter.InterpreterBuilder
-    names = ("create_masked_load", "create_masked_store", "create_atomic_rmw", "create_atomic_cas")
-    load, store, update, swap = before = [getattr(kind, name) for name in names]
-
-    def counted_load(self: Any, ptrs: Any, mask: Any, *args: Any, **named: Any) -> Any:
-        access(ptrs, mask, False)
-        return load(self, ptrs, mask, *args, **named)
-
-    def counted_store(self: Any, ptrs: Any, value: Any, mask: Any, *args: Any, **named: Any) -> Any:
-        access(ptrs, mask, True)
-        return store(self, ptrs, value, mask, *args, **named)
-
-    def counted_update(self: Any, op: Any, ptr: Any, value: Any, mask: Any, *args: Any) -> Any:
-        access(ptr, mask, False)
-        access(ptr, mask, True)
-        return update(self, op, ptr, value, mask, *args)
-
-    def counted_swap(self: Any, ptr: Any, *args: Any) -> Any:
-        access(ptr, None, False)
-        access(ptr, None, True)
-        return swap(self, ptr, *args)
-
-    function = python(call.kernel)
-    constants = {name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)}
-    arguments = {name: value if name in constants else _converted(value) for name, value in call.arguments.items()}
-    outside, options = {one: one.__call__ for one in (JITFunction, interpreter.InterpretedFunction)}, builder.options
-    reduction = interpreter.ReduceOps.generic_reduce
-    scope = interpreter._patch_lang(python)  # the modules of the language that this file names
-    builder.set_grid_dim(*call.grid)
-
-    def run(program: tuple[int, ...]) -> None:
-        builder.set_grid_idx(*program)
-        function(**arguments)
-
-    try:
-        for name, hook in zip(names, (counted_load, counted_store, counted_update, counted_swap), strict=True):
-            setattr(kind, name, hook)
-        builder.options = dataclasses.replace(options, sanitize_overflow=False)  # which takes half of the time
-        for kind_of_function in outside:
-            kind_of_function.__call__ = lambda self, *args, **named: python(self)(*args, **named)
-        interpreter.ReduceOps.generic_reduce = _any_reduction
-        with warnings.catch_warnings(), np.errstate(all="ignore"), _library_functions_as_identity(call.kernel.fn.__globals__):
-            warnings.simplefilter("ignore")  # memory that nobody filled overflows
-            yield run
-    finally:
-        builder.options, interpreter.ReduceOps.generic_reduce = options, reduction
-        for kind_of_function, called in outside.items():
-            kind_of_function.__call__ = called
-        for name, method in zip(names, before, strict=True):
-            setattr(kind, name, method)
-        scope.restore()
-
-
-def _converted(value: Any) -> Any:
-    """Floats too are tensors to a kernel."""
-    return (
-        interpreter.interpreter_semantic.to_tensor(value, False) if isinstance(value, float) else interpreter._implicit_cvt(value)
-    )
-
-
-def _any_reduction(self: Any, operands: Any) -> Any:
-    """Instead of one that runs Python for every element: values do not matter here, shapes do."""
-    return [self.to_tensor(np.max(one.handle.data, axis=self.axis, keepdims=self.keep_dims), one.dtype) for one in operands]
-
-
-class _Identity:
-    """In the place of CUDA's mathematical library, which gives None in the interpreter: any of its functions, or all of them."""
-
-    def __call__(self, first: Any, *_: Any, **__: Any) -> Any:
-        return first
-
-    def __getattr__(self, name: str) -> Any:
-        return self
-
-
-@contextlib.contextmanager
-def _library_functions_as_identity(names: dict[str, Any]) -> Iterator[None]:
-    library = {
-        name: value
-        for name, value in names.items()
-        if "libdevice" in (getattr(value, "__module__", None) or getattr(value, "__name__", ""))
-    }
-    names.update(dict.fromkeys(library, _Identity()))
-    try:
-        yield
-    finally:
-        names.update(library)
-
-
-def python(kernel: Any) -> Callable[..., Any]:
-    """A kernel, or a helper of one, as a Python function."""
-    interpreted = kernel if isinstance(kernel, interpreter.InterpretedFunction) else interpreter.InterpretedFunction(kernel.fn)
-    return interpreted.rewrite()
-
-
 class _Operators(TorchDispatchMode):
     """Counts what operators of torch read and write, but for views and what only makes room."""
 
@@ -274,7 +170,7 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
+        name = str(func._schema.name).removeprefix("aten::")
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in func._schema.returns)
         if not (self.counter.running or view or "empty" in name or func.namespace != "aten"):
             taken = [] if name.startswith(MADE) or name.endswith("_like") else [args, list((kwargs or {}).values())]

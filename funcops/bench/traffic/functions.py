@@ -24,6 +24,7 @@ ACTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+HEAD = 128  # the width of every head of the samples
 KINDS = ("gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
 
 
@@ -45,6 +46,13 @@ def _rms(x: Tensor, w: Tensor) -> Tensor:
 
 def _layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b, 1e-6)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+NORMS: dict[str, Callable[..., Tensor]] = {"rms": _rms, "layer": _layer, "l2": _unit}
 
 
 def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -85,22 +93,28 @@ def _angles(table: Tensor) -> list[Tensor]:
     return [torch.empty(*table.shape[:-1], table.shape[-1] // 3, dtype=table.dtype) for _ in range(2)]
 
 
+def turns_halves(case: Case) -> bool:
+    """Whether every number of every head turns, with one of the other half of its head."""
+    table = next((t for t in case.args if isinstance(t, Tensor) and t.dtype is torch.float32), None)
+    return table is not None and table.shape[-1] == 3 * HEAD and case.shape.startswith("halves")
+
+
 def function_of(case: Case) -> Function | None:
     """None where torch.compile has nothing of the kind, or its graph cannot be had without CUDA (dropout)."""
     name, a = case.name, case.args
     if any(kind in (*ACTS, *glu.GATES) and kind not in KINDS for kind in case.shape.split()):
         return None  # of which one is as another
     if name.endswith("norm_fwd"):
-        f = {"rms": _rms, "layer": _layer, "l2": _unit}[name.removeprefix("add_").split("_")[0]]
+        f = NORMS[name.removeprefix("add_").split("_")[0]]
         tensors = [t for t in a if isinstance(t, Tensor)]
         return Function(_added(f) if name.startswith("add") else f, tensors, FORWARD)
     if name.endswith("norm_bwd"):
         kind = name.removeprefix("add_").split("_")[0]
-        f = {"rms": _rms, "layer": _layer, "l2": _unit}[kind]
+        f = NORMS[kind]
         x, w = (a[2], a[3]) if name.startswith("add") else (a[1], a[2])
         tensors = {"rms": [x, w], "layer": [x, w, w], "l2": [x]}[kind]
         return Function(_added(f), [x, *tensors], BACKWARD) if name.startswith("add") else Function(f, tensors, BACKWARD)
-    if name in ("rope_apply", "qkv_split_fwd", "qkv_split_bwd") and "halves" not in case.shape:
+    if name.startswith(("rope", "qkv_split")) and not turns_halves(case):
         return None
     made: dict[str, Callable[[], Function]] = {
         "row_sums": lambda: Function(lambda dy: dy.sum(0), [a[0]], FORWARD),
@@ -127,10 +141,6 @@ def function_of(case: Case) -> Function | None:
         ),
     }
     return made[name]() if name in made else None
-
-
-def _unit(x: Tensor) -> Tensor:
-    return F.normalize(x, dim=-1)
 
 
 def _joint(args: Any) -> Tensor:

@@ -2,7 +2,7 @@
 
 A function is traced on fake tensors of the CPU, the device is exchanged in its graphs, and inductor lowers them as it would for CUDA.
 Its wrapper then runs on the CPU, where every launch is intercepted. A device would try each kernel's configurations; here the one that
-moves the fewest sectors is taken, of those the one with the largest blocks.
+moves the fewest sectors is taken, of those the one with the largest blocks. Torch's compiler takes seconds to import, so that is done late.
 """
 
 from __future__ import annotations
@@ -23,16 +23,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._dynamo import device_interface
-from torch._functorch.aot_autograd import aot_function, make_boxed_func
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch._guards import TracingContext, tracing
-from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes import joint_graph
-from torch._inductor.graph import GraphLowering
-from torch._inductor.runtime import triton_helpers, triton_heuristics
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.backend.aot import stubbed
 from funcops.bench.traffic.calls import Call
@@ -103,6 +93,15 @@ class Graph:
 
 def captured(f: Callable[..., Any], inputs: Sequence[Tensor], backward: bool) -> list[Graph]:
     """The graphs of f on tensors like the inputs: forward, and backward where asked for."""
+    from torch._functorch.aot_autograd import aot_function, make_boxed_func
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.graph import GraphLowering
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
     found: list[Graph] = []
     mode = FakeTensorMode()
 
@@ -110,7 +109,8 @@ def captured(f: Callable[..., Any], inputs: Sequence[Tensor], backward: bool) ->
         found[-1].source = self.codegen()[0].value
         raise _Captured
 
-    def lowered(graph: Any, args: Any, is_backward: bool = False) -> Any:
+    def lowered(gm: Any, example_inputs: Any, is_backward: bool = False) -> Any:
+        graph, args = gm, example_inputs
         exchanged = copy.deepcopy(graph)
         for node in exchanged.graph.nodes:
             node.args = tuple(CUDA if isinstance(arg, torch.device) else arg for arg in node.args)
@@ -151,6 +151,9 @@ def captured(f: Callable[..., Any], inputs: Sequence[Tensor], backward: bool) ->
 @contextlib.contextmanager
 def _device() -> Iterator[None]:
     """An H100 to all that asks while lowering; nothing runs on it."""
+    from torch._dynamo import device_interface
+    from torch._inductor.fx_passes import joint_graph
+
     worker = type("Worker", (device_interface.CudaInterface.Worker,), {n: staticmethod(f) for n, f in DEVICE.items()})
     interface = type(
         "Interface", (device_interface.CudaInterface,), {"Worker": worker, **{n: staticmethod(f) for n, f in OF_INTERFACE.items()}}
@@ -172,6 +175,7 @@ def _device() -> Iterator[None]:
 @contextlib.contextmanager
 def _heuristics() -> Iterator[None]:
     """Kernels as inductor decorates them, kept instead of tuned."""
+    from torch._inductor.runtime import triton_helpers, triton_heuristics
 
     def kept(
         size_hints: Any,
@@ -223,11 +227,13 @@ class _Kernel:
         self.fn[grid](**arguments, num_warps=self.chosen.num_warps, num_stages=self.chosen.num_stages)
 
     def _launch(self, config: Any, args: Any) -> tuple[Any, dict[str, Any]]:
+        from torch._inductor.runtime.triton_heuristics import GridExpr
+
         names = self.fn.arg_names
         constants = {names[k] if isinstance(k, int) else k: v for k, v in self.triton_meta.get("constants", {}).items()}
         fixed = {**constants, **config.kwargs}
         arguments = {**dict(zip([name for name in names if name not in fixed], args, strict=True)), **fixed}
-        expression = triton_heuristics.GridExpr.from_meta(self.inductor_meta, config)
+        expression = GridExpr.from_meta(self.inductor_meta, config)
         return expression.eval_slow(arguments), {name: arguments[name] for name in names}
 
     def _sectors_and_size(self, config: Any, args: Any) -> tuple[float, float]:

@@ -22,7 +22,18 @@ class Reason(NamedTuple):
         return limit == self.limit and bool(re.fullmatch(self.kernel, row.kernel) and re.search(self.shape, row.shape))
 
 
-REASONS: tuple[Reason, ...] = ()
+REASONS = (
+    Reason("cross_entropy", "", "moved", "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient"),
+    Reason(
+        "bias_activation_bwd", "^gelu_tanh", "instructions",
+        "an exponential, a division and the derivative in float32 of two 16-bit numbers; under the 9.5 that an H100 has time for",
+    ),
+    Reason("add_layer_norm_bwd", "x16384", "spills", "24 bytes a thread; Liger's layer norm, which adds nothing, spills 240"),
+    Reason(
+        "(rms|layer|add_layer)_norm_fwd", "x256$", "wide",
+        "weight, bias and statistics are up to an eighth of what is asked for in rows this short, and are read in narrower accesses",
+    ),
+)  # fmt: skip
 
 
 def missed(row: Any, peers: Iterable[Any]) -> list[str]:

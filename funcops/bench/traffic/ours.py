@@ -16,7 +16,7 @@ from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
-READ_OF = {"table": 2 / 3}  # a rotary table has cos, sin and -sin, of which a call reads two
+READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
 
 
 class RoomMaker(Maker):
@@ -27,7 +27,8 @@ class RoomMaker(Maker):
         return t if t.nbytes > 2**20 else t.zero_()
 
     def wide(self, *shape: int) -> Tensor:
-        return torch.ones(shape, device=self.device)
+        t = torch.empty(shape, device=self.device)
+        return t if t.nbytes > 2**20 else t.fill_(1.0)
 
 
 class Case(NamedTuple):
@@ -86,11 +87,15 @@ def both_of_cross_entropy(backward: Sample) -> Case:
 
 
 def taken(sample: Sample) -> float:
-    """Bytes of the arguments; twice of those that are written to."""
+    """Bytes of the arguments; twice of those that are written to, or, where there are ids, of their rows that some id has."""
     declared = sample.kernel.kernel
-    names = inspect.signature(declared.torch_impl).parameters
-    sizes = {name: nbytes(arg) for name, arg in zip(names, sample.args, strict=True)}
-    return sum(size * READ_OF.get(name, 1) * (2 if name in declared.mutates else 1) for name, size in sizes.items())
+    args = dict(zip(inspect.signature(declared.torch_impl).parameters, sample.args, strict=True))
+    sizes = {name: nbytes(arg) * READ_OF.get(name, 1.0) for name, arg in args.items()}
+    for name in declared.mutates:
+        sizes[name] *= 2
+        if "ids" in args and not args["ids"].is_meta:
+            sizes[name] *= args["ids"].unique().numel() / args[name].shape[0]
+    return sum(sizes.values())
 
 
 def plan(case: Case) -> list[Call]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from funcops.bench.traffic.count import PROCESSORS
+from funcops.bench.traffic.functions import turns_halves
 from funcops.bench.traffic.ours import Case
 
 LLAMA = 0  # its casting mode: statistics in float32
@@ -27,7 +28,9 @@ def liger_version() -> str | None:
 
 
 def has_liger(case: Case) -> bool:
-    """Whether it has a kernel for this. Of its gated units, SwiGLU and GEGLU over two tensors."""
+    """Whether it has a kernel for this. Of its gated units, SwiGLU and GEGLU over two tensors; of rotations, of all of a head."""
+    if case.name == "rope_apply":
+        return turns_halves(case)
     return case.name in CALLS and (not case.name.startswith("glu") or case.args[-1] in ("swiglu", "geglu_tanh"))
 
 

@@ -20,7 +20,17 @@ BLOCK, RUN, ROWS = 2048, 32, 8
 
 
 @triton.jit
-def _sum_runs(dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr):
+def _put(ptr, total, inside, INTO: tl.constexpr):
+    """A row of dw, or what is added to it."""
+    if INTO:
+        total += load_wide(ptr, inside)
+    store_rounded(ptr, total, inside)
+
+
+@triton.jit
+def _sum_runs(
+    dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_idx, INTO: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr
+):
     """parts [tokens / RUN, 2, D]: of the id that comes from before this program's tokens, and of the one that goes on after."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -40,14 +50,14 @@ def _sum_runs(dy_ptr, ids_ptr, order_ptr, dw_ptr, parts_ptr, n, width, padding_i
             elif after == own:
                 tl.store(parts_ptr + width, total, mask=i < width)
             elif own != padding_idx:
-                store_rounded(dw_ptr + own * width + i, total, i < width)
+                _put(dw_ptr + own * width + i, total, i < width, INTO)
             total = tl.zeros([BLOCK], tl.float32)
             before = after != after
         own = after
 
 
 @triton.jit
-def _sum_parts(ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_parts(ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, INTO: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr):
     """For every chunk whose last id began in it and goes on after it."""
     chunk = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -58,7 +68,7 @@ def _sum_parts(ids_ptr, dw_ptr, parts_ptr, n, width, padding_idx, RUN: tl.conste
         while _first(ids_ptr, chunk + 1, n, RUN) == own:
             chunk += 1
             total += tl.load(parts_ptr + 2 * chunk * width + i, mask=i < width, other=0.0)
-        store_rounded(dw_ptr + own * width + i, total, i < width)
+        _put(dw_ptr + own * width + i, total, i < width, INTO)
 
 
 @triton.jit
@@ -92,11 +102,25 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Te
     if not (n and width):
         return dy.new_zeros((vocab, width))
     dw = dy.new_empty((vocab, width))
+    ordered, block = _sum(dy, ids, padding_idx, dw, False), block_of(width, BLOCK)
+    grid = cdiv(vocab, ROWS), cdiv(width, block), 1
+    _launch_zero_rest(*grid, ordered, dw, n, n.bit_length(), vocab, width, padding_idx, ROWS, block)
+    return dw
+
+
+@declared.embedding_wgrad_into.triton
+def embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) -> None:
+    if ids.numel() and dy.shape[-1]:
+        _sum(dy, ids, padding_idx, dw, True)
+
+
+def _sum(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor, into: bool) -> Tensor:
+    """The ids in order, their rows of dw written, or with `into` added to."""
+    width, n = dy.shape[-1], ids.numel()
     ordered, order = torch.sort(ids.reshape(-1), stable=True)
     block, chunks = block_of(width, BLOCK), cdiv(n, RUN)
-    across, options = cdiv(width, block), {"num_warps": max(1, block // 1024)}
+    grid, options = (chunks, cdiv(width, block), 1), {"num_warps": max(1, block // 1024)}
     parts = dy.new_empty((chunks, 2, width), dtype=torch.float32)
-    _launch_sum_runs(chunks, across, 1, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, RUN, block, **options)
-    _launch_sum_parts(chunks, across, 1, ordered, dw, parts, n, width, padding_idx, RUN, block, **options)
-    _launch_zero_rest(cdiv(vocab, ROWS), across, 1, ordered, dw, n, n.bit_length(), vocab, width, padding_idx, ROWS, block)
-    return dw
+    _launch_sum_runs(*grid, dy.contiguous(), ordered, order, dw, parts, n, width, padding_idx, into, RUN, block, **options)
+    _launch_sum_parts(*grid, ordered, dw, parts, n, width, padding_idx, into, RUN, block, **options)
+    return ordered

@@ -1,0 +1,102 @@
+"""`into`: the accumulators that a backward adds its gradients to, checked leaf by leaf before anything is added."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.backend import tracing
+from funcops.errors import GradModeError, describe, fail
+from funcops.trees import leaves, paths, same_structure
+
+T = TypeVar("T")
+
+
+def accumulate(where: str, gradients: T, into: T | None) -> T:
+    """`gradients`, or `into` with the gradients added in place, after a check of every leaf."""
+    if into is None:
+        return gradients
+    check_into(where, into, gradients)
+    for accumulator, gradient in zip(leaves(into), leaves(gradients), strict=True):
+        if gradient is not None:
+            accumulator.add_(gradient)
+    return into
+
+
+def check_into(where: str, into: Any, gradients: Any) -> None:
+    """Every gradient must find an accumulator of its shape and device, in its dtype or a wider one, and of its own memory."""
+    if not same_structure(into, gradients):
+        fail(where, "into", f"a tree like dparams, {gradients!r}", repr(into))
+    have, given = paths(into), {}
+    for path, gradient in paths(gradients).items():
+        if gradient is not None:
+            given[path] = have[path]
+            check_accumulator(where, path, have[path], gradient.shape, gradient.device)
+            check_width(where, path, have[path], gradient.dtype)
+    check_apart(where, given)
+
+
+def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, device: Any = None) -> None:
+    """A float tensor of that shape, on that device, that `add_` can be called on."""
+    name = f"into.{path}" if path else "into"
+    if not isinstance(accumulator, Tensor):
+        fail(where, name, f"a tensor {list(shape)}", describe(accumulator), TypeError)
+    if accumulator.shape != shape:
+        fail(where, name, str(list(shape)), list(accumulator.shape))
+    if device is not None and accumulator.device != device:
+        fail(where, name, f"on device {device}", accumulator.device)
+    if not accumulator.is_floating_point():
+        fail(where, name, "a floating dtype", accumulator.dtype, TypeError)
+    if accumulator.requires_grad and torch.is_grad_enabled():
+        fail(where, name, "a tensor that does not require grad", "one that does, in grad mode", GradModeError)
+    if not accumulator.is_contiguous() and _overlaps_itself(accumulator):
+        fail(where, name, "a tensor with memory for every element", f"{describe(accumulator)} with strides {accumulator.stride()}")
+
+
+def check_width(where: str, path: str, accumulator: Tensor, dtype: torch.dtype) -> None:
+    have = accumulator.dtype
+    if have is not dtype and have.itemsize <= dtype.itemsize:  # of float16 and bfloat16 neither holds all that the other does
+        name = f"into.{path}" if path else "into"
+        fail(where, name, f"{dtype} or a wider float dtype", have, TypeError)
+
+
+def check_apart(where: str, accumulators: dict[str, Tensor]) -> None:
+    """No two of them may share memory: one would get the gradients of both."""
+    if len(accumulators) < 2 or tracing():
+        return
+    spans = sorted(
+        [(t.data_ptr(), t.data_ptr() + _reach(t) * t.element_size(), path) for path, t in accumulators.items() if t.numel()]
+    )
+    end, last = 0, ""
+    for start, stop, path in spans:
+        if start < end and start and _share(accumulators[last], accumulators[path]):
+            fail(where, f"into.{path}", "a tensor of its own", f"memory of into.{last}")
+        if stop > end:
+            end, last = stop, path
+
+
+def _reach(t: Tensor) -> int:
+    """The elements of memory from the first to the last."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(t.shape, t.stride(), strict=True))
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    reach = 0
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)) if t.numel() else ():
+        if size > 1 and stride <= reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors whose spans of memory meet have an element in common."""
+    if a.device != b.device or a.untyped_storage()._cdata != b.untyped_storage()._cdata:
+        return False
+    if (a.is_contiguous() and b.is_contiguous()) or a.element_size() != b.element_size():
+        return True
+    taken = torch.zeros(a.untyped_storage().nbytes() // a.element_size(), dtype=torch.bool, device="cpu")
+    taken.as_strided(a.shape, a.stride(), a.storage_offset()).fill_(True)
+    return bool(taken.as_strided(b.shape, b.stride(), b.storage_offset()).any())
