@@ -155,8 +155,9 @@ def draw(found: dict[str, list[Trace]], path: Path) -> None:
     for name, traces in found.items():
         trace = min(traces, key=lambda one: one.seconds[-1])
         axes.step([0.0, *(1e3 * s for s in trace.seconds)], [0.0, *(n / 2**20 for n in trace.nbytes)], where="post", label=name)
-    axes.set_xlabel("ms")
+    axes.set_xlabel("time in the step, ms")
     axes.set_ylabel("residuals and pendings, MiB")
+    axes.set_title("What waits for its weight gradient, the fastest step of each way", fontsize=10)
     axes.legend()
     figure.savefig(path, dpi=120)
 

@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from funcops import WithExtras, chain, chain_fwd
 from funcops.adapters.graphs import graphed
+from funcops.errors import size_of
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
@@ -192,7 +193,9 @@ def loop(run: Run) -> bool:
 def train(args: Any) -> int:
     corpus = load_corpus(args.text, context=args.context)
     check_writable(args.out)
-    print(f"{corpus.source}: {len(corpus.train):,} bytes to train on, {len(corpus.held_out):,} held out; results go to {args.out}")
+    print(
+        f"{corpus.source}: {size_of(len(corpus.train))} to train on, {size_of(len(corpus.held_out))} held out; results go to {args.out}"
+    )
     run = Run(args, corpus)
     print(f"{sum(t.numel() for t in tensors(run.params)):,} parameters, {args.batch * args.context} bytes (tokens) a step")
     say_what_is_kept(run.params, *run.batch(), run.s, run.policy)

@@ -51,7 +51,8 @@ def in_step(error: Exception, name: object) -> None:
     """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps give
     the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not its one
     argument gets a note instead, on Pythons that have notes."""
-    if torch.compiler.is_dynamo_compiling():  # which ends at any error, and cannot look into one
+    if torch.compiler.is_dynamo_compiling():
+        _in_traced_step(error, name)
         return
     if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
         path, text = getattr(error, "_in_step", ("", error.args[0]))
@@ -60,6 +61,14 @@ def in_step(error: Exception, name: object) -> None:
         error.args = (f"{path}: {text}",)
     elif hasattr(error, "add_note"):
         error.add_note(f"in step {name}")
+
+
+def _in_traced_step(error: Exception, name: object) -> None:
+    """The same where a compiler traces, which can change no error: raise another of the same type. It follows neither attributes nor
+    parts of a message; that an error has a path already is known by its cause, the one that it was made of."""
+    if type(error) is ValueError or type(error) is TypeError:
+        between = "." if type(error.__cause__) is type(error) else ": "
+        raise type(error)(f"{name}{between}{error.args[0]}") from error
 
 
 def require(ok: bool, where: str, name: str, expected: str, got: object) -> None:
@@ -151,6 +160,12 @@ def sized(nbytes: float) -> tuple[float, str]:
         if abs(nbytes) >= 2**power:
             return nbytes / 2**power, unit
     return nbytes, "bytes"
+
+
+def size_of(nbytes: float) -> str:
+    """Bytes as every report shows them: `1.50 KiB`, and `512 bytes` below that."""
+    value, unit = sized(nbytes)
+    return f"{value:g} bytes" if unit == "bytes" else f"{value:,.2f} {unit}"
 
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

@@ -41,8 +41,9 @@ class Gone:
         next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, Gone))._refuse()
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse
-    __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __getitem__ = __setitem__ = _refuse
+    __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __getitem__ = __setitem__ = _refuse
     __len__ = __iter__ = __bool__ = __int__ = __float__ = _refuse
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return "donated"
@@ -126,11 +127,10 @@ class Missing(NamedTuple):
 
 class Moved(NamedTuple):
     """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked (by
-    identity; none is kept alive), how many leaves of each field were None, and whether it was given away."""
+    identity; none is kept alive), and how many leaves of each field were None. One that was given away has no leaves to walk over."""
 
     marks: list[tuple[Any, Any]]
     holes: dict[str, int]
-    gone: Gone | None
 
     @staticmethod
     def of(node: Any) -> Aside:
@@ -138,19 +138,16 @@ class Moved(NamedTuple):
             return _NOTHING
         marks = node._marks
         if isinstance(marks, Gone):
-            return Aside(Moved([], {}, marks))
+            marks._refuse()
         holes = {name: _holes(getattr(node, name)) for name in node.fields}
         if type(marks) is Missing:
             marks, holes = marks.marks, marks.holes
         found = [] if marks is None else [p for n, m in zip(node.guarded, marks, strict=True) for p in _pairs(getattr(node, n), m)]
-        return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes, None))
+        return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes))
 
     def to(self, node: Any) -> None:
         """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own, as it
         is now."""
-        if self.gone is not None:
-            node._marks = self.gone
-            return
         alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
         known = {id(t): mark for t, mark in alive}
         views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}

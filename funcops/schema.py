@@ -19,7 +19,7 @@ from funcops.errors import DonatedError, StaleResidualError, describe, fail
 from funcops.marks import STALE, Gone, Missing, Moved, marks_of, post_init, stale_path, version, versions
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.trees import register, show, static
+from funcops.trees import register, register_node, show, static
 
 T = TypeVar("T")
 
@@ -98,6 +98,8 @@ class Saved:
     A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
     mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value of its own, fresh as it is then; a
     deep or pickled copy of a stale node stays stale. What a node lacks of what the one it was made of had, is missed by name.
+    Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`, `needs` and repr
+    stay; what is assigned to a field nobody reads.
     Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
     """
 
@@ -120,20 +122,35 @@ class Saved:
         inputs = getattr(self, "inputs", None)
         return None if inputs is None else inputs.nothing()
 
+    def unused(self, where: str) -> None:
+        """Raise `DonatedError` if this node was given away."""
+        if isinstance(self._marks, Gone):
+            raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same node."""
+        self.unused("==")
+        return self is other
+
+    __hash__ = object.__hash__
+
     def give(self) -> Any:
         """Move all leaves into a new node and leave this one empty."""
+        self.unused("give")
         node = self.twin()
         self.empty()
         return node
 
     def copy(self: T, **changes: Any) -> T:
         """A node like this one, which must be fresh, but for `changes`."""
+        self.unused("copy")  # type: ignore[attr-defined]
         given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
         made: T = self.keep(self.cfg, self.needs, **given | changes)  # type: ignore[attr-defined]
         return made
 
     def set(self, **changes: Any) -> None:
         """Change fields in place. They are marked as they are now; the others keep their marks."""
+        self.unused("set")
         for name, value in changes.items():
             setattr(self, name, value)
         if type(self._marks) is tuple:
@@ -153,13 +170,12 @@ class Saved:
 
     def stale(self) -> str | None:
         """The path of a leaf that was written to since it was marked."""
+        self.unused("stale")
         return stale_path(self) if type(self._marks) is tuple else None
 
     def complain(self, where: str) -> None:
         """Say why this node is not fresh."""
-        name = type(self).__name__
-        if isinstance(self._marks, Gone):
-            raise DonatedError(f"{where}: {self.kind} must be unused, got {name} given away with donate()")
+        self.unused(where)
         if type(self._marks) is Missing:
             path = self._marks.path
             shape = self.fields[path.partition(".")[0]].shape
@@ -172,6 +188,7 @@ class Saved:
         )
 
     def __copy__(self) -> Any:
+        self.unused("copy.copy")
         return self.twin()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -182,8 +199,7 @@ class Saved:
 
     def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
         """Of what a copy is made: fields, statics, the fields that are stale, and what is missing."""
-        if isinstance(self._marks, Gone):
-            self.complain(where)
+        self.unused(where)
         given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
         given |= {name: value_of(given[name]) for name in self.fields}
         marks = self._marks if type(self._marks) is tuple else ()
@@ -223,10 +239,17 @@ class Donated:
     def _refuse(self, *_: Any) -> Any:
         raise DonatedError("donated residuals must not be looked into, got a use that is no backward")
 
-    __getitem__ = __iter__ = __len__ = __contains__ = _refuse
+    __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
+
+    def __copy__(self) -> Any:
+        return Donated(self._node)
 
     def __repr__(self) -> str:
         return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"
+
+
+_refuse: Any = Donated._refuse
+register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree looks into it
 
 
 @dataclass_transform(field_specifiers=(saved, static))

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(config, items):
     _take_turns(items)
     for item in items:
         if absent and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and to be chosen by -m gpu alone"))
+            item.add_marker(pytest.mark.skip(reason="no device: needs a CUDA device, and to be chosen by -m gpu alone"))
 
 
 def _take_turns(items):

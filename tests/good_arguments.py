@@ -337,7 +337,7 @@ OWN |= {
     "donate": Row(lambda: {"kept": kept()}, accepts={("kept", "None"): "nothing was kept"}),
     "stow": Row(lambda: {"kept": kept(), "action": funcops.Compress("fp8")}, accepts={"kept": ANY}),
     "fetch": Row(lambda: {"stowed": kept()}, accepts={"stowed": ANY}),
-    "report": Row(lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2}, {"tokens": ONE},
+    "report": Row(lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2, "expand": True}, {"tokens": ONE},
         {("residuals", "None"): "nothing was kept", "params": ANY, "x": ANY}),
     "diff": Row(lambda: {"before": report_of(), "after": report_of()}),
     "rope_table": Row(lambda: {"positions": torch.arange(3), "cfg": RopeConfig(4), "dtype": torch.float32},

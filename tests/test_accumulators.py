@@ -1,7 +1,10 @@
 """`into`: whatever is refused is refused before anything is added, by chains of every shape and by `batch_wgrads`."""
 
+import itertools
+
 import pytest
 import torch
+from tiers import drawn
 
 from funcops import (
     ActivationConfig,
@@ -10,7 +13,9 @@ from funcops import (
     DonatedError,
     LinearConfig,
     LinearParams,
+    ParallelConfig,
     RepeatConfig,
+    ReshapeConfig,
     RMSNormConfig,
     SkipConfig,
     StaleResidualError,
@@ -23,17 +28,20 @@ from funcops import (
     linear,
     linear_bwd,
     linear_fwd,
+    parallel,
     random,
     repeat,
+    reshape,
     rms_norm,
     skip,
     with_policy,
 )
 from funcops.backend import backend
-from funcops.residuals import Compress, Offload, Policy
+from funcops.errors import GradModeError
+from funcops.residuals import Compress, Offload, Policy, Recompute
 from funcops.testing.layouts import LAYOUTS
 from funcops.testing.tolerances import assert_close
-from funcops.trees import cast, paths, put, tensors, tree_map, tree_map_tensors
+from funcops.trees import cast, flatten, paths, put, tensors, tree_map, tree_map_tensors
 
 BODY = ChainConfig(
     steps=(
@@ -158,6 +166,65 @@ def test_batch_wgrads_checks_all_pendings_first():
         with pytest.raises((DonatedError, StaleResidualError, ValueError, TypeError), match="must be"):
             batch_wgrads(op, [good, *before, last], cfg, into=into)
         assert untouched(into)
+
+
+def branches(*bodies):
+    return ParallelConfig(branches=tuple(Step(f"b{i}", op, cfg) for i, (op, cfg) in enumerate(bodies)))
+
+
+LINEAR = (linear, LinearConfig(4, 6))
+HEADS = (chain, ChainConfig(steps=(Step("proj", *LINEAR), Step("heads", reshape, ReshapeConfig((6,), (2, 3))))))
+GATED = (chain, ChainConfig(steps=(Step("up", *LINEAR), Step("act", activation, ActivationConfig("silu")))))
+MIXED = branches(LINEAR, (chain, BODY), (skip, SkipConfig(chain, BODY)), (bias, BiasConfig(4)), (repeat, OPS["repeat"][1]))
+DEEP = branches(LINEAR, (parallel, branches(GATED, (parallel, branches(LINEAR, HEADS)))), (rms_norm, RMSNormConfig(4)))
+AFTER = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("all", parallel, DEEP)))
+MANY = {
+    "parallel": (parallel, MIXED),
+    "nested": (parallel, DEEP),
+    "after a norm": (chain, AFTER),
+    "siblings": (parallel, branches(HEADS, HEADS, HEADS)),
+    "gated siblings": (parallel, branches(GATED, LINEAR)),
+    "remat": (with_policy(chain, Policy({"all": Recompute()})), AFTER),
+    "packed": (with_policy(chain, Policy({"*.x": Compress("bf16")})), AFTER),
+    "repeat": OPS["repeat"],
+    "stacked": OPS["stacked"],
+    "skips": OPS["skips"],
+}
+BAD = {
+    "wider": lambda t: t.new_ones((*t.shape[:-1], t.shape[-1] + 1)),
+    "longer": lambda t: torch.cat([t, t]),
+    "flat": lambda t: t.flatten(),
+    "of another dtype": lambda t: t.double(),
+    "of integers": lambda t: t.long(),
+    "elsewhere": lambda t: t.to("meta"),
+    "no tensor": lambda t: 3.0,
+    "that requires grad": lambda t: t.clone().requires_grad_(),
+    "deeper": lambda t: (t, t),
+}
+
+
+@pytest.mark.turns("third")
+@pytest.mark.parametrize("third", range(3))
+@pytest.mark.parametrize(("name", "implementation"), drawn(MANY, ["torch", "triton"]))
+def test_nothing_is_added_before_the_last_dy_is_checked(name, implementation, third):
+    """A fault at every part of dy in turn, residuals given away or not: what is refused changed no accumulator's bits."""
+    if implementation == "triton":
+        pytest.importorskip("triton")
+    op, cfg = MANY[name]
+    params = op.init(cfg, key=random.key(0))
+    with backend(implementation):
+        y, residuals = op.fwd(params, torch.ones(3, 4), cfg)
+        dy = tree_map(torch.ones_like, y)
+        flat, structure = flatten(dy)
+        for i, (what, fault) in list(itertools.product(range(len(flat)), BAD.items()))[third::3]:
+            wrong = structure.unflatten([fault(t) if i == at else t for at, t in enumerate(flat)])
+            into = tree_map_tensors(torch.ones_like, params)
+            kept = residuals if i % 2 else donate(op.fwd(params, torch.ones(3, 4), cfg)[1])
+            with pytest.raises((ValueError, TypeError, GradModeError), match="must be .*, got"):
+                op.bwd(kept, wrong, cfg, into=into)
+            assert all((t == 1).all() for t in tensors(into)), f"{what} at part {i} of dy"
+        op.bwd(residuals, dy, cfg, into=into)  # and a good one is taken
+        assert not all((t == 1).all() for t in tensors(into))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -146,6 +146,30 @@ def test_what_is_written(tmp_path, monkeypatch):
     assert (tmp_path / "k.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("count", [0, 1, 40])
+def test_the_picture_hides_no_bar(count, tmp_path, monkeypatch):
+    """All labels and bars are within the axes, and the legend outside."""
+    from matplotlib import pyplot as plt
+
+    figures = []
+    monkeypatch.setattr(plt, "close", figures.append)
+    row = kernels.Measured("k", "8", "bf16", "funcops", 1.0, 1.0, 1.0, 0.5, math.nan, math.nan, 0.0, 0.0, 0.0, "")
+    rows = [row._replace(shape=str(i), provider=name, of_copy=1.2) for i in range(count) for name in kernels.PROVIDERS[:4]]
+    draw(str(tmp_path / "k.png"), rows)
+    (figure,) = figures
+    (axes,) = figure.axes
+    low, high = sorted(axes.get_ylim())
+    assert len(axes.patches) == 4 * count and all(
+        low <= bar.get_y() and bar.get_y() + bar.get_height() <= high for bar in axes.patches
+    )
+    assert high - low <= max(1, count) + 0.01 and axes.get_xlabel() and axes.get_title()
+    for legend in figure.legends:
+        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert len(figure.legends) == (count > 0)
+    monkeypatch.undo()
+    plt.close(figure)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():

@@ -1,10 +1,28 @@
 """What is shown when nobody asked for all of it fits a screen: 100 columns, 40 lines."""
 
+import re
+
 import pytest
 import torch
 
-from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, explain, fit, linear, report, rms_norm, schedule
-from funcops.errors import sized
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    Needs,
+    RMSNormConfig,
+    Step,
+    chain,
+    explain,
+    fit,
+    linear,
+    random,
+    report,
+    rms_norm,
+    schedule,
+)
+from funcops.adapters.graphs import graphed
+from funcops.errors import size_of, sized
+from funcops.residuals import Ledger, diff
 
 
 def chain_of(steps):
@@ -49,6 +67,36 @@ def test_a_schedule_shows_its_actions():
 )
 def test_bytes_have_the_unit_in_which_they_are_something(nbytes, shown):
     assert sized(nbytes) == shown
+    assert size_of(nbytes) == (f"{shown[0]} bytes" if nbytes < 1024 else f"{shown[0]:.2f} {shown[1]}")
+
+
+def kept_by(width, needs=Needs.ALL):
+    cfg = LinearConfig(width, width)
+    params = linear.init(cfg, key=random.key(0))
+    return linear.fwd(params, torch.ones(64, width), cfg, needs=needs)[1]
+
+
+def a_ledger():
+    ledger = Ledger()
+    ledger.keep("a", linear.dgrad(kept_by(64), torch.ones(64, 64), LinearConfig(64, 64))[1])
+    return ledger
+
+
+PRINTS_BYTES = {
+    "report": lambda: report(kept_by(64), tokens=1),
+    "diff": lambda: diff(report(kept_by(64)), report(kept_by(64, Needs(x=False)))),
+    "fit": lambda: fit(chain, chain_of(1), torch.ones(4096, 8), 10**9),
+    "Simulated": lambda: schedule.simulate(schedule.one_f_one_b(2, 3), schedule.Costs(residual_bytes=2**20, pending_bytes=2**20)),
+    "Ledger": a_ledger,
+    "graphed": lambda: graphed(lambda x: x * 2, torch.ones(4096)).report(),
+}
+
+
+@pytest.mark.parametrize("what", PRINTS_BYTES)
+def test_every_print_of_bytes_is_in_units(what):
+    value = PRINTS_BYTES[what]()
+    for text in (str(value), str(value) if what == "graphed" else repr(value)):  # a named tuple's repr is its data
+        assert re.search(r"\d\.\d\d [KM]iB", text) and not re.search(r"\d{4,}|\d,\d{3}", text.replace("4096", "")), text
 
 
 def test_the_picture_of_a_small_report_is_in_kib():

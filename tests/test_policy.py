@@ -12,6 +12,7 @@ from tiers import drawn
 
 from funcops import (
     POLICIES,
+    ActivationConfig,
     AttentionConfig,
     ChainConfig,
     Compress,
@@ -24,8 +25,10 @@ from funcops import (
     RepeatConfig,
     RMSNormConfig,
     Save,
+    SkipConfig,
     Step,
     WithExtras,
+    activation,
     attention,
     chain,
     cross_entropy,
@@ -38,11 +41,12 @@ from funcops import (
     repeat,
     report,
     rms_norm,
+    skip,
     with_policy,
 )
 from funcops.bench.memory import Live
 from funcops.bench.models import block_config, gpt2_block_config, mlp_config
-from funcops.compose.fit import fit
+from funcops.compose.fit import _follow, _measure, fit
 from funcops.errors import DonatedError, StaleResidualError
 from funcops.ops.linear import LinearConfig
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
@@ -309,10 +313,53 @@ def test_fit_takes_the_cheapest_that_fits():
     )
     assert "> recompute mlp" in str(tight)
     assert fit(chain, cfg, x, kept["minimal"]).picked.name == "minimal"
-    with pytest.raises(ValueError, match="fit: budget must be at least .* bytes .policy minimal., got 10"):
+    with pytest.raises(ValueError, match="fit: budget must be at least 8,320 bytes .8.12 KiB, policy minimal., got 10"):
         fit(chain, cfg, x, 10)
     params = chain.init(cfg, key=random.key(0))
     assert report(tight.op.fwd(params, x, cfg)[1], params).kept_bytes == tight.picked.kept_bytes
+
+
+def deep(times):
+    """Repeats of every sort: plain, stacked, in a skip, of two layers that share what they keep, within another."""
+    shares = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 64)), Step("act", activation, ActivationConfig(kind="tanh"))))
+    inner = RepeatConfig(chain, shares, 2)
+    return {
+        "llama": (RepeatConfig(chain, LLAMA[0], times), made("llama")[2]),
+        "stacked": (RepeatConfig(chain, shares, times, stacked=True), torch.randn(3, 64)),
+        "two": (
+            ChainConfig(
+                steps=(
+                    Step("first", repeat, RepeatConfig(chain, shares, times)),
+                    Step("skip", skip, SkipConfig(repeat, RepeatConfig(repeat, inner, times))),
+                ),
+                ties={"first.1.up.weight": "first.0.up.weight"} if times == 3 else (),
+            ),
+            torch.randn(3, 64),
+        ),
+    }
+
+
+@pytest.mark.turns("policy")
+@pytest.mark.parametrize("policy", ["save_all", "recompute_norms", "recompute_elementwise", "minimal"])
+@pytest.mark.parametrize("times", [3, 4])
+@pytest.mark.parametrize("name", deep(1))
+def test_what_fit_finds_for_many_layers_is_what_they_keep(name, times, policy):
+    cfg, x = deep(times)[name]
+    op = with_policy(chain if isinstance(cfg, ChainConfig) else repeat, policy)
+    assert _measure(op, cfg, x, None) == _follow(op, cfg, x, None)
+
+
+def test_fit_leaves_out_what_a_policy_cannot_do():
+    """Of the last step x cannot be had again, so that nothing of it is tried alone."""
+    cfg, x = deep(2)["two"]
+    assert len(fit(chain, cfg, x, 10**9).tried) >= 4
+
+
+def test_the_cost_of_fit_does_not_grow_with_depth(monkeypatch):
+    followed = []
+    monkeypatch.setattr("funcops.compose.fit._follow", lambda op, cfg, x, dtype: followed.append(cfg) or (1, 1))
+    fit(repeat, RepeatConfig(chain, LLAMA[0], 10_000), made("llama")[2], 10**9)
+    assert {cfg.times for cfg in followed} == {1, 2}
 
 
 def test_paths_of_params_are_untouched():

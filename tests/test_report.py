@@ -1,10 +1,17 @@
 """Reports: shares, differences, and the picture."""
 
+import itertools
+import re
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from funcops import LinearConfig, chain, diff, linear, random, report, with_policy
+from funcops import LinearConfig, RepeatConfig, chain, diff, linear, random, repeat, report, with_policy
 from funcops.bench.models import mlp_config
+from funcops.residuals.layers import merged
+from funcops.residuals.report import Row
 
 CFG = mlp_config(16, 24)
 
@@ -40,7 +47,7 @@ def test_a_difference_names_what_is_no_longer_kept():
     before, after = reports()
     found = diff(before, after)
     assert {c.path: (c.before, c.after) for c in found} == {"up.x": (8 * 16 * 4, 0), "down.x": (8 * 24 * 4, 0)}
-    assert str(found).endswith("-1,280 bytes in all") and str(found).startswith("down.x")
+    assert str(found).endswith("-1.25 KiB in all") and str(found).startswith("down.x")
     assert diff(before, before) == [] and str(diff(before, before)) == "+0 bytes in all"
 
 
@@ -55,3 +62,43 @@ def test_the_picture_is_written(tmp_path):
     assert abs(width - everything.kept_bytes) < 1
     everything.plot(str(tmp_path / "kept.svg"), depth=2)
     assert (tmp_path / "kept.svg").read_text().startswith("<?xml")
+
+
+SAME = st.tuples(
+    st.sampled_from(["norm.x", "act.0.x"]), st.integers(0, 2), st.sampled_from(["", "{}.norm.y", "params.{}.w", "0.x", "x.main"])
+)
+
+
+def expanded(text):
+    """The paths that a path of ranges stands for."""
+    parts = [[str(i) for i in range(int(a), int(b) + 1)] for a, b in re.findall(r"(\d+)\.\.(\d+)", text)]
+    form = re.sub(r"\d+\.\.\d+", "{}", text)
+    return [form.format(*numbers) for numbers in itertools.product(*parts)]
+
+
+@given(st.lists(st.lists(SAME, max_size=3, unique_by=lambda row: row[0]), max_size=5), st.integers(1, 3))
+def test_equal_layers_are_one_row_and_nothing_is_lost(layers, times):
+    rows = [
+        Row(f"{outer}.{i}.{path}", (size,), "float32", 4 * size, owner.format(f"{outer}.{i}"), "dgrad")
+        for outer in range(times)
+        for i, layer in enumerate(layers)
+        for path, size, owner in layer
+    ]
+    shown = merged(rows)
+    assert sorted(path for one in shown for path in expanded(one.row.path)) == sorted(row.path for row in rows)
+    assert sum(one.count for one in shown) == len(rows) and sum(one.row.bytes for one in shown) == sum(row.bytes for row in rows)
+    by_path = {row.path: row for row in rows}
+    for one in shown:
+        of = [by_path[path] for path in expanded(one.row.path)]
+        assert len({(row.shape, row.bytes) for row in of}) == 1 and {row.alias_of for row in of} == set(expanded(one.row.alias_of))
+    assert len(shown) <= len({(i, *layer) for i, each in enumerate(layers) for layer in each})
+
+
+def test_a_report_of_many_layers_is_one_screen():
+    cfg = RepeatConfig(chain, CFG, 64)
+    params, x = repeat.init(cfg, key=random.key(0)), torch.randn(2, 16)
+    kept = repeat.fwd(params, x, cfg)[1]
+    short, whole = report(kept, params, x), report(kept, params, x, expand=True)
+    assert short.rows == whole.rows and str(whole).count("\n") == len(whole.rows) + 1 and str(short).count("\n") < 20
+    assert "0..63.norm.rstd (x 64)" in str(short) and "0..63.norm.rstd (x 64)" in short._repr_html_()
+    assert str(short).splitlines()[-1] == str(whole).splitlines()[-1]

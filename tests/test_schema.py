@@ -139,6 +139,13 @@ NODE_USES = {
     "fetch": fetch,
     "pickle": pickle.dumps,
     "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "a comparison": lambda node: node.x == 1,
+    "a comparison of nodes": lambda node: node == node,  # noqa: PLR0124
+    "an edit in place": lambda node: node.set(x=torch.ones(2, 4)),
+    "an edited copy": lambda node: node.copy(x=torch.ones(2, 4)),
+    "giving": lambda node: node.give(),
+    "a walk of torch's": torch.utils._pytree.tree_leaves,
 }
 DICT_USES = {
     "a part": lambda node: node["up"],
@@ -149,7 +156,22 @@ DICT_USES = {
     "its length": len,
     "whether it is": bool,
     "its names": list,
-    **{name: NODE_USES[name] for name in ("report", "donate", "fetch", "pickle", "deepcopy")},
+    "its names, last first": lambda node: list(reversed(node)),
+    "whether it has a part": lambda node: "up" in node,
+    "a part taken out": lambda node: node.pop("up", None),
+    "any part taken out": lambda node: node.popitem(),
+    "a part deleted": lambda node: node.__delitem__("up"),
+    "a part put in": lambda node: node.setdefault("up", None),
+    "parts put in": lambda node: node.update(up=None),
+    "parts joined": lambda node: node | {},
+    "parts joined in place": lambda node: node.__ior__({}),
+    "emptying": lambda node: node.clear(),
+    "a dict's copy": lambda node: node.copy(),
+    "a plain dict": dict,
+    **{
+        name: NODE_USES[name]
+        for name in ("report", "donate", "fetch", "pickle", "deepcopy", "copy", "a comparison of nodes", "a walk of torch's")
+    },
 }
 CELL_USES = {
     "a field": lambda cell: cell.x,
@@ -157,6 +179,7 @@ CELL_USES = {
     "its length": len,
     "its names": list,
     "report": report,
+    **{name: NODE_USES[name] for name in ("pickle", "deepcopy", "a walk of torch's")},
 }
 
 

@@ -119,6 +119,28 @@ def _backward(op, cfg, params, x, path, way):
     assert f"into.{path} must be" in said, said
 
 
+@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 1 else pytest.mark.slow) for seed in range(6)])
+def test_errors_have_the_path_where_they_are_compiled(seed, fullgraph):
+    """A wrong leaf in the forward, and a wrong dy in the backward: what is said is what is said without a compiler."""
+    op, cfg = model(seed)
+    params, x = op.init(cfg, key=random.key(0)), torch.randn(2, D)
+    there = [(path, leaf) for path, leaf in paths(params).items() if leaf is not None]
+    path, leaf = pyrandom.Random(seed).choice(there)
+    wrong = leaf[..., :-1] if seed % 2 else leaf.to(torch.complex64)
+
+    def step(params, x, dy):
+        y, residuals = op.fwd(params, x, cfg)
+        return y, op.bwd(residuals, dy, cfg)
+
+    for given in ((put(params, path, wrong), x, x), (params, x, torch.randn(3, D))):
+        torch._dynamo.reset()
+        with torch.no_grad():
+            said = message_of((ValueError, TypeError), lambda: step(*given))  # noqa: B023
+            compiled = torch.compile(step, fullgraph=fullgraph, backend="eager")
+            assert re.match(r"[\w.]+: \w+: ", said) and said in message_of(Exception, lambda: compiled(*given))  # noqa: B023
+
+
 def test_a_pending_that_was_written_to_is_named_in_every_half():
     cfg = ChainConfig(steps=(Step("a", linear, LinearConfig(D, D)), Step("b", skip, SkipConfig(linear, LinearConfig(D, D)))))
     cfg = RepeatConfig(chain, cfg, 3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from good_arguments import OWN, ROWS, of, public
+from good_arguments import CHAIN, OWN, ROWS, of, public
 from torch import Tensor
 
 from funcops import (
@@ -19,10 +19,13 @@ from funcops import (
     Needs,
     Op,
     Step,
+    chain,
+    donate,
     linear,
     random,
     schedule,
 )  # fmt: skip
+from funcops.compose.step import Nested
 from funcops.errors import (
     BorrowedError,
     CaptureError,
@@ -33,6 +36,7 @@ from funcops.errors import (
     StaleResidualError,
     describe,
 )
+from funcops.schema import Saved
 from funcops.testing import LAWS, check_op
 from funcops.trees import paths, put, tensors, tree_map_tensors
 
@@ -235,3 +239,57 @@ def test_check_op_names_the_law_whatever_fails(law):
                 check_op(broken(part, how), cfg=LinearConfig(4, 4), **options)
             except AssertionError as error:
                 assert str(error).startswith(f"law '{law}', torch.float32: ")
+
+
+TAKES_A_TREE = ("tree", "node", "kept", "stowed", "residuals", "pending", "pendings", "a", "b")
+READS_NOTHING = {  # of what was given away, and why
+    ("trees.show", "node"): "a repr says so",
+    ("trees.has", "tree"): "names alone",
+    ("trees.at", "tree"): "the field of a node, which says so when it is used",
+    ("donate", "kept"): "a cell is given away once and for all",
+}
+
+
+def given_away():
+    """By name: nodes that were given away, the cells in which they are, and a cell that a backward took."""
+    params, x = chain.init(CHAIN, key=random.key(0)), torch.ones(2, 4)
+    made = {"a node": linear.fwd(params["a"], x, LinearConfig(4, 4))[1], "a chain's node": chain.fwd(params, x, CHAIN)[1]}
+    cells = {name: donate(node) for name, node in made.items()}
+    spent = donate(linear.fwd(params["a"], x, LinearConfig(4, 4))[1])
+    linear.bwd(spent, x, LinearConfig(4, 4))
+    return {**made, "a cell": cells["a node"], "a cell of a chain": cells["a chain's node"], "a spent cell": spent}
+
+
+def test_what_was_given_away_is_refused_by_every_function_of_a_tree(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    wrong, asked = [], 0
+    for name, row in ROWS.items():
+        for argument in [each for each in row.good() if each in TAKES_A_TREE]:
+            for what, node in given_away().items():
+                good = row.good()
+                own = good[argument]
+                if own is None:  # an op without params has no pending
+                    continue
+                if isinstance(own, (Saved, Nested)) or argument == "pendings":  # the op's own
+                    one = own[0] if argument == "pendings" else own
+                    cell = donate(one)
+                    if "cell" in what:
+                        cell.take("here")
+                    node = one if "node" in what else cell
+                    node = [node] if argument == "pendings" else node
+                if "path" in good:
+                    good["path"] = "x"
+                asked += 1
+                try:
+                    of(name)(**{**good, argument: node})
+                except DonatedError:
+                    continue
+                except TypeError as error:  # or no such thing is taken at all
+                    if not (name == "trees.replace" and what != "a node" and WORDING.match(str(error))):
+                        wrong.append((name, argument, what, repr(error)))
+                except Exception as error:
+                    wrong.append((name, argument, what, repr(error)))
+                else:
+                    wrong.append((name, argument, what))
+    found = {(name, argument) for name, argument, *_ in wrong}
+    assert asked > 200 and found == READS_NOTHING.keys(), "\n".join(map(str, wrong))

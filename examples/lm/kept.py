@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops import WithExtras, chain, fit, report, with_policy
+from funcops.errors import size_of
 from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast
@@ -35,11 +36,6 @@ def policy_of(args: Any) -> tuple[Op, str]:
         name, op = chosen.name, with_policy(chain, chosen.policy)
     op.init(cfg, device="meta")  # works the policy out, before any compiler looks on
     return op, name
-
-
-def size_of(count: int) -> str:
-    """Bytes in MiB, or in KiB where that would be next to nothing."""
-    return f"{count / 2**20:.2f} MiB" if count >= 2**20 / 10 else f"{count / 2**10:.2f} KiB"
 
 
 def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str) -> None:

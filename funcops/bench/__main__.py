@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from typing import Any
 
-from funcops.bench.measure import BenchError, print_table, write_csv, write_json
+from funcops.bench.measure import BenchError, NoDevice, print_table, write_csv, write_json
 
 BENCHES = {
     "aot": "every Triton kernel compiled for GPUs that are not there",
@@ -33,11 +34,11 @@ def main(argv: list[str]) -> None:
         one = names.add_parser(name, help=what, description=what)
         one.add_argument("--json", metavar="FILE", help="also write the rows here, with the machine's versions")
         one.add_argument("--csv", metavar="FILE", help="also write the rows here")
+        one.add_argument("--if-device", action="store_true", help="where a GPU is needed and there is none, say so and end well")
         if name == chosen and hasattr(module, "add_arguments"):
             module.add_arguments(one)
     options = vars(parser.parse_args(argv))
-    json_path, csv_path = options.pop("json"), options.pop("csv")
-    del options["name"]
+    name, json_path, csv_path, if_device = (options.pop(key) for key in ("name", "json", "csv", "if_device"))
     rows: list[Any] = []
     try:
         found = module.run(**options)
@@ -48,7 +49,9 @@ def main(argv: list[str]) -> None:
             if csv_path:
                 write_csv(csv_path, rows)
     except BenchError as e:
-        parser.error(str(e))
+        if not (if_device and isinstance(e, NoDevice)):
+            parser.error(str(e))
+        print(json.dumps({"bench": name, "status": "no device"}))
     finally:
         print_table(rows)
 

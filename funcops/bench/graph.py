@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table
 from funcops.adapters.graphs import graphed
-from funcops.bench.measure import BenchError, Row
+from funcops.bench.measure import NoDevice, Row
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.plain import PlainLlama
 from funcops.bench.step import BETAS, CLIP, DECAY, LR, Step, plain_name, torch_step
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(dtype: str) -> list[Row]:
     if not torch.cuda.is_available():
-        raise BenchError("a CUDA device is needed: what a graph saves is launches")
+        raise NoDevice("a CUDA device is needed: what a graph saves is launches")
     return _timed(steps(SMALL, getattr(torch, dtype), "cuda"), f"small decoder, {dtype}")
 
 

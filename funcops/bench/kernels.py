@@ -21,7 +21,7 @@ from torch import Tensor
 from funcops.backend import backend
 from funcops.bench.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
 from funcops.bench.liger import liger_call, write_liger_csv
-from funcops.bench.measure import BenchError
+from funcops.bench.measure import NoDevice
 from funcops.bench.plot import draw
 from funcops.bench.samples import Maker, Prepared, Sample, direct, samples
 from funcops.errors import short
@@ -66,7 +66,7 @@ def run(
 ) -> Iterator[Measured]:  # fmt: skip
     """The rows as they come."""
     if not torch.cuda.is_available():
-        raise BenchError("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
+        raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
     timer, stop = CudaTimer(), time.monotonic() + seconds
     rows: list[Measured] = []
     left: list[str] = []

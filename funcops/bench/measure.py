@@ -20,6 +20,10 @@ class BenchError(Exception):
     """A bench that cannot run here, and why."""
 
 
+class NoDevice(BenchError):
+    """A bench of a GPU where there is none."""
+
+
 class Row(NamedTuple):
     bench: str
     case: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +12,9 @@ from funcops.bench.measure import machine
 
 def draw(path: str, rows: Sequence[Any]) -> None:
     """Horizontal bars: a group for each kernel and shape, a bar for each provider; the share of a copy's rate, or of cuBLAS."""
+    if importlib.util.find_spec("matplotlib") is None:  # no reason to lose what was measured
+        print(f"bench kernels: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
+        return
     import matplotlib
 
     matplotlib.use("Agg")
@@ -17,7 +22,7 @@ def draw(path: str, rows: Sequence[Any]) -> None:
 
     labels = list(dict.fromkeys(f"{row.kernel} {row.shape} {row.dtype}" for row in rows))
     providers = [name for name in dict.fromkeys(row.provider for row in rows) if name != "cublas"]
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.16 * len(labels) * len(providers)))
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.16 * len(labels) * len(providers)), layout="constrained")
     thick = 0.8 / max(1, len(providers))
     for i, provider in enumerate(providers):
         found = {
@@ -28,11 +33,12 @@ def draw(path: str, rows: Sequence[Any]) -> None:
         places = [place + (i - (len(providers) - 1) / 2) * thick for place in found]
         axes.barh(places, [100 * share for share in found.values()], thick, label=provider)
     axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.invert_yaxis()
+    axes.set_ylim(max(1, len(labels)) - 0.5, -0.5)
+    axes.tick_params(top=True, labeltop=True)  # the picture is as long as the list
     axes.set_xlabel("percent of a copy's rate (matrix products: of cuBLAS)")
     axes.axvline(100, color="grey", linewidth=0.8)
-    axes.set_title(machine()["device"], fontsize=9)
-    axes.legend(fontsize=7, loc="lower right")
-    figure.tight_layout()
+    axes.set_title(f"bench kernels on {machine()['device']}", fontsize=9)
+    if providers:  # above the bars, of which none is hidden then
+        figure.legend(fontsize=7, loc="outside upper center", ncols=len(providers), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -15,14 +15,14 @@ import dataclasses
 import itertools
 import random as python_random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
-from funcops.bench.measure import BenchError, Row, interleaved
+from funcops.bench.measure import NoDevice, Row, interleaved
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.plain import PlainLlama
 from funcops.needs import Needs
@@ -168,7 +168,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the step runs (default: %(default)s)")
 
 
-def run(device: str = "cpu") -> list[Row]:
+def run(device: str = "cpu") -> Iterator[Row]:
+    """The rows of each dtype as they come."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("--device: expected cpu, as there is no CUDA device, got cuda")
-    return [row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, Sizes(), ROUNDS, device)]
+        raise NoDevice("--device: expected cpu, as there is no CUDA device, got cuda")
+    return (row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, Sizes(), ROUNDS, device))

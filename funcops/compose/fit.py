@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -11,9 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from funcops.compose.policy import part_paths, with_policy
+from funcops.compose.policy import part_paths, parts_of, serves, with_policy
+from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import abstract_params, check_body
-from funcops.errors import in_html, on_screen, require, require_dtype
+from funcops.errors import in_html, on_screen, require, require_dtype, size_of
 from funcops.op import Op
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
@@ -65,7 +67,7 @@ class Fitted(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{'>' if one is self.picked else ' '} {one.name:<40} {one.kept_bytes:>16,} bytes  {100 * one.extra_flops:5.1f} % more"
+            f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  {100 * one.extra_flops:5.1f} % more"
             for one in self.tried
         ]
         return "\n".join(lines)
@@ -89,21 +91,61 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
-    require(bool(within), "fit", "budget", f"at least {least.kept_bytes:,} bytes (policy {least.name})", f"{budget:,}")
+    require(
+        bool(within),
+        "fit",
+        "budget",
+        f"at least {least.kept_bytes:,} bytes ({size_of(least.kept_bytes)}, policy {least.name})",
+        f"{budget:,}",
+    )
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
 
 
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
         yield name, POLICIES[name]
-    parts = part_paths(op, cfg)[:MOST_PARTS]
+    parts = [path for path in part_paths(op, cfg) if serves(op, cfg, Policy({path: Recompute()}))][:MOST_PARTS]
     for size in range(1, len(parts) + 1):
         for chosen in itertools.combinations(parts, size):
-            yield f"recompute {', '.join(chosen)}", Policy({path: Recompute() for path in chosen})
+            if serves(op, cfg, policy := Policy({path: Recompute() for path in chosen})):
+                yield f"recompute {', '.join(chosen)}", policy
 
 
 def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Bytes kept, and the floating-point operations of matrix products in forward and backward."""
+    """Bytes kept, and the floating-point operations of matrix products in forward and backward. Of the layers of a repeat all but the
+    first are alike, so two are followed however many there are."""
+    times = list(_times(cfg))
+    once = [1] * len(times)
+    try:
+        short = _resized(cfg, iter(once))
+        longer = [(n - 1, _resized(cfg, iter([*once[:i], 2, *once[i + 1 :]]))) for i, n in enumerate(times) if n > 1]
+    except ValueError:  # a tie names a layer that is not there
+        return _follow(op, cfg, x, dtype)
+    kept, flops = base = _follow(op, short, x, dtype)
+    for more, config in longer:
+        found = _follow(op, config, x, dtype)
+        kept, flops = kept + more * (found[0] - base[0]), flops + more * (found[1] - base[1])
+    return kept, flops
+
+
+def _times(cfg: Any) -> Iterator[int]:
+    """How many layers the repeats have that are in no other."""
+    if type(cfg) is RepeatConfig:
+        yield cfg.times
+    elif hasattr(cfg, "with_parts"):
+        for _, _, inner in parts_of(cfg):
+            yield from _times(inner)
+
+
+def _resized(cfg: Any, times: Iterator[int]) -> Any:
+    """The config with other numbers of layers, in the order of `_times`."""
+    if type(cfg) is RepeatConfig:
+        return dataclasses.replace(cfg, times=next(times))
+    return cfg.with_parts(lambda _, op, inner: (op, _resized(inner, times))) if hasattr(cfg, "with_parts") else cfg
+
+
+def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
+    """The figures of `_measure`, of every layer."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
         params = tree_map_tensors(lambda t: fake(t, dtype), abstract_params(op, cfg))

@@ -12,18 +12,23 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funcops.accumulators import check_accumulator, check_apart, check_width
 from funcops.backend import tracing
 from funcops.compose.step import Nested, abstract_params
-from funcops.errors import fail, in_step
+from funcops.errors import FLOATS, check, fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.schema import Donated, Saved
-from funcops.trees import fake, paths, tensors, tree_map_tensors
+from funcops.trees import fake, paths, structure, tensors, tree_map_tensors
 
 _dtypes: dict[Any, dict[str, torch.dtype]] = {}  # of gradients by path; by all that they depend on
+_fitting: set[Any] = set()  # dys and residuals that every part took
+MOST_FITTING = 1024
 
 
-def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None) -> None:
+def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None, several: bool = False) -> None:
     """Before anything is added: a float accumulator of its shape, on its device, as wide as it, of its own memory, for every gradient
-    that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals."""
+    that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals; `several`: of which each part
+    goes to a part of the op, so that the first would add before the last has looked at its own."""
+    if several:
+        _check_kinds(where, dy)
     want, have = paths(abstract_params(op, cfg)), paths(into)
     if want.keys() != have.keys():
         wrong = sorted(want.keys() ^ have.keys())
@@ -43,6 +48,33 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
         for path, dtype in _gradient_dtypes(op, cfg, node, dy, kept).items():
             if path in given:
                 check_width(where, path, given[path], dtype)
+    if several and node is not None and not tracing():
+        _check_all(op, cfg, node, dy, kept)
+
+
+def _check_kinds(where: str, dy: Any) -> None:
+    """What no op takes for a gradient."""
+    given = tensors(dy)
+    for path, t in paths(dy).items():
+        if t is not None:
+            check(where, f"dy.{path}", t, (...,), FLOATS, given[0] if given else None)
+
+
+def _check_all(op: Op, cfg: Any, node: Any, dy: Any, kept: list[Tensor]) -> None:
+    """Let every part look at its dy: by a run without data, for shapes and dtypes that were not seen yet."""
+    key = op, cfg, node.needs, structure(dy), tuple([(t.shape, t.dtype) for t in kept])
+    if key in _fitting:
+        return
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            op.bwd(tree_map_tensors(fake, node), tree_map_tensors(fake, dy), cfg)
+    except (ValueError, TypeError):
+        raise
+    except Exception:  # an op of others that reads values has no such run
+        return
+    if len(_fitting) >= MOST_FITTING:
+        _fitting.clear()
+    _fitting.add(key)
 
 
 def _tensors(where: str, node: Any) -> Iterator[Tensor]:

@@ -31,12 +31,11 @@ from funcops.compose.step import (
     split_x,
 )
 from funcops.compose.widths import Width, follow, inside
-from funcops.errors import FLOATS, check, describe, fail, in_step, require, require_type
+from funcops.errors import describe, fail, in_step, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.schema import open_node
-from funcops.trees import paths
 
 
 @config
@@ -177,14 +176,6 @@ def _walk(where: str, node: Any, dy: Any, cfg: ParallelConfig, sums: dict[str, A
     return dmain, results
 
 
-def _check_kinds(where: str, dy: Any, cfg: ParallelConfig) -> None:
-    """Before the first branch adds to an accumulator: what no branch would take for a gradient."""
-    if isinstance(dy, tuple) and len(dy) == len(cfg.branches):
-        for path, t in paths(dy).items():
-            if t is not None:
-                check(where, f"dy.{path}", t, (...,), FLOATS)
-
-
 def _siblings_for(cfg: ParallelConfig, needs: Needs, dy: tuple[Any, ...]) -> Siblings | None:
     device_type = planned_for(dy[0])
     if device_type is None or not cfg.fuse or None in cfg.apart:
@@ -223,10 +214,8 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     node = open_node("parallel_bwd", residuals, ParallelResiduals, cfg)
-    if into is not None:
-        _check_kinds("parallel_bwd", dy, cfg)
-    sums = _accumulators("parallel_bwd", into, node, cfg, dy)
-    dx, found = _walk("parallel_bwd", node, (None,) * len(cfg.branches) if dy is None else dy, cfg, sums)
+    dy = (None,) * len(cfg.branches) if dy is None else dy
+    dx, found = _walk("parallel_bwd", node, dy, cfg, _accumulators("parallel_bwd", into, node, cfg, dy))
     if node is not residuals:
         node.empty()
     return found if into is None else into, dx
@@ -236,7 +225,7 @@ def _accumulators(where: str, into: Any, node: Any, cfg: ParallelConfig, dy: Any
     if into is None:
         return cfg.names
     _check_names(where, "into", into, cfg)
-    check_into_tree(where, into, parallel, cfg, node, dy)
+    check_into_tree(where, into, parallel, cfg, node, dy, several=dy is not None)
     return into
 
 

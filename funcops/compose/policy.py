@@ -76,6 +76,15 @@ def _with_policy(op: Op, policy: Policy) -> Op:
     return wrap(op, made_by, init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="", residuals=Saved)
 
 
+def serves(op: Op, cfg: Any, policy: Policy) -> bool:
+    """Whether `with_policy` takes the policy for this config."""
+    try:
+        _apply(op, cfg, policy)
+    except ValueError:
+        return False
+    return True
+
+
 def _apply(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     known = list(dict.fromkeys(residual_paths(op, cfg)))
     for pattern, _ in policy.rules if policy not in POLICIES.values() else ():  # a preset is for every op
@@ -162,7 +171,7 @@ def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
     if not hasattr(cfg, "with_parts"):
         yield from (_joined(path, name) for name in op.fields())
         return
-    for name, inner, inner_cfg in _parts(cfg):
+    for name, inner, inner_cfg in parts_of(cfg):
         yield from residual_paths(inner, inner_cfg, _joined(path, name))
 
 
@@ -175,7 +184,8 @@ def _inputs(op: Op, cfg: Any, path: str) -> Iterator[str]:
         yield from _inputs(inner, inner_cfg, _joined(path, "*" if name == 0 else name))
 
 
-def _parts(cfg: Any) -> list[tuple[Any, Op, Any]]:
+def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:
+    """Name, op and config of each part of a combinator's config."""
     found: list[tuple[Any, Op, Any]] = []
 
     def note(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
@@ -189,7 +199,7 @@ def _parts(cfg: Any) -> list[tuple[Any, Op, Any]]:
 def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
     if hasattr(cfg, "with_parts"):
         yield type(cfg) is RepeatConfig
-        for _, inner, inner_cfg in _parts(cfg):
+        for _, inner, inner_cfg in parts_of(cfg):
             yield from _repeats(inner, inner_cfg)
 
 
@@ -206,7 +216,7 @@ def part_paths(op: Op, cfg: Any) -> list[str]:
 
 def _steps(op: Op, cfg: Any, path: str) -> Iterator[tuple[str, Op]]:
     if hasattr(cfg, "with_parts"):
-        for name, inner, inner_cfg in _parts(cfg):
+        for name, inner, inner_cfg in parts_of(cfg):
             if name is not None:
                 yield _joined(path, name), inner
             yield from _steps(inner, inner_cfg, _joined(path, name))

@@ -212,7 +212,7 @@ class Nested(dict):  # type: ignore[type-arg]
 
     def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
         if parts:
-            self.update(parts)
+            dict.update(self, parts)
         self.cfg, self.needs = cfg, needs
         self.donated = self.gone = False
         self.had = ()
@@ -236,46 +236,33 @@ class Nested(dict):  # type: ignore[type-arg]
         return node
 
     def empty(self) -> None:
-        self.clear()
+        dict.clear(self)
         self.gone, self.had = True, ()
 
     def parts(self) -> tuple[str, ...]:
         return self.had or tuple([name for name, part in dict.items(self) if part is not None])
 
-    def moved(self, aside: Any) -> Any:
+    def moved(self, had: Any) -> Any:
         """This node, made of another's parts, with what is known of that."""
-        if aside is not None:
-            self.gone, self.had = aside
+        if had is not None:
+            self.had = had
         return self
 
     def __copy__(self) -> Any:
         made: Any = type(self)(self, cfg=self.cfg, needs=self.needs)
         made.donated = self.donated
-        return made.moved((self.gone, self.parts()))
+        return made.moved(self.parts())
 
-    def _open(self) -> Any:
-        """This node, which must not have been given away."""
+    copy = __copy__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self._open()
+        return super().__reduce_ex__(protocol)
+
+    def _open(self) -> None:
+        """Raise if this node was given away."""
         if self.gone:
             raise DonatedError(f"{type(self).__name__} was given away with donate(): it must not be used again")
-        return super()
-
-    def get(self, name: Any, default: Any = None) -> Any:
-        return self._open().get(name, default)
-
-    def keys(self) -> Any:
-        return self._open().keys()
-
-    def values(self) -> Any:
-        return self._open().values()
-
-    def items(self) -> Any:
-        return self._open().items()
-
-    def __iter__(self) -> Any:
-        return self._open().__iter__()
-
-    def __len__(self) -> int:
-        return self._open().__len__()  # type: ignore[no-any-return]
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
@@ -283,12 +270,26 @@ class Nested(dict):  # type: ignore[type-arg]
         return WithExtras(None, dict.fromkeys(extras)) if extras else None
 
     def __missing__(self, name: Any) -> Any:
-        if self.gone:
-            raise DonatedError(f"{type(self).__name__}.{name} was given away with donate(): it must not be used again")
+        self._open()
         raise KeyError(name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({super().__repr__()})"
+
+
+# Every other method of a dict, but for what a launch calls (`node[name]` finds nothing in a node that was given away, and asks
+# `__missing__`), with that check before. Written out as source, with `super`, as a tracer follows no method that is called by its class.
+_SOURCE = """
+def {name}(self, *args, **options):
+    if self.gone:
+        self._open()
+    return super(Nested, self).{name}(*args, **options)
+"""
+for _name in ("get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ __or__ "
+              "__ror__ __ior__ __delitem__").split():  # fmt: skip
+    _scope: dict[str, Any] = {"Nested": Nested}
+    exec(_SOURCE.format(name=_name), _scope)
+    setattr(Nested, _name, _scope[_name])
 
 
 def nested(kind: str) -> Callable[[type], type]:
@@ -299,7 +300,7 @@ def nested(kind: str) -> Callable[[type], type]:
         register_node(
             cls,
             lambda node: tuple(dict.values(node)),
-            lambda node: (node.cfg, node.needs, tuple(dict.keys(node)), Aside((node.gone, node.parts()))),
+            lambda node: (node._open(), node.cfg, node.needs, tuple(dict.keys(node)), Aside(node.parts()))[1:],
             lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
             lambda node: tuple(dict.keys(node)),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from funcops.errors import LedgerError
+from funcops.errors import LedgerError, size_of
 from funcops.schema import Donated
 from funcops.trees import tensors
 
@@ -87,7 +87,7 @@ class Ledger:
             self.discard()
 
     def __repr__(self) -> str:
-        return f"Ledger({len(self)} waiting, {self.nbytes:,} bytes)"
+        return f"Ledger({len(self)} waiting, {size_of(self.nbytes)})"
 
 
 def _storages(tree: Any) -> dict[int, int]:

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.errors import describe, fail, require_count, require_type, short
+from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
 from funcops.marks import Gone
+from funcops.residuals.layers import merged
 from funcops.schema import Field, Saved
 from funcops.trees import paths, tensors
 
@@ -29,10 +30,12 @@ _HEAD = ("path", "shape", "dtype", "bytes", "share", "alias of", "needed by")
 
 
 class Report:
-    """A table of kept tensors with totals. `str()` and notebooks render it; `rows` and `dicts()` are the data."""
+    """A table of kept tensors with totals. `str()` and notebooks render it, equal layers as one row unless it was made with
+    `expand`; `rows` and `dicts()` are the data, of every tensor."""
 
-    def __init__(self, rows: list[Row], aliased_bytes: int, tokens: int | None) -> None:
+    def __init__(self, rows: list[Row], aliased_bytes: int, tokens: int | None, expand: bool = False) -> None:
         self.rows = rows
+        self.expand = expand
         self.kept_bytes = sum(row.bytes for row in rows)
         self.aliased_bytes = aliased_bytes
         self.tokens = tokens
@@ -56,13 +59,16 @@ class Report:
         return stacked_bars(self.rows, self.totals(), path, depth)
 
     def totals(self) -> str:
-        per_token = f", {self.bytes_per_token:,.1f} bytes per token" if self.bytes_per_token is not None else ""
-        return f"kept {self.kept_bytes:,} bytes in {len(self.rows)} tensors, aliased {self.aliased_bytes:,} bytes{per_token}"
+        per_token = f", {size_of(self.bytes_per_token)} per token" if self.bytes_per_token is not None else ""
+        return f"kept {size_of(self.kept_bytes)} in {len(self.rows)} tensors, aliased {size_of(self.aliased_bytes)}{per_token}"
 
     def _cells(self) -> list[tuple[str, ...]]:
+        shown = [(row.path, row) for row in self.rows]
+        if not self.expand:
+            shown = [(one.row.path + (f" (x {one.count})" if one.count > 1 else ""), one.row) for one in merged(self.rows)]
         return [
-            (r.path, str(list(r.shape)), r.dtype, f"{r.bytes:,}", f"{self.share(r):.1%}", r.alias_of, r.needed_by)
-            for r in self.rows
+            (path, str(list(r.shape)), r.dtype, size_of(r.bytes), f"{self.share(r):.1%}", r.alias_of, r.needed_by)
+            for path, r in shown
         ]
 
     def __str__(self) -> str:
@@ -86,8 +92,9 @@ class Report:
         return f"<table>{head}{body}</table><p>{html.escape(self.totals())}</p>"
 
 
-def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | None = None) -> Report:
-    """A table of what `residuals` (or pending) hold, by path.
+def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | None = None, expand: bool = False) -> Report:
+    """A table of what `residuals` (or pending) hold, by path; where it is printed, layers that keep the same are one row
+    (`blocks.0..127.norm.rstd (x 128)`) unless `expand`.
 
     Bytes are those of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
     or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
@@ -96,8 +103,9 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     """
     if tokens is not None:
         require_count("report", tokens=tokens)
+    require_flag("report", expand=expand)
     if residuals is None:
-        return Report([], 0, tokens)
+        return Report([], 0, tokens, expand)
     _check_kept(residuals, "residuals")
     owners: dict[int, str] = {}
     for name, tree in (("params", params), ("x", x)):
@@ -112,7 +120,7 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
         phases = "+".join(phase.name.lower() for phase in type(field.needed_by) if phase in field.needed_by and phase.name)
         rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
         owners.setdefault(_storage(t), path)
-    return Report(rows, aliased, tokens if tokens is not None else _tokens(x))
+    return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
 
 
 def _check_kept(node: Any, name: str) -> None:
@@ -138,11 +146,17 @@ class Difference(list[Change]):
 
     def __str__(self) -> str:
         width = max((len(change.path) for change in self), default=0)
-        lines = [f"{c.path.ljust(width)}  {c.before:>16,} -> {c.after:>16,}  {c.after - c.before:>+16,}" for c in self]
-        total = sum(change.after - change.before for change in self)
-        return "\n".join([*lines, f"{total:+,} bytes in all"])
+        lines = [
+            f"{c.path.ljust(width)}  {size_of(c.before):>12} -> {size_of(c.after):>12}  {_change(c.after - c.before):>12}"
+            for c in self
+        ]
+        return "\n".join([*lines, f"{_change(sum(c.after - c.before for c in self))} in all"])
 
     __repr__ = __str__
+
+
+def _change(nbytes: int) -> str:
+    return "+" * (nbytes >= 0) + size_of(nbytes)
 
 
 def diff(before: Report, after: Report) -> Difference:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from funcops.errors import in_html, on_screen, require, require_count, require_number, require_type
+from funcops.errors import in_html, on_screen, require, require_count, require_number, require_type, size_of
 from funcops.schedule.actions import KINDS, Action, Schedule
 
 
@@ -136,17 +136,22 @@ class Simulated:
 
     def __repr__(self) -> str:
         rows = zip(self.busy, self.idle, self.peak_bytes, strict=True)
-        ranks = [f"rank {i:<4} {busy:>12g} {idle:>12g} {peak:>18,.0f}" for i, (busy, idle, peak) in enumerate(rows)]
+        ranks = [f"rank {i:<4} {busy:>12g} {idle:>12g} {_shown(peak):>12}" for i, (busy, idle, peak) in enumerate(rows)]
         head = f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle"
-        return on_screen("\n".join([head, f"{'':9} {'busy':>12} {'idle':>12} {'peak bytes':>18}", *ranks]))
+        return on_screen("\n".join([head, f"{'':9} {'busy':>12} {'idle':>12} {'peak bytes':>12}", *ranks]))
 
     def _repr_html_(self) -> str:
         return in_html(repr(self))
 
     def __str__(self) -> str:
-        peaks = [f"{b:,.0f}" if b >= 1000 else f"{b:g}" for b in self.peak_bytes]
+        peaks = [_shown(peak) for peak in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
         return f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: {shown}"
+
+
+def _shown(nbytes: float) -> str:
+    """In units, but for small numbers: where costs are not measured, the bytes of a microbatch count one."""
+    return size_of(nbytes) if nbytes >= 1024 else f"{nbytes:g}"
 
 
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Simulated:

@@ -166,9 +166,10 @@ def joined_weight_gradients_in_a_graph(on: Place) -> Any:
 @check(device_only=True)
 def a_step_waits_for_nothing(on: Place) -> Any:
     """One training step under `set_sync_debug_mode("error")`."""
-    cfg = block_config(64, 4, 96)
+    dim, length = on.size(64, 16), on.size(16, 3)
+    cfg = block_config(dim, 4, 96)
     params = chain.init(cfg, key=random.key(0), device=on.device, dtype=torch.bfloat16)
-    x = WithExtras(on.randn(2, 16, 64, dtype=torch.bfloat16), {"positions": torch.arange(16, device=on.device)})
+    x = WithExtras(on.randn(2, length, dim, dtype=torch.bfloat16), {"positions": torch.arange(length, device=on.device)})
     state = adamw_init(params, AdamWConfig())
 
     def step() -> None:
@@ -385,8 +386,9 @@ def modules_train_by_autograd_and_compiled(on: Place) -> Any:
 
 @check(device_only=True)
 def a_linear_pair_holds_no_more_than_its_results(on: Place) -> Any:
-    cfg = LinearConfig(1024, 1024, bias=False)
-    params, x = linear.init(cfg, key=random.key(0), device=on.device), on.randn(4096, 1024)
+    n = on.size(1024, 16)
+    cfg = LinearConfig(n, n, bias=False)
+    params, x = linear.init(cfg, key=random.key(0), device=on.device), on.randn(4 * n, n)
     dy = torch.ones_like(x)
     for _ in range(2):
         torch.cuda.synchronize()
@@ -419,8 +421,9 @@ def work_runs_on_the_device_of_its_tensors(on: Place) -> Any:
 @check(device_only=True)
 def suspects_are_timed_both_ways(on: Place) -> Any:
     """Microseconds of what may be slow by construction, by our kernels and by torch's; nothing is asserted."""
-    x, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(2048, 2048), (2048, 2048), (2048,)]))
-    qkv = on.randn(4, 1024, 3 * 16 * 128, dtype=torch.bfloat16)
+    n = on.size(2048, 16)
+    x, w, b = (on.randn(*shape, seed=i) for i, shape in enumerate([(n, n), (n, n), (n,)]))
+    qkv = on.randn(on.size(4, 1), on.size(1024, 2), 3 * 16 * on.size(128, 4), dtype=torch.bfloat16)
     narrow = x.bfloat16()
     calls = {
         "heads of a joint projection": lambda: qkv_split.qkv_split_fwd(qkv, None, 16, 16, False),

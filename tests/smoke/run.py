@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import importlib.util
 import json
 import os
 import subprocess
@@ -23,11 +22,10 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-NEEDED = ("torch", "triton", "optree")
+sys.path[:0] = [str(HERE)] if str(HERE) not in sys.path else []
 
-
-def missing() -> list[str]:
-    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+from lines import NO_DEVICE, Lines  # noqa: E402
+from needs import missing, refuse  # noqa: E402
 
 
 def one(name: str) -> dict[str, Any]:
@@ -71,9 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="for all of them (default: %(default)s)")
     parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if missing():
-        print(f"gpu-smoke: {sys.executable} must have {', '.join(NEEDED)}, got none of {', '.join(missing())}", file=sys.stderr)
-        return 2
+    if lacking := missing():
+        return refuse("gpu-smoke", lacking)
     sys.path[:0] = [str(ROOT), str(HERE)]
     if args.here is not None:
         print(json.dumps(one(args.here), default=str))
@@ -86,27 +83,21 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        return report(({"check": name, "status": "no device", "torch": torch.__version__} for name in names), args.json)
+        lines = Lines(args.json, device=False)
+        return report(({"check": name, "status": NO_DEVICE, "torch": torch.__version__} for name in names), lines)
     until = time.monotonic() + args.seconds
     with ThreadPoolExecutor(args.jobs) as pool:
         running = [pool.submit(apart, name, until) for name in names]
-        return report((done.result() for done in as_completed(running)), args.json)
+        return report((done.result() for done in as_completed(running)), Lines(args.json))
 
 
-def report(lines: Iterable[dict[str, Any]], file: Path | None) -> int:
+def report(results: Iterable[dict[str, Any]], lines: Lines) -> int:
     """Print what each check found as it comes, and write it to the file; 1 where one is not well."""
     found = []
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("")
-    for one in lines:
+    for one in results:
         found.append(one)
-        line = json.dumps(one)
-        print(line, flush=True)
-        if file is not None:
-            with open(file, "a") as out:
-                out.write(line + "\n")
-    bad = [one["check"] for one in found if one["status"] not in ("passed", "no device")]
+        print(lines.add(one), flush=True)
+    bad = [one["check"] for one in found if one["status"] not in ("passed", NO_DEVICE)]
     print(f"{len(found) - len(bad)} of {len(found)} well" + (f"; not: {', '.join(sorted(bad))}" if bad else ""), file=sys.stderr)
     return 1 if bad else 0
 

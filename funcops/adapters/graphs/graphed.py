@@ -10,7 +10,7 @@ import torch
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
-from funcops.errors import require_callable, require_count, require_flag, require_type
+from funcops.errors import require_callable, require_count, require_flag, require_type, size_of
 
 
 class Report(NamedTuple):
@@ -27,8 +27,8 @@ class Report(NamedTuple):
     def __str__(self) -> str:
         kernels = "" if self.kernels is None else f", {self.kernels} kernels"
         return (
-            f"{self.backend}: inputs {self.input_bytes:,} bytes, outputs {self.output_bytes:,}, residuals {self.residual_bytes:,}, "
-            f"pool {self.pool_bytes:,}{kernels}"
+            f"{self.backend}: inputs {size_of(self.input_bytes)}, outputs {size_of(self.output_bytes)}, "
+            f"residuals {size_of(self.residual_bytes)}, pool {size_of(self.pool_bytes)}{kernels}"
         )
 
 

@@ -1,0 +1,98 @@
+"""`make gpu-test`: the tests marked gpu, of the files that have them, in many processes.
+
+    python tests/smoke/gpu_tests.py [--json FILE] [--jobs N] [--seconds S] [PYTEST'S ARGUMENTS]
+
+A line of JSON each as it ends: `passed`, `failed`, `skipped`, `out of time`, or `no device`. Exits as pytest does, with 2 where a package is
+missing. The file is pytest's plugin, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE)] if str(HERE) not in sys.path else []
+
+from lines import NO_DEVICE, Lines  # noqa: E402
+from needs import NEEDED, TESTS, missing, refuse  # noqa: E402
+
+OUT_OF_TIME = "out of time"
+
+
+def files() -> list[str]:
+    """Those that name the mark, the commonest tests first."""
+    marked = re.compile(r"\bmark\.gpu\b")
+    found = [path for path in sorted((ROOT / "tests").rglob("test_*.py")) if marked.search(path.read_text())]
+    return [str(path.relative_to(ROOT)) for path in found]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write a line for each test to this file")
+    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=140.0, help="start no test after this (default: %(default)s)")
+    args, others = parser.parse_known_args(argv)
+    if lacking := missing((*NEEDED, *TESTS)):
+        return refuse("gpu-test", lacking)
+    import torch
+
+    many = args.jobs > 1 and torch.cuda.is_available() and importlib.util.find_spec("xdist")
+    spread = ["-n", str(args.jobs), "--dist", "worksteal"] if many else []
+    told = [f"--until={time.time() + args.seconds}", *([] if args.json is None else [f"--lines={args.json.resolve()}"])]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "tests.smoke.gpu_tests", *spread, *told, *files(), *others]
+    return subprocess.run(command, cwd=ROOT).returncode
+
+
+# The plugin
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption("--until", type=float, default=float("inf"), help="the time after which no test starts")
+    parser.addoption("--lines", type=Path, default=None, help="write a line of JSON for each test to this file")
+
+
+def pytest_configure(config: Any) -> None:
+    if not hasattr(config, "workerinput"):  # of many processes the first is told of all results
+        config.pluginmanager.register(_Report(config.getoption("--lines")))
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    import pytest
+
+    if time.time() > item.config.getoption("--until"):
+        pytest.skip(OUT_OF_TIME)
+
+
+class _Report:
+    def __init__(self, file: Path | None) -> None:
+        import torch
+
+        self.lines = Lines(file, device=torch.cuda.is_available())
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            if report.when != "teardown" or report.failed:
+                self.lines.add(line_of(report))
+
+
+def line_of(report: Any) -> dict[str, Any]:
+    found = {"test": report.nodeid, "status": report.outcome, "seconds": round(report.duration, 2)}
+    if report.skipped:
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        why = why.removeprefix("Skipped: ")
+        known = next((status for status in (NO_DEVICE, OUT_OF_TIME) if why.startswith(status)), "skipped")
+        return {**found, "status": known, **({"why": why} if known == "skipped" else {})}
+    return found if report.passed else {**found, "why": str(report.longrepr)[-2000:]}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
