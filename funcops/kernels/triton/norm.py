@@ -47,7 +47,8 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     block = block_of(width, 2 * LONGEST_BYTES)
     if block * itemsize > LONGEST_BYTES or (odd and block > tile):
         return None
-    return Whole(max(1, tile // block), block, block > tile, 8 if odd else 16)
+    at_once = max(1, tile // block)
+    return Whole(at_once, block, block > tile, max(8, warps_of(at_once * block)))
 
 
 def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
