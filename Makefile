@@ -40,6 +40,8 @@ $(VENV)/.dev: $(VENV)/.test
 train: $(VENV)/.ready
 	$(PY) examples/train_lm.py $(ARGS)
 
+unexport PYTHONDONTWRITEBYTECODE  # some hundred processes would each compile the library's sources again
+
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
 
 test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to import

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import drawn
 
 from funcops import random
 from funcops.backend import backend
@@ -128,8 +129,7 @@ def test_cross_entropy_gradient_over_some_classes(name, dtype, classes):
     assert_close(owned, want[:, classes], dtype=dtype)
 
 
-@pytest.mark.parametrize("n", [1, 32, 33, 100, 321])
-@pytest.mark.parametrize("vocab", [1, 3, 50])
+@pytest.mark.parametrize(("n", "vocab"), drawn([1, 32, 33, 100, 321], [1, 3, 50]))
 def test_embedding_gradient_of_long_runs(name, dtype, n, vocab):
     ids, dy = torch.randint(vocab, (n,), generator=torch.Generator().manual_seed(n)), draw(n, 5, dtype=dtype)
     for padding in (-1, 0):

@@ -349,6 +349,7 @@ def test_what_fit_finds_for_many_layers_is_what_they_keep(name, times, policy):
     assert _measure(op, cfg, x, None) == _follow(op, cfg, x, None)
 
 
+@pytest.mark.slow
 def test_fit_leaves_out_what_a_policy_cannot_do():
     """Of the last step x cannot be had again, so that nothing of it is tried alone."""
     cfg, x = deep(2)["two"]

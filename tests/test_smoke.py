@@ -51,6 +51,7 @@ def test_what_runs_on_a_device_alone_is_little():
     assert len(checks.CHECKS) >= 20 and len(checks.DEVICE_ONLY) <= 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(checks.DEVICE_ONLY))
 def test_what_runs_on_a_device_alone_runs_on_a_pretended_one(name, monkeypatch):
     monkeypatch.setattr(checks.Place, "real", False)
@@ -67,6 +68,7 @@ BENCHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BENCHES)
 def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
     two = tiny(torch.bfloat16)[:2]

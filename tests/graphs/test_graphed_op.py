@@ -20,6 +20,7 @@ def add(a, b):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.turns("ranks")
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "make", [one_f_one_b, zb_h1, zb_h2, lambda p, m: delay_w(one_f_one_b(p, m), p + 1)], ids=["1f1b", "zb_h1", "zb_h2", "delayed"]
