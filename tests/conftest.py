@@ -1,3 +1,4 @@
+import gc
 import importlib.util
 import os
 
@@ -31,6 +32,15 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if absent and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no device: needs a CUDA device, and to be chosen by -m gpu alone"))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session):
+    """The modules and thousands of tests live to the end: the garbage collector, which a tracer's many objects call often, need not look
+    at them each time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 def _take_turns(items):
