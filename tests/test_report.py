@@ -86,7 +86,7 @@ def test_equal_layers_are_one_row_and_nothing_is_lost(layers, times):
     ]
     shown = merged(rows)
     assert sorted(path for one in shown for path in expanded(one.row.path)) == sorted(row.path for row in rows)
-    assert sum(one.count for one in shown) == len(rows) and sum(one.row.bytes for one in shown) == sum(row.bytes for row in rows)
+    assert sum(one.times for one in shown) == len(rows) and sum(one.row.bytes for one in shown) == sum(row.bytes for row in rows)
     by_path = {row.path: row for row in rows}
     for one in shown:
         of = [by_path[path] for path in expanded(one.row.path)]

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 
 class Layers(NamedTuple):
-    """`row`: of `count` equal layers, its path with their first and last number, its bytes those of all; `layer`: its number."""
+    """`row`: of `times` equal layers, its path with their first and last number, its bytes those of all; `layer`: its number."""
 
     row: Any
-    count: int = 1
+    times: int = 1
     layer: int = 0
 
 
@@ -55,7 +55,7 @@ def _runs(group: list[Layers]) -> Iterator[Layers]:
 def _same(run: list[Layers], one: Layers) -> bool:
     """Whether a layer is like those of a run. Their owner is the same, but for numbers that go with the layer's."""
     three = run[0], run[-1], one
-    if len({(a.row.shape, a.row.dtype, a.row.bytes, a.row.needed_by, a.count) for a in three}) > 1:
+    if len({(a.row.shape, a.row.dtype, a.row.bytes, a.row.needed_by, a.times) for a in three}) > 1:
         return False
     owners = [a.row.alias_of.split(".") for a in three]
     if len({len(owner) for owner in owners}) > 1:
@@ -76,7 +76,7 @@ def _as_one(run: list[Layers]) -> Layers:
         return first
     path, owner = (_ranged(getattr(first.row, name), getattr(last.row, name)) for name in ("path", "alias_of"))
     row = first.row._replace(path=path, bytes=sum(one.row.bytes for one in run), alias_of=owner)
-    return Layers(row, sum(one.count for one in run))
+    return Layers(row, sum(one.times for one in run))
 
 
 def _ranged(first: str, last: str) -> str:

@@ -65,7 +65,7 @@ class Report:
     def _cells(self) -> list[tuple[str, ...]]:
         shown = [(row.path, row) for row in self.rows]
         if not self.expand:
-            shown = [(one.row.path + (f" (x {one.count})" if one.count > 1 else ""), one.row) for one in merged(self.rows)]
+            shown = [(one.row.path + (f" (x {one.times})" if one.times > 1 else ""), one.row) for one in merged(self.rows)]
         return [
             (path, str(list(r.shape)), r.dtype, size_of(r.bytes), f"{self.share(r):.1%}", r.alias_of, r.needed_by)
             for path, r in shown
