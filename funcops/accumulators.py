@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing
+from funcops.backend import tracing, wide
 from funcops.errors import GradModeError, describe, fail
 from funcops.trees import leaves, paths, same_structure
 
@@ -36,6 +36,11 @@ def check_into(where: str, into: Any, gradients: Any) -> None:
             check_accumulator(where, path, have[path], gradient.shape, gradient.device)
             check_width(where, path, have[path], gradient.dtype)
     check_apart(where, given)
+
+
+def takes_sums(accumulator: Tensor | None, dtype: torch.dtype) -> bool:
+    """Whether sums of gradients of `dtype` can go into it unrounded, by a kernel of ours; None takes none."""
+    return accumulator is None or (accumulator.dtype is wide(dtype) and accumulator.is_contiguous())
 
 
 def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, device: Any = None) -> None:

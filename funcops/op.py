@@ -106,7 +106,7 @@ class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
-    own, None where they are those of the parts."""
+    own; None where they are those of the parts, or any tree."""
 
     name: str
     config: type

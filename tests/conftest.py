@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 def pytest_configure(config):
     """Triton reads its variable once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source. There
-    the compiler makes scalar code for the CPU, which is half of the work: ten probes of vector instructions would come first."""
+    the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first."""
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,6 +1,7 @@
 """The committed table of bytes moved holds every memory-bound kernel as its source is now, within its limits; no GPU is needed."""
 
 import itertools
+import math
 import random
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
+from funcops.bench import traffic  # noqa: E402
 from funcops.bench.traffic import Traffic, read, recount  # noqa: E402
 from funcops.bench.traffic.assembly import per_byte, resident, widths  # noqa: E402
 from funcops.bench.traffic.calls import fingerprint_of, intercepted  # noqa: E402
@@ -75,13 +77,37 @@ def test_every_row_is_within_the_limits_or_says_why(rows):
 
 @pytest.mark.parametrize(
     "fault",
-    [{"ratio": 1.9}, {"wide": 0.4}, {"per_byte": 19.0}, {"spills": 9999}, {"why": "no need"}],
-    ids=lambda fault: next(iter(fault)),
+    [
+        {"ratio": 1.9},
+        {"wide": 0.4},
+        {"per_byte": 19.0},
+        {"spills": 9999},
+        {"why": "no need"},
+        {"ratio": math.nan},
+        {"wide": math.nan},
+        {"per_byte": math.nan},
+    ],
+    ids=str,
 )
 def test_a_row_beyond_a_limit_is_seen(rows, fault):
     clean = [i for i, row in enumerate(rows) if row.provider == "funcops" and not row.why]
     for i in random.Random(repr(fault)).sample(clean, 25):
         assert beyond([*rows[:i], rows[i]._replace(**fault)])[0], rows[i]
+
+
+def test_rows_that_are_not_asked_for_stay_where_they_are(rows, monkeypatch):
+    counted = []
+    monkeypatch.setattr(traffic.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(traffic, "cases", lambda dtype, device, wanted: [c for c in cases(dtype, "meta") if wanted(c.name, "")])
+    monkeypatch.setattr(
+        traffic, "counted", lambda case, provider, source: counted.append(case.name) or theirs[case[:2]]._replace(ratio=7.0)
+    )
+    theirs = {(row.kernel, row.shape): row for row in rows if row.provider == "funcops"}
+    stale = [row._replace(hash="old") if row.kernel == "scale" and row.provider == "funcops" else row for row in rows]
+    monkeypatch.setattr(traffic, "read", lambda path: stale)
+    found = traffic.run(only="scale", changed="table.csv", providers=())
+    assert list(map(traffic.key_of, found)) == list(map(traffic.key_of, rows)) and set(counted) == {"scale"}
+    assert {row.kernel for row, was in zip(found, rows, strict=True) if row.ratio != was.ratio} == {"scale"}
 
 
 def test_others_are_counted_for_the_same_work(rows):

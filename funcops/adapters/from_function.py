@@ -108,9 +108,9 @@ def op_from_torch(
     def no_params(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
         return None
 
-    wgrad.opens = TorchPending, object  # type: ignore[attr-defined]
     fwd.any_tree = True  # type: ignore[attr-defined]
-    return make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+    made = make_op(own.label, config, init=init or no_params, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+    return made._replace(pending=TorchPending)
 
 
 class _Function:

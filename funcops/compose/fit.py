@@ -77,7 +77,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     """The policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
 
     Tried are the presets that lose no digit, and every subset of a block's parts computed again. Nothing is run: shapes alone
-    are followed. `dtype`: that of the params (by default torch's). Raises `ValueError`, with the least bytes found, where no
+    are followed, and of a repeat two layers, so that depth costs nothing. `dtype`: that of the params (by default torch's). Raises `ValueError`, with the least bytes found, where no
     policy fits.
 
         print(fit(chain, cfg, x, 2**30))

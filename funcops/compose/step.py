@@ -259,10 +259,11 @@ class Nested(dict):  # type: ignore[type-arg]
         self._open()
         return super().__reduce_ex__(protocol)
 
-    def _open(self) -> None:
-        """Raise if this node was given away."""
+    def _open(self) -> Any:
+        """This node, which must not have been given away."""
         if self.gone:
             raise DonatedError(f"{type(self).__name__} was given away with donate(): it must not be used again")
+        return self
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
@@ -300,7 +301,7 @@ def nested(kind: str) -> Callable[[type], type]:
         register_node(
             cls,
             lambda node: tuple(dict.values(node)),
-            lambda node: (node._open(), node.cfg, node.needs, tuple(dict.keys(node)), Aside(node.parts()))[1:],
+            lambda node: (node._open().cfg, node.needs, tuple(dict.keys(node)), Aside(node.parts())),
             lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
             lambda node: tuple(dict.keys(node)),
         )

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate, check_into
-from funcops.backend import wide
+from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
@@ -97,7 +96,7 @@ def embedding_wgrad(pending: Any, cfg: EmbeddingConfig, *, into: EmbeddingParams
     dy, ids = pending.dy, pending.ids
     if into is not None:
         check_into("embedding_wgrad", into, EmbeddingParams(dy.new_empty(()).expand(cfg.num_embeddings, cfg.dim)))
-        if into.weight.dtype is wide(dy.dtype) and into.weight.is_contiguous():
+        if takes_sums(into.weight, dy.dtype):
             kernels.embedding_wgrad_into(dy, ids, pad, into.weight)
             return into
     return accumulate("embedding_wgrad", EmbeddingParams(kernels.embedding_wgrad(dy, ids, cfg.num_embeddings, pad)), into)

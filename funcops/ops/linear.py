@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate, check_into
-from funcops.backend import wide
+from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
@@ -142,7 +141,7 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
     shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
     check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
     db = into.bias if bias else None
-    if all([t is None or (t.dtype is wide(dy.dtype) and t.is_contiguous()) for t in (into.weight, db)]):
+    if takes_sums(into.weight, dy.dtype) and takes_sums(db, dy.dtype):
         fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into.weight, db)
         return into
     return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, x, bias)), into)

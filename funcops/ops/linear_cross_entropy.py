@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import check_into
+from funcops.accumulators import check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import check, require
 from funcops.kernels import cross_entropy as kernels
@@ -218,7 +218,7 @@ def _weight_gradient(
     total = into.weight
 
     def add(classes: slice, d: Tensor, rows: Tensor) -> None:
-        if total.dtype is wide(weight.dtype) and total.is_contiguous():
+        if takes_sums(total, weight.dtype):
             fused_linear.fused_linear_wgrad_into(d, rows, 1.0, total[classes], None)
         else:
             total[classes] += linear_kernels.linear_wgrad(d, rows, False)[0]

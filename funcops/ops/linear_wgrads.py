@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.accumulators import takes_sums
 from funcops.backend import wide
 from funcops.backend.tables import Tables
 from funcops.kernels import fused_linear
@@ -116,7 +117,7 @@ def _concatenate(products: list[Product]) -> None:
 def _one_product(products: list[Product]) -> None:
     dy, x = _stacked(products)
     first = products[0]
-    if first.dw.dtype is wide(dy.dtype) and first.dw.is_contiguous():
+    if takes_sums(first.dw, dy.dtype):
         fused_linear.fused_linear_wgrad_into(dy, x, 1.0, first.dw, None)
     else:
         first.dw.add_(torch.mm(dy.mT, x))
@@ -165,7 +166,7 @@ def _add_biases(products: Iterable[Product]) -> None:
 
 def _add(p: Product) -> None:
     """One alone: in the product itself where the accumulators are as wide as its sums."""
-    if all([t is None or (t.dtype is wide(p.dy.dtype) and t.is_contiguous()) for t in (p.dw, p.db)]):
+    if takes_sums(p.dw, p.dy.dtype) and takes_sums(p.db, p.dy.dtype):
         fused_linear.fused_linear_wgrad_into(p.dy, p.x, 1.0, p.dw, p.db)
     else:
         p.dw.add_(torch.mm(p.dy.mT, p.x))

@@ -86,11 +86,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--changed", metavar="FILE", help="count only what this table does not hold as it is now")
 
 
-def run(only: str = "", changed: str | None = None, providers: Sequence[str] = PROVIDERS) -> Iterator[Traffic]:
-    """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond."""
+def run(only: str = "", changed: str | None = None, providers: Sequence[str] = PROVIDERS) -> Iterator[Traffic] | list[Traffic]:
+    """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond. With an earlier table its rows of
+    what was not asked for too, and all at once, so that a run that is interrupted leaves that table whole."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
-    known = {} if changed is None else {(*row[:2], row.provider): row for row in read(changed)}
+    known = {} if changed is None else {key_of(row): row for row in read(changed)}
+    found = _rows(only, known, providers)
+    if changed is None:
+        return found
+    place = {key: i for i, key in enumerate(known)}
+    return sorted(found, key=lambda row: place.get(key_of(row), len(place)))
+
+
+def key_of(row: Traffic) -> tuple[str, str, str]:
+    return row.kernel, row.shape, row.provider
+
+
+def _rows(only: str, known: dict[tuple[str, str, str], Traffic], providers: Sequence[str]) -> Iterator[Traffic]:
+    yield from (row for row in known.values() if only not in row.kernel)
 
     def held(case: Case, provider: str, source: str | None) -> Traffic | None:
         """The earlier row, if it is of this source; of what is not installed, whatever it is of."""
@@ -100,8 +114,10 @@ def run(only: str = "", changed: str | None = None, providers: Sequence[str] = P
     fresh = 0
     for case in cases(torch.bfloat16, "cpu", lambda name, _: only in name):
         others: list[Traffic] = []
-        for provider in providers:
-            if (peer := PEERS[provider](case)) is not None:
+        for provider in PROVIDERS:
+            if provider not in providers:
+                others += filter(None, [known.get((*case[:2], provider))])
+            elif (peer := PEERS[provider](case)) is not None:
                 version, made = peer
                 row = held(case, provider, version)
                 others.append(row or other(case, provider, version, made))

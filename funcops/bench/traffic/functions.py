@@ -11,21 +11,11 @@ from torch import Tensor
 
 from funcops.bench.traffic.ours import Case
 from funcops.kernels import glu
+from funcops.kernels.activation import ACTIVATIONS
 
-ACTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "squared_relu": lambda x: F.relu(x).square(),
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-}
-
-
+ACTS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu}
+KINDS = (*ACTS, "swiglu", "geglu_tanh")  # as one is as another
 HEAD = 128  # the width of every head of the samples
-KINDS = ("gelu", "gelu_tanh", "silu", "swiglu", "geglu_tanh")
 
 
 class Function(NamedTuple):
@@ -64,8 +54,7 @@ def _added(norm: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _gated(kind: str) -> Callable[..., Tensor]:
-    name = glu.GATES[kind]
-    return (lambda gate, linear: gate * linear) if name not in ACTS else lambda gate, linear: ACTS[name](gate) * linear
+    return lambda gate, linear: ACTS[glu.GATES[kind]](gate) * linear
 
 
 def _halves(kind: str) -> Callable[[Tensor], Tensor]:
@@ -102,8 +91,8 @@ def turns_halves(case: Case) -> bool:
 def function_of(case: Case) -> Function | None:
     """None where torch.compile has nothing of the kind, or its graph cannot be had without CUDA (dropout)."""
     name, a = case.name, case.args
-    if any(kind in (*ACTS, *glu.GATES) and kind not in KINDS for kind in case.shape.split()):
-        return None  # of which one is as another
+    if any(kind in (*ACTIVATIONS, *glu.GATES) and kind not in KINDS for kind in case.shape.split()):
+        return None
     if name.endswith("norm_fwd"):
         f = NORMS[name.removeprefix("add_").split("_")[0]]
         tensors = [t for t in a if isinstance(t, Tensor)]

@@ -41,9 +41,9 @@ def missed(row: Any, peers: Iterable[Any]) -> list[str]:
     counted = [peer for peer in peers if not peer.why]
     best = min((peer.ratio for peer in counted), default=0.0)
     beyond = {
-        "moved": row.ratio > max(MOVED, best + NEAR_PEER),
-        "wide": row.wide < WIDE,
-        "instructions": row.per_byte > PER_BYTE,
+        "moved": not row.ratio <= max(MOVED, best + NEAR_PEER),  # what could not be counted is nan
+        "wide": not row.wide >= WIDE,
+        "instructions": not row.per_byte <= PER_BYTE,
         "spills": row.spills > max((peer.spills for peer in counted if peer.provider == "liger"), default=0),
     }
     return [limit for limit, holds in beyond.items() if holds]
