@@ -11,6 +11,7 @@ from funcops import (
     BiasConfig,
     ChainConfig,
     DonatedError,
+    EmbeddingConfig,
     LinearConfig,
     LinearParams,
     ParallelConfig,
@@ -25,6 +26,7 @@ from funcops import (
     bias,
     chain,
     donate,
+    embedding,
     linear,
     linear_bwd,
     linear_fwd,
@@ -38,6 +40,7 @@ from funcops import (
 )
 from funcops.backend import backend
 from funcops.errors import GradModeError
+from funcops.needs import Needs
 from funcops.residuals import Compress, Offload, Policy, Recompute
 from funcops.testing.layouts import LAYOUTS
 from funcops.testing.tolerances import assert_close
@@ -240,3 +243,26 @@ def test_triton_adds_to_accumulators_of_any_strides(layout):
         got, _ = linear_bwd(residuals, dy, cfg, into=into)
     assert got is into
     assert_close(got, want, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_accumulators_as_narrow_as_their_gradients_get_them_rounded_once(dtype, implementation):
+    """The sums of many rows are wide whatever they go to: into zeros of 16 bits they are the gradient itself."""
+    generator = torch.Generator().manual_seed(0)
+    ids, x, dy = (
+        torch.randint(3, (600,), generator=generator),
+        torch.randn(600, 8, generator=generator),
+        torch.randn(600, 8, generator=generator),
+    )
+    for op, cfg, given in ((embedding, EmbeddingConfig(5, 8), ids), (linear, LinearConfig(8, 8), x.to(dtype))):
+        params = op.init(cfg, key=random.key(0), dtype=dtype)
+        with backend(implementation):
+            kept = op.fwd(params, given, cfg, needs=Needs(x=False))[1]
+            want, _ = op.bwd(kept, dy.to(dtype), cfg)
+            got, _ = op.bwd(kept, dy.to(dtype), cfg, into=tree_map(torch.zeros_like, want))
+            wide, _ = op.bwd(
+                kept, dy.to(dtype), cfg, into=tree_map_tensors(lambda t: torch.zeros_like(t, dtype=torch.float32), want)
+            )
+        assert all(torch.equal(a, b) for a, b in zip(tensors(got), tensors(want), strict=True)), op
+        assert all(torch.equal(a.to(dtype), b) for a, b in zip(tensors(wide), tensors(want), strict=True)), op

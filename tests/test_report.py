@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcops import LinearConfig, RepeatConfig, chain, diff, linear, random, repeat, report, with_policy
@@ -76,6 +76,7 @@ def expanded(text):
     return [form.format(*numbers) for numbers in itertools.product(*parts)]
 
 
+@settings(max_examples=150)
 @given(st.lists(st.lists(SAME, max_size=3, unique_by=lambda row: row[0]), max_size=5), st.integers(1, 3))
 def test_equal_layers_are_one_row_and_nothing_is_lost(layers, times):
     rows = [
