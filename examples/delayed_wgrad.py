@@ -157,7 +157,7 @@ def draw(found: dict[str, list[Trace]], path: Path) -> None:
         axes.step([0.0, *(1e3 * s for s in trace.seconds)], [0.0, *(n / 2**20 for n in trace.nbytes)], where="post", label=name)
     axes.set_xlabel("time in the step, ms")
     axes.set_ylabel("residuals and pendings, MiB")
-    axes.set_title("What waits for its weight gradient, the fastest step of each way", fontsize=10)
+    axes.set_title("What a step keeps for its backward, the fastest of each way", fontsize=10)
     axes.legend()
     figure.savefig(path, dpi=120)
 

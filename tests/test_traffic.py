@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 from funcops.bench import traffic  # noqa: E402
+from funcops.bench.measure import BenchError  # noqa: E402
 from funcops.bench.traffic import Traffic, read, recount  # noqa: E402
 from funcops.bench.traffic.assembly import per_byte, resident, widths  # noqa: E402
 from funcops.bench.traffic.calls import fingerprint_of, intercepted  # noqa: E402
@@ -105,6 +106,8 @@ def test_rows_that_are_not_asked_for_stay_where_they_are(rows, monkeypatch):
     theirs = {(row.kernel, row.shape): row for row in rows if row.provider == "funcops"}
     stale = [row._replace(hash="old") if row.kernel == "scale" and row.provider == "funcops" else row for row in rows]
     monkeypatch.setattr(traffic, "read", lambda path: stale)
+    with pytest.raises(BenchError, match="--only must be part of a kernel's name, got 'scael'"):
+        traffic.run(only="scael", changed="table.csv")
     found = traffic.run(only="scale", changed="table.csv", providers=())
     assert list(map(traffic.key_of, found)) == list(map(traffic.key_of, rows)) and set(counted) == {"scale"}
     assert {row.kernel for row, was in zip(found, rows, strict=True) if row.ratio != was.ratio} == {"scale"}

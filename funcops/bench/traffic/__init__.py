@@ -91,6 +91,8 @@ def run(only: str = "", changed: str | None = None, providers: Sequence[str] = P
     what was not asked for too, and all at once, so that a run that is interrupted leaves that table whole."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
+    if next(cases(torch.bfloat16, "meta", lambda name, _: only in name), None) is None:
+        raise BenchError(f"bench traffic: --only must be part of a kernel's name, got {only!r}")
     known = {} if changed is None else {key_of(row): row for row in read(changed)}
     found = _rows(only, known, providers)
     if changed is None:
