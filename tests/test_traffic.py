@@ -99,7 +99,7 @@ def test_a_row_beyond_a_limit_is_seen(rows, fault):
 def test_rows_that_are_not_asked_for_stay_where_they_are(rows, monkeypatch):
     counted = []
     monkeypatch.setattr(traffic.knobs.runtime, "interpret", False)
-    monkeypatch.setattr(traffic, "cases", lambda dtype, device, wanted: [c for c in cases(dtype, "meta") if wanted(c.name, "")])
+    monkeypatch.setattr(traffic, "cases", lambda dtype, device, wanted: (c for c in cases(dtype, "meta") if wanted(c.name, "")))
     monkeypatch.setattr(
         traffic, "counted", lambda case, provider, source: counted.append(case.name) or theirs[case[:2]]._replace(ratio=7.0)
     )
