@@ -194,12 +194,18 @@ def _heuristics() -> Iterator[None]:
         yield
 
 
+@functools.cache
+def _sources() -> tempfile.TemporaryDirectory[str]:
+    """Where kernels' sources lie until the process ends: they are read when a kernel is compiled."""
+    return tempfile.TemporaryDirectory()
+
+
 class _Kernels:
     """In the place of inductor's compiler."""
 
     def triton(self, name: str, source: str, device_str: str = "") -> Any:
         module = f"captured_{next(_numbers)}"
-        path = Path(tempfile.mkdtemp()) / f"{module}.py"  # it stays: the source is read when the kernel is compiled
+        path = Path(_sources().name) / f"{module}.py"
         path.write_text(source)
         spec = importlib.util.spec_from_file_location(module, path)
         assert spec is not None and spec.loader is not None
