@@ -50,8 +50,6 @@ from funcops.compose.chain import chain_dgrad as chain_dgrad
 from funcops.compose.chain import chain_fwd as chain_fwd
 from funcops.compose.chain import chain_init as chain_init
 from funcops.compose.chain import chain_wgrad as chain_wgrad
-from funcops.compose.explain import explain as explain
-from funcops.compose.explain import plan as plan
 from funcops.compose.fit import Fitted as Fitted
 from funcops.compose.fit import fit as fit
 from funcops.compose.parallel import ParallelConfig as ParallelConfig
@@ -63,8 +61,6 @@ from funcops.compose.parallel import parallel_dgrad as parallel_dgrad
 from funcops.compose.parallel import parallel_fwd as parallel_fwd
 from funcops.compose.parallel import parallel_init as parallel_init
 from funcops.compose.parallel import parallel_wgrad as parallel_wgrad
-from funcops.compose.plan import Rule as Rule
-from funcops.compose.plan import register_fusion as register_fusion
 from funcops.compose.policy import with_policy as with_policy
 from funcops.compose.remat import remat as remat
 from funcops.compose.repeat import RepeatConfig as RepeatConfig
@@ -84,7 +80,6 @@ from funcops.compose.skip import skip_fwd as skip_fwd
 from funcops.compose.skip import skip_init as skip_init
 from funcops.compose.skip import skip_wgrad as skip_wgrad
 from funcops.compose.step import Step as Step
-from funcops.compose.step import WithExtras as WithExtras
 from funcops.errors import DonatedError as DonatedError
 from funcops.errors import GradModeError as GradModeError
 from funcops.errors import StaleResidualError as StaleResidualError
@@ -263,6 +258,10 @@ from funcops.ops.scale import scale_dgrad as scale_dgrad
 from funcops.ops.scale import scale_fwd as scale_fwd
 from funcops.ops.scale import scale_init as scale_init
 from funcops.ops.scale import scale_wgrad as scale_wgrad
+from funcops.program.explain import explain as explain
+from funcops.program.explain import plan as plan
+from funcops.program.rules import Rule as Rule
+from funcops.program.rules import register_fusion as register_fusion
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
 from funcops.residuals import Drop as Drop
@@ -276,6 +275,7 @@ from funcops.residuals import donate as donate
 from funcops.residuals import fetch as fetch
 from funcops.residuals import report as report
 from funcops.residuals import stow as stow
+from funcops.trees import WithExtras as WithExtras
 
 __version__ = "0.1.0"
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

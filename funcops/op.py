@@ -32,7 +32,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops import random
-from funcops.errors import describe, fail, require_device, require_dtype, require_type
+from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
 from funcops.schema import Field, open_node
 from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
@@ -42,7 +42,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
-_autocast = torch._C._is_any_autocast_enabled
+any_autocast = torch._C._is_any_autocast_enabled
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
@@ -106,7 +106,8 @@ class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
-    own; None where they are those of the parts, or any tree."""
+    own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
+    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`)."""
 
     name: str
     config: type
@@ -120,6 +121,8 @@ class Op(NamedTuple):
     params: Any = NoneType
     residuals: Any = None
     pending: Any = None
+    again: Any = None
+    lower: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -164,7 +167,7 @@ def _op_at(module: str, name: str) -> Any:
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "",
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
     below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
@@ -173,13 +176,15 @@ def make_op(
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, getattr(dgrad, "opens", None), pending)
+    residuals = getattr(dgrad, "opens", None)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower)
 
 
 def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
-    """An op made of another, with functions of its own. `made_by`: the function and arguments that make it, by which it is pickled."""
+    """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`: the
+    function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
-    return op._replace(fwd=fwd, **changes)
+    return op._replace(**{"fwd": fwd, "again": None, "lower": None, **changes})
 
 
 def forward(
@@ -196,13 +201,13 @@ def forward(
                 _bad_type(where, "cfg", cfg, config)
             if type(params) is not params_class:
                 _bad_type(where, "params", params, params_class)
-            if _autocast():
+            if any_autocast():
                 refuse_autocast(where, params, x)
             if needs is not ALL:
                 check_needs(where, needs, params, x)
             return fn(params, x, cfg, needs=needs)
 
-        return fwd
+        return _with_raw(fwd, fn)
 
     return decorate
 
@@ -237,7 +242,7 @@ def dgrad_of(node_class: Any) -> Callable[[F], F]:
 
         @functools.wraps(fn)
         def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
-            if _autocast():
+            if any_autocast():
                 refuse_autocast(where, residuals, dy)
             node = residuals
             if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
@@ -249,7 +254,27 @@ def dgrad_of(node_class: Any) -> Callable[[F], F]:
             return result
 
         dgrad.opens = node_class  # type: ignore[attr-defined]
-        return dgrad
+        return _with_raw(dgrad, fn)
+
+    return decorate
+
+
+def again_of(node_class: Any) -> Callable[[F], F]:
+    """Decorator of an `again`: checks the class, config and staleness of the residuals, which stay as they are."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def again(residuals: Any, cfg: Any) -> Any:
+            if not (type(residuals) is node_class and residuals.cfg is cfg and residuals.fresh()):
+                try:
+                    open_node(where, residuals, node_class, cfg)
+                except StaleResidualError as error:
+                    raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
+            return fn(residuals, cfg)
+
+        return _with_raw(again, fn)
 
     return decorate
 
@@ -264,7 +289,7 @@ def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
         def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
             if into is not None and type(into) is not params_class:
                 _bad_type(where, "into", into, params_class)
-            if _autocast():
+            if any_autocast():
                 refuse_autocast(where, residuals, dy)
             node = residuals
             if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
@@ -276,7 +301,7 @@ def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
                 node.empty()
             return result
 
-        return bwd
+        return _with_raw(bwd, fn)
 
     return decorate
 
@@ -293,7 +318,7 @@ def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
                 _bad_type(where, "into", into, params_class)
             if pending is None:
                 return params_class() if into is None else into
-            if _autocast():
+            if any_autocast():
                 refuse_autocast(where, pending)
             node = pending
             if type(node) is node_class and node.cfg is cfg and node.fresh():
@@ -310,6 +335,19 @@ def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
     return decorate
 
 
+def _with_raw(checked: Any, raw: Any) -> Any:
+    """Note on a function what it runs after its checks. It notes itself, too: what others wrap it in copies its attributes."""
+    checked.raw = checked, raw
+    return checked
+
+
+def raw_of(fn: Any) -> Any:
+    """What runs after the checks of a function that a decorator here made: for a program, which makes them itself. Of a `bwd` that is made of
+    its halves these two. None for any other function."""
+    checked, raw = getattr(fn, "raw", (None, None))
+    return raw if checked is fn else None
+
+
 def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     where = f"{name}_bwd"
     raw_dgrad, raw_wgrad, node_class, (_, params_class) = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.opens, wgrad.opens
@@ -317,7 +355,7 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None and type(into) is not params_class:
             _bad_type(where, "into", into, params_class)
-        if _autocast():
+        if any_autocast():
             refuse_autocast(where, residuals, dy)
         node = residuals
         if not (type(node) is node_class and node.cfg is cfg and node.fresh()):
@@ -329,7 +367,7 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             return wgrad(None, cfg, into=into), dx
         return raw_wgrad(pending, cfg, into=into), dx
 
-    return _named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name))
+    return _with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, raw_wgrad))
 
 
 def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
@@ -340,7 +378,7 @@ def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None:
             _bad_type(where, "into", into, NoneType)
-        if _autocast():
+        if any_autocast():
             refuse_autocast(where, residuals, dy)
         node = residuals
         if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
@@ -351,7 +389,7 @@ def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             node.empty()
         return None, dx
 
-    return _named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name))
+    return _with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, None))
 
 
 _BWD_DOC = "The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgrad`. Returns `(dparams, dx)`."

@@ -334,3 +334,11 @@ def _put(tree: Any, path: str, value: Any) -> Any:
         changed = (*tree[:i], _put(tree[i], rest, value) if rest else value, *tree[i + 1 :])
         return type(tree)._make(changed) if hasattr(tree, "_make") else changed  # type: ignore[attr-defined]
     return replace(tree, **{name: _put(getattr(tree, name), rest, value) if rest else value})
+
+
+@tree
+class WithExtras:
+    """x at a combinator's boundary: the main value, and named extra inputs."""
+
+    main: Any = leaf("x")
+    extras: Any = leaf("{name: tensor}")

@@ -38,7 +38,7 @@ from funcops import (
     trees,
 )  # fmt: skip
 from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
-from funcops.compose.step import Nested
+from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 from funcops.testing.checks import float_like
 from funcops.trees import tree_map_tensors

@@ -45,8 +45,8 @@ from funcops import (
 )
 from funcops.backend import backend
 from funcops.bench.models import gpt2_block_config, mlp_config
-from funcops.compose import plan as planning
-from funcops.compose.plan import FORWARD, Rule, unregister_fusion
+from funcops.program import rules
+from funcops.program.rules import FORWARD, Rule, unregister_fusion
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
@@ -87,9 +87,7 @@ def made(words, **options):
 def halves(words, needs=Needs.ALL, dtype=torch.bfloat16, device="cuda", **options):
     """The fused pieces, as words joined by plus signs, of each half."""
     found = plan(made(words, **options), needs, device, dtype)
-    return [
-        " ".join("+".join(s.name.rpartition("_")[0] for s in piece.steps) for piece in half if piece.rule) for half in found[:2]
-    ]
+    return [" ".join("+".join(path.rpartition("_")[0] for path in line.paths) for line in half if line.rule) for half in found[:2]]
 
 
 TABLE = [
@@ -170,10 +168,10 @@ def test_near_misses_say_why(words, dtype, reason):
     assert reason in str(explain(made(words), dtype=dtype))
 
 
-def test_explain_walks_into_inner_chains():
+def test_explain_shows_inner_chains_as_one_program():
     text = str(explain(gpt2_block_config(64, 4, 96, 0.1)))
-    assert "attn\n" in text and "attn.qkv.q\n" in text and "forward   up + act: linear + epilogue" in text
-    assert "backward  act + down: linear dgrad + derivative" in text
+    assert "forward   mlp.up + mlp.act: linear + epilogue" in text
+    assert "backward  mlp.act + mlp.down: linear dgrad + derivative" in text
 
 
 def run(cfg, dtype, needs=Needs.ALL, donated=False, split=False, op=chain):
@@ -222,7 +220,7 @@ def test_what_is_fused_on_the_cpu_gives_the_same_bits(monkeypatch, dtype):
     cfg = made("rms wide glu linear_b wide glu linear")
     want = run(dataclasses.replace(cfg, fuse=False), dtype)
     assert not ran
-    monkeypatch.setattr(planning, "FEW", 0)
+    monkeypatch.setattr(rules, "FEW", 0)
     for donated in (False, True):
         got = run(cfg, dtype, donated=donated)
         assert got[3] == want[3]
@@ -297,7 +295,8 @@ SKIPS = {
 @pytest.mark.parametrize("name", SKIPS)
 def test_a_skip_is_planned_with_its_body(name, needs):
     cfg = SKIPS[name]
-    assert (cfg.unrolled is None) == (name == "frozen")
+    fused = [line for half in plan(cfg, needs)[:2] for line in half if line.rule]
+    assert bool(fused) == (name != "frozen")
     params = skip.init(cfg, key=random.key(0))
     data, dy = torch.randn(2, 3, D), torch.randn(2, 3, D)
     x = WithExtras(data, {"key": random.key(1)}) if cfg.extras else data
@@ -320,8 +319,8 @@ def test_a_skip_is_planned_with_its_body(name, needs):
 
 def test_the_plan_of_a_skip():
     text = str(explain(SKIPS["llama mlp"], Needs.ALL))
-    assert "forward   down + skip_out: linear + epilogue" in text
-    assert "backward  skip_in + norm: fork + reader" in text
+    assert "forward   down + add: linear + epilogue" in text
+    assert "backward  fork + norm: fork + reader" in text
 
 
 def chains():
@@ -407,10 +406,10 @@ def test_users_add_rules():
     ran = []
 
     def match(window):
-        return 2 if [s.op for s in window.steps[:2]] == [scale, scale] else None
+        return 2 if [call.op for call in window.calls[:2]] == [scale, scale] else None
 
-    def run_both(steps, params, main, extras, needs):
-        ran.append([s.name for s in steps])
+    def run_both(calls, params, main, values):
+        ran.append([call.path for call in calls])
         return NotImplemented
 
     rule = register_fusion(Rule("scale + scale", FORWARD, match, run_both))

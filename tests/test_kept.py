@@ -35,7 +35,6 @@ from funcops import (
     with_policy,
 )
 from funcops.bench.models import block_config, mlp_config
-from funcops.compose.again import declares_fields
 from funcops.residuals.policy import Packed
 from funcops.testing.checks import float_like
 from funcops.testing.frugal import held, masks
@@ -166,17 +165,17 @@ def test_a_block_keeps_exactly_these():
 
 
 KEPT = (
-    "attn.mix.k attn.mix.logsumexp attn.mix.q attn.mix.v attn.mix.y attn.norm().params.weight attn.norm().x attn.norm.rstd "
+    "attn.mix.k attn.mix.logsumexp attn.mix.q attn.mix.v attn.mix.y attn.norm.rstd "
     "attn.norm.weight attn.norm.x attn.out.weight attn.out.x attn.qkv.k.proj.weight attn.qkv.k.rope.positions "
     "attn.qkv.q.proj.weight attn.qkv.q.rope.positions attn.qkv.v.proj.weight"
 )
 WAITING = (
-    "attn.norm().params.weight attn.norm().x attn.norm.parts attn.out.dy attn.out.x attn.qkv.k.proj.dy attn.qkv.q.proj.dy "
+    "attn.norm().rstd attn.norm().weight attn.norm().x attn.norm.parts attn.out.dy attn.out.x attn.qkv.k.proj.dy attn.qkv.q.proj.dy "
     "attn.qkv.v.proj.dy"
 )
 
 
-LEAVES = [m.CASES[0] for m in MODULES.values() if declares_fields(m.CASES[0].op)]
+LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields()]
 
 
 @pytest.mark.parametrize("case", LEAVES, ids=str)

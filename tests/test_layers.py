@@ -19,6 +19,7 @@ LAYERS = (
     "op",
     "residuals",
     "ops",
+    "program",
     "compose",
     "fused",
     "optim",

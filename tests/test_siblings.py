@@ -21,11 +21,12 @@ from funcops import (
     explain,
     linear,
     parallel,
+    plan,
     random,
     reshape,
 )
 from funcops.backend import backend
-from funcops.compose import plan as planning
+from funcops.program import rules
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
@@ -67,12 +68,16 @@ SIBLINGS = [
 
 @pytest.mark.parametrize(("words", "joined"), SIBLINGS, ids=[row[0] for row in SIBLINGS])
 def test_siblings_are_as_written_down(words, joined):
-    line = "+".join(f"b{i}" for i in range(len(words.split())))
-    text = str(explain(side_by_side(words), dtype=torch.float32))
-    assert (f"forward   {line.replace('+', ' + ')}: sibling linears" in text) == joined
-    assert (f"backward  {line.replace('+', ' + ')}: sibling linears" in text) == joined
-    on_cpu = str(explain(side_by_side(words), device_type="cpu", dtype=torch.float32))
-    assert "forward   b0 + " not in on_cpu and (f"backward  {line.replace('+', ' + ')}: sibling linears" in on_cpu) == joined
+    paths_of = [f"b{i}" for i in range(len(words.split()))]
+
+    def found(half, device_type="cuda"):
+        lines = getattr(plan(side_by_side(words), device_type=device_type, dtype=torch.float32), half)
+        return [
+            [path.partition(".")[0] for path in line.paths] for line in lines if line.rule and line.rule.name == "sibling linears"
+        ]
+
+    assert found("forward") == found("backward") == found("backward", "cpu") == ([paths_of] if joined else [])
+    assert found("forward", "cpu") == []
     assert "sibling" not in str(explain(side_by_side(words, fuse=False)))
     frozen_x = Needs(x=["extras.key", "extras.given"]) if "drop" in words else Needs(x=False)
     assert "backward  b0 + " not in str(explain(side_by_side(words), frozen_x))
@@ -105,7 +110,7 @@ def beside(cfg, dtype, needs, donated=False, split=False, into=False):
 @pytest.mark.parametrize("name", ["torch", "triton"])
 @given(st.lists(st.sampled_from(list(BRANCHES)), min_size=2, max_size=4).map(" ".join), st.data())
 def test_drawn_siblings_under_drawn_masks(monkeypatch, name, words, data):
-    monkeypatch.setattr(planning, "FEW", 0)
+    monkeypatch.setattr(rules, "FEW", 0)
     cfg = side_by_side(words)
     every = [path for path, t in paths(parallel.init(cfg, device="meta")).items() if t is not None]
     params = data.draw(st.one_of(st.booleans(), st.lists(st.sampled_from(every), unique=True) if every else st.just(False)))
@@ -131,7 +136,7 @@ def test_drawn_siblings_under_drawn_masks(monkeypatch, name, words, data):
 @pytest.mark.parametrize("frozen", ["linear_b_0", "linear_2"])
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_what_is_frozen_in_a_branch_gets_no_gradient_and_keeps_nothing(monkeypatch, name, frozen):
-    monkeypatch.setattr(planning, "FEW", 0)
+    monkeypatch.setattr(rules, "FEW", 0)
     names = ["linear_b_0.weight", "linear_b_0.bias", "linear_2.weight"]
     asked = [f"{branch}.{n}" for branch in ("b0", "b1") for n in names if not n.startswith(frozen)]
     with backend(name):
@@ -144,7 +149,7 @@ def test_what_is_frozen_in_a_branch_gets_no_gradient_and_keeps_nothing(monkeypat
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_what_siblings_refuse_is_as_without_them(monkeypatch, name):
-    monkeypatch.setattr(planning, "FEW", 0)
+    monkeypatch.setattr(rules, "FEW", 0)
     cfg = side_by_side("linear_b heads linear")
 
     def x(d):

@@ -25,7 +25,6 @@ from funcops import (
     random,
     schedule,
 )  # fmt: skip
-from funcops.compose.step import Nested
 from funcops.errors import (
     BorrowedError,
     CaptureError,
@@ -36,6 +35,7 @@ from funcops.errors import (
     StaleResidualError,
     describe,
 )
+from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 from funcops.testing import LAWS, check_op
 from funcops.trees import paths, put, tensors, tree_map_tensors

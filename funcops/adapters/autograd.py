@@ -27,10 +27,10 @@ from funcops.adapters.first_order import first_order
 from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
 from funcops.backend import select
-from funcops.compose.plan import FEW
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
 from funcops.op import Op, refuse_autocast
+from funcops.program.rules import FEW
 from funcops.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel

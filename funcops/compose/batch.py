@@ -12,9 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcops.compose.into import check_into_tree
 from funcops.errors import DonatedError, describe, fail, require, require_type
 from funcops.op import Op
+from funcops.program.into import check_into_tree
 from funcops.residuals.batch import collecting, collector
 from funcops.schema import Donated
 from funcops.trees import fake, leaves, tree_map, tree_map_tensors

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from funcops.compose.policy import part_paths, parts_of, serves, with_policy
+from funcops.compose.policy import part_paths, serves, with_policy
 from funcops.compose.repeat import RepeatConfig
-from funcops.compose.step import abstract_params, check_body
+from funcops.compose.step import check_body
 from funcops.errors import in_html, on_screen, require, require_dtype, size_of
 from funcops.op import Op
+from funcops.program.values import abstract_params, parts_of
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import report
 from funcops.trees import fake, tree_map, tree_map_tensors

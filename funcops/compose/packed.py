@@ -64,4 +64,9 @@ def packed(op: Op, actions: Actions) -> Op:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
-    return wrap(op, (packed, (op, actions)), fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd)
+    def again(residuals: Any, cfg: Any) -> Any:
+        open_node(f"{op.name}_again", residuals, op.residuals, cfg)
+        return op.again(residuals.copy(**{name: unpack(getattr(residuals, name)) for name in names}), cfg)
+
+    changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "bwd": bwd}
+    return wrap(op, (packed, (op, actions)), **(changes if op.again else changes | {"again": None}))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
 
-from funcops.compose.again import declares_fields, dropped
-from funcops.compose.chain import ChainConfig
+from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.joint import joined, joint_of
 from funcops.compose.packed import packed
 from funcops.compose.remat import remat
@@ -16,6 +16,8 @@ from funcops.errors import fail, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, wrap
+from funcops.program.lower import lower
+from funcops.program.values import parts_of
 from funcops.residuals.policy import POLICIES, Policy, Recompute, Save
 from funcops.schema import Saved
 
@@ -148,17 +150,18 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
-        fields = [_joined(path, p) for p in _inputs(step.op, step.cfg, step.name)]
+        again = _again_fields(cfg, before.name)
+        fields = [_joined(path, p) for p in again or _inputs(step)]
         actions = [policy.action(field) for field in fields]
         asked = [isinstance(action, Recompute) for action in actions]
-        if any(asked) and dropped(before, step) is None:
+        if any(asked) and not again:
             joint = joint_of(before, step)
             if isinstance(joint, str):
                 at = _joined(path, step.name)
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
             joints.append(step.name)
             absent += fields
-        elif any(asked) or (kind and dropped(before, step) and not any(isinstance(a, Save) for a in actions)):
+        elif any(asked) or (kind and again and not any(isinstance(a, Save) for a in actions)):
             found.append(before.name)
             absent += fields
     return tuple(found), frozenset(absent), joints
@@ -175,25 +178,16 @@ def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
         yield from residual_paths(inner, inner_cfg, _joined(path, name))
 
 
-def _inputs(op: Op, cfg: Any, path: str) -> Iterator[str]:
-    """The paths of the fields that alias an op's main input."""
-    if declares_fields(op) or not hasattr(cfg, "entries"):
-        yield from (_joined(path, name) for name, field in op.fields().items() if field.alias in ("x", "x.0"))
-        return
-    for name, inner, inner_cfg in cfg.entries:
-        yield from _inputs(inner, inner_cfg, _joined(path, "*" if name == 0 else name))
+def _inputs(step: Any) -> list[str]:
+    """The paths of the fields that alias a step's main input."""
+    return [f"{step.name}.{name}" for name, field in step.op.fields().items() if field.alias in ("x", "x.0")]
 
 
-def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:
-    """Name, op and config of each part of a combinator's config."""
-    found: list[tuple[Any, Op, Any]] = []
-
-    def note(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
-        found.append((name, op, inner))
-        return op, inner
-
-    cfg.with_parts(note)
-    return found
+@functools.lru_cache(maxsize=1024)
+def _again_fields(cfg: ChainConfig, name: str) -> list[str]:
+    """The paths of the fields that a chain need not keep where it computes the output of that step again."""
+    calls = lower(chain, dataclasses.replace(cfg, recompute=(name,)), Needs.ALL).calls
+    return [f"{call.path}.{field}" for call in calls for field in call.fields if call.again is not None and call.again.path == name]
 
 
 def _repeats(op: Op, cfg: Any) -> Iterator[bool]:

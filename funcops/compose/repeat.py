@@ -17,30 +17,17 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.into import check_into_tree
-from funcops.compose.step import (
-    Nested,
-    Replace,
-    WithExtras,
-    add,
-    bundle,
-    check_body,
-    extras_of,
-    has_params,
-    keys_of,
-    live_inputs,
-    nested,
-    part,
-    run_backward,
-    split_x,
-)
+from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
+from funcops.program.into import check_into_tree
+from funcops.program.values import add, has_params
+from funcops.residuals.nested import Nested, nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
-from funcops.trees import leaves, tree_map
+from funcops.trees import WithExtras, leaves, tree_map
 
 
 @config
@@ -167,6 +154,16 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     return main, kept if needs else None
 
 
+def _backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> tuple[Any, Any]:
+    """dx and, where `whole`, dparams; otherwise dx and the pending. A part that kept nothing needs nothing."""
+    if not whole:
+        return (None, None) if kept is None else op.dgrad(kept, dy, cfg)
+    if kept is None:
+        return None, op.wgrad(None, cfg, into=into)
+    dparams, dx = op.bwd(kept, dy, cfg, into=into)
+    return dx, dparams
+
+
 def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
     """The layers in reverse. Returns dx and by layer: dparams, added to `sums` where there is one; without `sums`, pending."""
     gradients: dict[str, Any] = {}
@@ -176,7 +173,7 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
         for i in reversed(range(cfg.times)):
             if copies.home:  # what went to the host: the layer before this one comes back while this one computes
                 copies.ahead([node.get(i), node.get(i - 1)])
-            dy, results[i] = run_backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
+            dy, results[i] = _backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
             if type(dy) is WithExtras:
                 for name, gradient in dy.extras.items():
                     gradients[name] = add(gradients.get(name), gradient)

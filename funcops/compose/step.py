@@ -1,33 +1,22 @@
-"""What combinators share: `Step`, `WithExtras`, residuals by name, and how a step's x is put together."""
+"""What combinators share: `Step`, and how x and the gradients of its extras are put together."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from funcops import random
-from funcops.errors import DonatedError, check, describe, fail, in_step, require, require_type
+from funcops.errors import check, describe, fail, in_step, require, require_type
 from funcops.needs import Mask, Needs, sub_mask
 from funcops.op import Op, config
-from funcops.residuals.donate import donate
-from funcops.schema import Donated
-from funcops.trees import Aside, leaf, register_node, tensors, tree, tree_map
+from funcops.program.values import add, has_params
+from funcops.trees import WithExtras
 
 Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and config
-
-
-@tree
-class WithExtras:
-    """x at a combinator's boundary: the main value, and named extra inputs."""
-
-    main: Any = leaf("x")
-    extras: Any = leaf("{name: tensor}")
 
 
 @config
@@ -123,16 +112,6 @@ def check_body(where: str, op: Any, cfg: Any) -> None:
         fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
 
 
-def has_params(op: Op, cfg: Any) -> bool:
-    return bool(tensors(abstract_params(op, cfg)))
-
-
-@functools.lru_cache(maxsize=1024)
-def abstract_params(op: Op, cfg: Any) -> Any:
-    """The op's params on the meta device: their structure and shapes. Not to be changed."""
-    return op.init(cfg, key=None, device="meta")
-
-
 def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict[str, Any]:
     """Params of every step by name, each from a key of its own."""
     params, name = {}, ""
@@ -169,142 +148,3 @@ def live_inputs(x: Mask, extras: tuple[str, ...]) -> dict[str, Mask]:
         return {"": x}
     given = sub_mask(x, "extras")
     return {"": sub_mask(x, "main"), **{n: sub_mask(given, n) for n in extras}}
-
-
-def add(a: Any, b: Any) -> Any:
-    """The sum of two gradients of one structure, where None is zero."""
-    if a is None or b is None:
-        return b if a is None else a
-    return a + b if isinstance(a, Tensor) else tree_map(add, a, b)
-
-
-def part(node: Any, name: Any) -> Any:
-    """A child of residuals or pending; given away with its parent where the parent was."""
-    child = node[name]
-    if not node.donated or child is None:
-        return child
-    node[name] = None
-    return donate(child)
-
-
-def run_backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> tuple[Any, Any]:
-    """dx and, where `whole`, dparams; otherwise dx and the pending. A part that kept nothing needs nothing."""
-    if not whole:
-        return (None, None) if kept is None else op.dgrad(kept, dy, cfg)
-    if kept is None:
-        return None, op.wgrad(None, cfg, into=into)
-    dparams, dx = op.bwd(kept, dy, cfg, into=into)
-    return dx, dparams
-
-
-def needs_of(kept: Any) -> Needs:
-    """The needs under which residuals were kept, donated or not."""
-    node = kept._node if type(kept) is Donated else kept
-    return getattr(node, "needs", Needs.NONE)
-
-
-class Nested(dict):  # type: ignore[type-arg]
-    """Residuals or pending of a combinator: those of its parts by name, None where a part keeps nothing."""
-
-    __slots__ = ("cfg", "donated", "gone", "had", "needs")
-    kind: ClassVar[str] = "residuals"
-    had: tuple[str, ...]  # the parts that must not be None, of a node that was made of another
-
-    def __init__(self, parts: Any = (), *, cfg: Any = None, needs: Needs = Needs.ALL) -> None:
-        if parts:
-            dict.update(self, parts)
-        self.cfg, self.needs = cfg, needs
-        self.donated = self.gone = False
-        self.had = ()
-
-    def fresh(self) -> bool:
-        return not self.gone and (not self.had or self.missing() is None)
-
-    def missing(self) -> Any:
-        """The name of a part that was there in the node that this one is made of."""
-        return next((name for name in self.had if self.get(name) is None), None)
-
-    def complain(self, where: str) -> None:
-        if not self.gone:
-            fail(where, f"{self.kind}.{self.missing()}", "as the forward kept it", None, TypeError)
-        raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
-
-    def give(self) -> Nested:
-        node = type(self)(self, cfg=self.cfg, needs=self.needs)
-        node.donated = True
-        self.empty()
-        return node
-
-    def empty(self) -> None:
-        dict.clear(self)
-        self.gone, self.had = True, ()
-
-    def parts(self) -> tuple[str, ...]:
-        return self.had or tuple([name for name, part in dict.items(self) if part is not None])
-
-    def moved(self, had: Any) -> Any:
-        """This node, made of another's parts, with what is known of that."""
-        if had is not None:
-            self.had = had
-        return self
-
-    def __copy__(self) -> Any:
-        made: Any = type(self)(self, cfg=self.cfg, needs=self.needs)
-        made.donated = self.donated
-        return made.moved(self.parts())
-
-    copy = __copy__
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        self._open()
-        return super().__reduce_ex__(protocol)
-
-    def _open(self) -> Any:
-        """This node, which must not have been given away."""
-        if self.gone:
-            raise DonatedError(f"{type(self).__name__} was given away with donate(): it must not be used again")
-        return self
-
-    def nothing(self) -> Any:
-        """dx where there is no gradient at all."""
-        extras = extras_of(self.cfg)
-        return WithExtras(None, dict.fromkeys(extras)) if extras else None
-
-    def __missing__(self, name: Any) -> Any:
-        self._open()
-        raise KeyError(name)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({super().__repr__()})"
-
-
-# Every other method of a dict, but for what a launch calls (`node[name]` finds nothing in a node that was given away, and asks
-# `__missing__`), with that check before. Written out as source, with `super`, as a tracer follows no method that is called by its class.
-_SOURCE = """
-def {name}(self, *args, **options):
-    if self.gone:
-        self._open()
-    return super(Nested, self).{name}(*args, **options)
-"""
-for _name in ("get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ __or__ "
-              "__ror__ __ior__ __delitem__").split():  # fmt: skip
-    _scope: dict[str, Any] = {"Nested": Nested}
-    exec(_SOURCE.format(name=_name), _scope)
-    setattr(Nested, _name, _scope[_name])
-
-
-def nested(kind: str) -> Callable[[type], type]:
-    """Class decorator: a `Nested` of this kind, registered as a pytree node."""
-
-    def decorate(cls: Any) -> Any:
-        cls.kind = kind
-        register_node(
-            cls,
-            lambda node: tuple(dict.values(node)),
-            lambda node: (node._open().cfg, node.needs, tuple(dict.keys(node)), Aside(node.parts())),
-            lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
-            lambda node: tuple(dict.keys(node)),
-        )
-        return cls
-
-    return decorate

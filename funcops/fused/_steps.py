@@ -1,4 +1,4 @@
-"""What the rules look for in a step."""
+"""What the rules look for in a call."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.step import Step
 from funcops.errors import FLOATS
 from funcops.op import Op
+from funcops.program.lower import Call
 
 
-def alone(step: Step, op: Op) -> bool:
-    """A step of this op that takes and gives nothing but main."""
-    return step.op is op and not step.names and not step.gives
+def alone(call: Call, op: Op) -> bool:
+    """A call of this op that takes and gives nothing but main."""
+    return call.op is op and not call.takes and not call.gives
 
 
-def joins(step: Step, op: Op) -> bool:
-    """A step of this op that takes one extra and gives none."""
-    return step.op is op and len(step.names) == 1 and not step.gives
+def joins(call: Call, op: Op) -> bool:
+    """A call of this op that takes one extra and gives none."""
+    return call.op is op and len(call.takes) == 1 and not call.gives
 
 
 def alike(*given: Any) -> bool:
-    """Tensors of one float dtype on one device, none of which autograd would record: what the steps themselves ask for."""
+    """Tensors of one float dtype on one device, none of which autograd would record: what the calls themselves ask for."""
     first, recording = given[0], torch.is_grad_enabled()
     if not isinstance(first, Tensor) or first.dtype not in FLOATS:
         return False

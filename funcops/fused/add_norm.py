@@ -9,23 +9,22 @@ from typing import Any
 
 import torch
 
-from funcops.compose.plan import BACKWARD, FORWARD, Rule, Window, register_fusion
-from funcops.compose.step import add as summed
 from funcops.fused._steps import alike, alone, joins
 from funcops.kernels import add_norm as kernels
-from funcops.needs import Needs
 from funcops.ops.add import AddResiduals, add
 from funcops.ops.fork import ForkResiduals, fork
 from funcops.ops.layer_norm import LayerNormPending, LayerNormResiduals, layer_norm
 from funcops.ops.rms_norm import RMSNormPending, RMSNormResiduals, rms_norm
+from funcops.program.rules import BACKWARD, FORWARD, Rule, Window, register_fusion
+from funcops.program.values import add as summed
 from funcops.schema import Inputs
 
 
 def _match(window: Window) -> int | str | None:
-    if len(window.steps) < 3:
+    if len(window.calls) < 3:
         return None
-    join, split, norm = window.steps[:3]
-    if not joins(join, add) or split.op is not fork or len(split.gives) != 1 or split.names:
+    join, split, norm = window.calls[:3]
+    if not joins(join, add) or split.op is not fork or len(split.gives) != 1 or split.takes:
         return None
     if not alone(norm, rms_norm) and not alone(norm, layer_norm):
         return None
@@ -41,9 +40,9 @@ def _match_backward(window: Window) -> int | str | None:
     return 3 if all(needs.x for needs in window.needs[:3]) else "no gradient is asked of its input"
 
 
-def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
-    join, split, norm = steps
-    residual, cfg, w = extras[join.names[0]], norm.cfg, params[2].weight
+def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
+    join, split, norm = calls
+    residual, cfg, w = values[join.takes[0]], norm.cfg, params[2].weight
     b = getattr(params[2], "bias", None)
     if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
         return NotImplemented
@@ -52,31 +51,31 @@ def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs
         return NotImplemented
     if norm.op is rms_norm:
         y, stream, rstd = kernels.add_rms_norm_fwd(main, residual, w, cfg.eps, cfg.zero_centered_gamma)
-        node = RMSNormResiduals.keep(cfg, needs[2], x=stream, weight=w, rstd=rstd, weight_dtype=w.dtype)
+        node = RMSNormResiduals.keep(cfg, norm.kept, x=stream, weight=w, rstd=rstd, weight_dtype=w.dtype)
     else:
         y, stream, mean, rstd = kernels.add_layer_norm_fwd(main, residual, w, b, cfg.eps, cfg.zero_centered_gamma)
-        like = None if needs[2].x or needs[2].param("weight") else (stream.shape, stream.dtype)
+        like = None if norm.needs.x or norm.needs.param("weight") else (stream.shape, stream.dtype)
         node = LayerNormResiduals.keep(
-            cfg, needs[2], x=stream, weight=w, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
+            cfg, norm.kept, x=stream, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
         )  # fmt: skip
-    extras[split.gives[0]] = stream
+    values[split.gives[0]] = stream
     statics = {"shape": stream.shape, "dtype": stream.dtype}
-    first = AddResiduals.keep(join.cfg, needs[0], inputs=Inputs.of((main, residual)), **statics)
-    return y, [first, ForkResiduals.keep(split.cfg, needs[1], **statics), node]
+    first = AddResiduals.keep(join.cfg, join.kept, inputs=Inputs.of((main, residual)), **statics)
+    return y, [first, ForkResiduals.keep(split.cfg, split.kept, **statics), node]
 
 
-def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
-    join, split, norm = steps
+def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
+    join, split, norm = calls
     node = kept[2]
     dstream = gradients.get(split.gives[0])
     if dstream is None or not alike(dy, dstream, node.x) or not dy.shape == dstream.shape == node.x.shape:
         return NotImplemented
     gradients.pop(split.gives[0])
     dx, pending = norm_gradient(norm, node, dy, dstream)
-    residual = join.names[0]
-    if kept[0].needs.input(1):
+    residual = join.takes[0]
+    if join.needs.input(1):
         gradients[residual] = summed(gradients.get(residual), dx)
-    return dx if kept[0].needs.input(0) else None, [None, None, pending]
+    return dx if join.needs.input(0) else None, [None, None, pending]
 
 
 def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any) -> tuple[Any, Any]:

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 
-from funcops.compose.plan import BACKWARD, FORWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike, alone
 from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
-from funcops.needs import Needs
 from funcops.ops.activation import activation
 from funcops.ops.bias import BiasPending, BiasResiduals, bias
+from funcops.program.rules import BACKWARD, FORWARD, Rule, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
-    if len(window.steps) < 2 or not alone(window.steps[0], bias) or not alone(window.steps[1], activation):
+    if len(window.calls) < 2 or not alone(window.calls[0], bias) or not alone(window.calls[1], activation):
         return None
     return "float64 runs on torch" if window.dtype is torch.float64 else 2
 
@@ -34,20 +33,20 @@ def _match_backward(window: Window) -> int | str | None:
     return "no gradient is asked of the sum" if size == 2 and not window.needs[1].x else size
 
 
-def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
+def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     b = params[0].bias
-    if not alike(main, b) or main.dim() < 1 or not b.shape == main.shape[-1:] == (steps[0].cfg.dim,):
+    if not alike(main, b) or main.dim() < 1 or not b.shape == main.shape[-1:] == (calls[0].cfg.dim,):
         return NotImplemented
-    y = bias_activation_fwd(main, b, steps[1].cfg.kind)
-    return y, [BiasResiduals.keep(steps[0].cfg, needs[0], shape=y.shape, dtype=y.dtype), None]
+    y = bias_activation_fwd(main, b, calls[1].cfg.kind)
+    return y, [BiasResiduals.keep(calls[0].cfg, calls[0].kept, shape=y.shape, dtype=y.dtype), None]
 
 
-def _run_backward(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
+def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
     first, z = kept[0], kept[1].x
     if not alike(dy, z) or not dy.shape == z.shape == first.shape:
         return NotImplemented
-    dz, parts = bias_activation_bwd(dy, z, None, steps[1].cfg.kind, bool(first.needs.params))
-    pending = BiasPending.keep(steps[0].cfg, first.needs, dy=parts, dtype=first.dtype)
+    dz, parts = bias_activation_bwd(dy, z, None, calls[1].cfg.kind, bool(first.needs.params))
+    pending = BiasPending.keep(calls[0].cfg, first.needs, dy=parts, dtype=first.dtype)
     return dz if first.needs.x else None, [pending, None]
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from funcops.compose.plan import BACKWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike, alone
 from funcops.fused.add_norm import norm_gradient
 from funcops.kernels.fused_linear import fused_linear_dgrad_add
@@ -17,13 +16,14 @@ from funcops.ops.fork import fork
 from funcops.ops.layer_norm import layer_norm
 from funcops.ops.linear import LinearPending, linear
 from funcops.ops.rms_norm import rms_norm
+from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
-    if len(window.steps) < 2:
+    if len(window.calls) < 2:
         return None
-    split, reader = window.steps[:2]
-    if split.op is not fork or len(split.gives) != 1 or split.names:
+    split, reader = window.calls[:2]
+    if split.op is not fork or len(split.gives) != 1 or split.takes:
         return None
     if not any(alone(reader, op) for op in (linear, rms_norm, layer_norm)):
         return None
@@ -34,14 +34,14 @@ def _match(window: Window) -> int | str | None:
     return 2 if window.needs[0].x and window.needs[1].x else "no gradient is asked of its input"
 
 
-def _run(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
-    split, reader = steps
+def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
+    split, reader = calls
     node, dstream = kept[1], gradients.get(split.gives[0])
-    shape = kept[0].shape
+    shape = node.y_shape[:-1] + node.weight.shape[1:] if reader.op is linear else node.x.shape
     if dstream is None or not alike(dy, dstream, node.weight if reader.op is linear else node.x) or dstream.shape != shape:
         return NotImplemented
     if reader.op is not linear:
-        if not dy.shape == node.x.shape == shape:
+        if dy.shape != shape:
             return NotImplemented
         gradients.pop(split.gives[0])
         dx, pending = norm_gradient(reader, node, dy, dstream)

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.compose.plan import BACKWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike, alone
 from funcops.kernels.glu import GATES, glu_bwd_again
 from funcops.kernels.linear import linear_dgrad
 from funcops.ops.glu import glu
 from funcops.ops.linear import LinearPending, linear
+from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
-    if len(window.steps) < 2 or not alone(window.steps[0], glu) or not alone(window.steps[1], linear):
+    if len(window.calls) < 2 or not alone(window.calls[0], glu) or not alone(window.calls[1], linear):
         return None
-    if not window.again[1]:
+    if window.calls[1].again is None:
         return "the linear keeps what it reads"
-    cfg = window.steps[0].cfg
+    cfg = window.calls[0].cfg
     if cfg.scaled or cfg.paired or cfg.kind not in GATES:
         return "the GLU has two inputs" if cfg.scaled or cfg.paired else f"{cfg.kind} has no such kernel"
     if not window.needs[0].x or not window.needs[1].param("weight"):
@@ -29,15 +29,15 @@ def _match(window: Window) -> int | str | None:
     return 2
 
 
-def _run(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
+def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
     x, product = kept[0].x, kept[1]
     if product.x is not None or not alike(dy, x, product.weight) or dy.shape != product.y_shape:
         return NotImplemented
     if x.shape != (*dy.shape[:-1], 2 * product.weight.shape[1]):
         return NotImplemented
     again = linear_dgrad(dy, product.weight)
-    dx = glu_bwd_again(again, x, steps[0].cfg.kind, steps[0].cfg.first)
-    return dx, [None, LinearPending.keep(steps[1].cfg, product.needs, x=again, dy=dy)]
+    dx = glu_bwd_again(again, x, calls[0].cfg.kind, calls[0].cfg.first)
+    return dx, [None, LinearPending.keep(calls[1].cfg, calls[1].needs, x=again, dy=dy)]
 
 
 rule = register_fusion(Rule("GLU again + linear", BACKWARD, _match, _run, everywhere=True, whole=True))

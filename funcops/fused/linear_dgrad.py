@@ -9,36 +9,36 @@ from typing import Any
 
 import torch
 
-from funcops.compose.plan import BACKWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike, alone
 from funcops.kernels.fused_linear import fused_linear_dgrad
 from funcops.ops.activation import activation
 from funcops.ops.linear import LinearPending, linear
 from funcops.ops.scale import scale
+from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
-    if len(window.steps) < 2 or not alone(window.steps[1], linear):
+    if len(window.calls) < 2 or not alone(window.calls[1], linear):
         return None
-    if not alone(window.steps[0], activation) and not alone(window.steps[0], scale):
+    if not alone(window.calls[0], activation) and not alone(window.calls[0], scale):
         return None
     if window.dtype is torch.float64:
         return "float64 runs on torch"
     return 2 if window.needs[0].x and window.needs[1].x else "no gradient is asked of its input"
 
 
-def _run(steps: Any, kept: list[Any], dy: Any, gradients: dict[str, Any]) -> Any:
+def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
     before, product = kept
     if not alike(dy, product.weight) or dy.shape != product.y_shape:
         return NotImplemented
-    z = before.x if steps[0].op is activation else None
+    z = before.x if calls[0].op is activation else None
     inner = before.shape if z is None else z.shape
     if inner != (*dy.shape[:-1], product.weight.shape[1]) or (z is not None and not alike(dy, z)):
         return NotImplemented
-    pending = LinearPending.keep(steps[1].cfg, product.needs, x=product.x, dy=dy)
-    if steps[0].op is scale:
-        return fused_linear_dgrad(dy, product.weight, None, "", steps[0].cfg.factor), [None, pending]
-    return fused_linear_dgrad(dy, product.weight, z, steps[0].cfg.kind, 1.0), [None, pending]
+    pending = LinearPending.keep(calls[1].cfg, product.needs, x=product.x, dy=dy)
+    if calls[0].op is scale:
+        return fused_linear_dgrad(dy, product.weight, None, "", calls[0].cfg.factor), [None, pending]
+    return fused_linear_dgrad(dy, product.weight, z, calls[0].cfg.kind, 1.0), [None, pending]
 
 
 rule = register_fusion(Rule("linear dgrad + derivative", BACKWARD, _match, _run))

@@ -10,20 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.plan import FORWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike, alone, joins
 from funcops.kernels.fused_linear import fused_linear_fwd
-from funcops.needs import Needs
 from funcops.ops.activation import ActivationResiduals, activation
 from funcops.ops.add import AddResiduals, add
 from funcops.ops.bias import BiasResiduals, bias
 from funcops.ops.linear import LinearResiduals, linear
 from funcops.ops.scale import ScaleResiduals, scale
+from funcops.program.rules import FORWARD, Rule, Window, register_fusion
 from funcops.schema import Inputs
 
 
 def _match(window: Window) -> int | str | None:
-    first, *rest = window.steps
+    first, *rest = window.calls
     if not alone(first, linear):
         return None
     if window.dtype is torch.float64:
@@ -42,29 +41,30 @@ def _match(window: Window) -> int | str | None:
     return size if size > 1 else None
 
 
-def _run(steps: Any, params: list[Any], main: Any, extras: dict[str, Any], needs: list[Needs]) -> Any:
+def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     weight, b, factor, kind, residual = params[0].weight, params[0].bias, 1.0, "", None
-    by_op = {step.op: i for i, step in enumerate(steps)}
+    by_op = {call.op: i for i, call in enumerate(calls)}
     if bias in by_op:
         b = params[by_op[bias]].bias
     if scale in by_op:
-        factor = steps[by_op[scale]].cfg.factor
+        factor = calls[by_op[scale]].cfg.factor
     if activation in by_op:
-        kind = steps[by_op[activation]].cfg.kind
+        kind = calls[by_op[activation]].cfg.kind
     if add in by_op:
-        residual = extras[steps[by_op[add]].names[0]]
-    biased = steps[0].cfg.bias or bias in by_op
+        residual = values[calls[by_op[add]].takes[0]]
+    biased = calls[0].cfg.bias or bias in by_op
     if (
-        (params[0].bias is not None) != steps[0].cfg.bias
+        (params[0].bias is not None) != calls[0].cfg.bias
         or (b is not None) != biased
-        or not _fits(steps[0].cfg, main, weight, b, add in by_op, residual)
+        or not _fits(calls[0].cfg, main, weight, b, add in by_op, residual)
     ):
         return NotImplemented
-    keep = bool(kind) and bool(needs[by_op[activation]].x)
+    keep = bool(kind) and bool(calls[by_op[activation]].needs.x)
     y, z = fused_linear_fwd(main, weight, b, residual, kind, factor, keep)
     statics = {"shape": y.shape, "dtype": y.dtype}
     nodes = []
-    for step, wanted in zip(steps, needs, strict=True):
+    for step in calls:
+        wanted = step.kept
         if step.op is linear:
             node = LinearResiduals.keep(step.cfg, wanted, x=main, weight=weight, y_shape=y.shape, dtype=y.dtype)
         elif step.op is activation:

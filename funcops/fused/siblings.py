@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.plan import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Window, register_fusion
 from funcops.fused._steps import alike
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
-from funcops.needs import Needs
 from funcops.ops.linear import LinearParams, LinearPending, LinearResiduals, linear
+from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Window, register_fusion
 
 MOST = 3
 
 
 def _match(window: Window) -> int | str | None:
-    if any(step.op is not linear for step in window.steps):
+    if any(step.op is not linear for step in window.calls):
         return None
-    return len(window.steps) if len(window.steps) <= MOST else f"more than {MOST} branches"
+    return len(window.calls) if len(window.calls) <= MOST else f"more than {MOST} branches"
 
 
 def _match_forward(window: Window) -> int | str | None:
@@ -38,14 +37,14 @@ def _match_backward(window: Window) -> int | str | None:
     return size
 
 
-def _three(given: list[Any]) -> list[Any]:
-    return given + [None] * (MOST - len(given))
+def _three(given: Any) -> list[Any]:
+    return [*given] + [None] * (MOST - len(given))
 
 
-def _run(steps: list[Any], params: list[Any], x: Any, needs: tuple[Needs, ...]) -> Any:
+def _run(calls: Any, params: Any, x: Any) -> Any:
     if any(type(p) is not LinearParams for p in params) or not alike(x) or x.dim() < 1:
         return NotImplemented
-    for step, p in zip(steps, params, strict=True):
+    for step, p in zip(calls, params, strict=True):
         given = [p.weight, *([p.bias] if step.cfg.bias else [])]
         shapes = [step.cfg.weight_shape, step.cfg.bias_shape][: len(given)]
         if not alike(x, *given) or [t.shape for t in given] != shapes or (p.bias is not None) != step.cfg.bias:
@@ -53,18 +52,19 @@ def _run(steps: list[Any], params: list[Any], x: Any, needs: tuple[Needs, ...]) 
         if x.shape[-1] != step.cfg.in_features:
             return NotImplemented
     ys: tuple[Tensor, ...] = sibling_linear_fwd(x, *_three([p.weight for p in params]), *_three([p.bias for p in params]))
-    return [
-        (y, LinearResiduals.keep(step.cfg, wanted, x=x, weight=p.weight, y_shape=y.shape, dtype=y.dtype))
-        for step, p, wanted, y in zip(steps, params, needs, ys, strict=False)
+    ys = ys[: len(calls)]
+    return ys, [
+        LinearResiduals.keep(call.cfg, call.kept, x=x, weight=p.weight, y_shape=y.shape, dtype=y.dtype)
+        for call, p, y in zip(calls, params, ys, strict=True)
     ]
 
 
-def _run_backward(steps: list[Any], kept: list[Any], dys: list[Any]) -> Any:
+def _run_backward(calls: Any, kept: list[Any], dys: list[Any]) -> Any:
     weights = [node.weight for node in kept]
     if not alike(*dys, *weights) or any(d.shape != node.y_shape for d, node in zip(dys, kept, strict=True)):
         return NotImplemented
     dx = sibling_linear_dgrad(*_three(dys), *_three(weights))
-    pendings = [LinearPending.keep(step.cfg, node.needs, x=node.x, dy=dy) for step, node, dy in zip(steps, kept, dys, strict=True)]
+    pendings = [LinearPending.keep(step.cfg, node.needs, x=node.x, dy=dy) for step, node, dy in zip(calls, kept, dys, strict=True)]
     return dx, pendings
 
 

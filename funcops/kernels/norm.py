@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel, wide
+from funcops.backend import kernel, wants_triton, wide
 
 _vector_norm = torch.linalg.vector_norm
 FEW = 1 << 14  # below it the number of operators counts, above it the passes over memory
@@ -25,7 +25,8 @@ def _to(t: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _scale(w: Tensor, centred: bool, dtype: torch.dtype) -> Tensor:
     """What the normalised x is multiplied by: w, or 1 + w."""
-    return _to(w, dtype) + 1.0 if centred else _to(w, dtype)
+    w = w if w.dtype is dtype else w.to(dtype)
+    return w + 1.0 if centred else w
 
 
 def _rstd(x: Tensor, alpha: float, eps: float, dtype: torch.dtype) -> Tensor:
@@ -43,6 +44,16 @@ def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tenso
     rstd = _rstd(t, 1.0 / x.shape[-1], eps, dtype)
     y = t * rstd if t is x else t.mul_(rstd)
     return _to(y.mul_(_scale(w, centred, dtype)), x.dtype), rstd
+
+
+def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
+    """y of `rms_norm_fwd` once more, the same bits: of rstd, where its kernel does not run."""
+    if wants_triton(x):
+        return rms_norm_fwd(x, w, eps, centred)[0]
+    narrow, dtype = x.dtype, rstd.dtype
+    y = (x if narrow is dtype else x.to(dtype)) * rstd
+    y.mul_(_scale(w, centred, dtype))
+    return y if narrow is dtype else y.to(narrow)
 
 
 @kernel()
@@ -66,7 +77,9 @@ def rms_norm_bwd(
             d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
         else:
             d_x.add_(torch.matmul(dy, scale).unsqueeze_(-1).mul_(rstd), alpha=1.0 / size)
-    return _to(d_x, narrow) if dx else None, d_w.unsqueeze(0) if dw else None
+    if dx and narrow is not dtype:
+        d_x = d_x.to(narrow)
+    return d_x if dx else None, d_w.unsqueeze(0) if dw else None
 
 
 @kernel()

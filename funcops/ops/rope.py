@@ -107,7 +107,7 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
 def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
     """`(dx, None)`: the inverse rotation of dy. There is no weight gradient: pending is None."""
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
-    if not residuals.needs.input(0):
+    if residuals.needs.x is not True and not residuals.needs.input(0):
         return residuals.nothing(), None
     table = table_of(residuals.positions, cfg, dy.dtype)
     return residuals.inputs.make((kernels.rope_apply(dy, table, cfg.interleaved, True), None)), None

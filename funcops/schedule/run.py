@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from funcops.compose.chain import ChainConfig, check_names
-from funcops.compose.step import WithExtras
 from funcops.errors import fail, require_callable, require_type
 from funcops.needs import Needs
 from funcops.op import check_needs
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.stage import Done, Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs
-from funcops.trees import put
+from funcops.trees import WithExtras, put
 
 
 class Event(NamedTuple):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from funcops.compose.chain import ChainConfig, check_names, needs_of_steps, tied
-from funcops.compose.into import check_into_tree
 from funcops.compose.step import split_x
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
+from funcops.program.into import check_into_tree
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
 from funcops.trees import tree_map_with_path

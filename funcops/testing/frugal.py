@@ -7,6 +7,7 @@ led to it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig
 from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
-from funcops.compose.step import Step, abstract_params, live_inputs
+from funcops.compose.step import Step, live_inputs
 from funcops.needs import Mask, Needs
 from funcops.op import Op
-from funcops.schema import Saved
+from funcops.program.values import abstract_params
+from funcops.schema import AGAIN, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close
@@ -127,30 +129,43 @@ def _under(name: str, field: Any, value: Any) -> Iterator[str]:
 
 
 def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
-    """Of outputs that steps of a chain leave out: the recipe where its producer keeps its x anyway, otherwise the output itself."""
-    found = set()
-    for left_out, step in zip(full.cfg.dropped, full.cfg.steps, strict=True):
-        if left_out is None or full.get(left_out.key) is None:
-            continue
-        producer = left_out.producer
-        places = set(_wanted_places(full[step.name], left_out.places, parts[step.name]))
-        declared = producer.op.fields()
-        if places and all(declared[name].wanted(parts[producer.name]) for name in left_out.x_fields):
-            found |= {f"{left_out.key}.{path}" for path in held(full[left_out.key])}
+    """Of outputs that steps of a chain leave out: what they are computed again of where the producer keeps its x anyway, otherwise the
+    output itself."""
+    cfg, found, left_out = full.cfg, set[str](), False
+    for before, step in itertools.pairwise(cfg.steps):
+        places = {f"{step.name}.{place}" for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}
+        fields = before.op.fields()
+        of_x = [field for field in fields.values() if (field.alias or "").partition(".")[0] == "x"]
+        asked = before.name in cfg.recomputed and not left_out
+        left_out = asked and bool(places) and all(field.wanted(parts[before.name]) for field in of_x)
+        if left_out:
+            node, name = (
+                (full.get(f"{before.name}()"), f"{before.name}()") if full.kind == "pending" else (full[before.name], before.name)
+            )
+            found |= {
+                f"{name}.{field}" for field in fields if AGAIN in fields[field].needed_by and getattr(node, field) is not None
+            }
         else:
-            found |= {f"{step.name}.{place}" for place in places}
+            found |= places
     return found
 
 
-def _wanted_places(full: Any, places: dict[Any, Any], needs: Needs) -> Iterator[str]:
+def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
+    """Where residuals or pending hold the main input, as far as `needs` asks for it."""
     if full is None or not (needs.params if full.kind == "pending" else needs):
         return
     if isinstance(full, Saved):
-        yield from (name for name in places if name in full.fields and full.fields[name].wanted(needs))
-        return
-    parts = parts_needs(full.cfg, needs)
-    for name, further in places.items():
-        yield from (f"{name}.{path}" for path in _wanted_places(full[name], further, parts[name]))
+        while op.lower is not None:  # a skip
+            op, cfg = cfg.op, cfg.cfg
+        alias = [name for name, field in op.fields().items() if field.alias in ("x", "x.0")]
+        yield from (name for name in alias if name in full.fields and full.fields[name].wanted(needs))
+    elif op.lower is not None:
+        parts = parts_needs(full.cfg, needs)
+        for name, inner, inner_cfg in cfg.entries:
+            if name is None:
+                yield from _reads_main(inner, inner_cfg, full, needs)
+            else:
+                yield from (f"{name}.{path}" for path in _reads_main(inner, inner_cfg, full[name], parts[name]))
 
 
 def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcops import TorchConfig, delayed_wgrad, differentiable, donate, op_from_torch, with_policy
 from funcops import nn as fnn
 from funcops.adapters.autocast import NORM, casts
-from funcops.compose.plan import FEW
+from funcops.program.rules import FEW
 from funcops.testing import assert_close
 from funcops.trees import cast, leaves, tensors, tree_map_tensors
 

@@ -29,6 +29,6 @@ ERRORS = [
     Error(call=lambda: ParallelConfig(branches=()), match="ParallelConfig: branches must be at least one Step"),
     Error(
         call=lambda: parallel_fwd({"a": None}, torch.ones(2), TWO),
-        match="parallel_fwd: params must be a dict by branch name: a, b, got ['a']",
+        match="parallel_fwd: params must be a dict by branch name: a, b, got missing ['b'], extra []",
     ),
 ]

@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs():
         run(gpipe(4, M), params, xs[:2], cfg)
     with pytest.raises(ValueError, match="run: dys must be a list of 8, one a microbatch, got 1"):
         run(gpipe(4, M), params, xs, cfg, [None])
-    with pytest.raises(ValueError, match=r"run: params must be a dict with the steps s0, s1, s2, s3, got missing \['s0'\]"):
+    with pytest.raises(ValueError, match=r"run: params must be a dict by step name: s0, s1, s2, s3, got missing \['s0'\]"):
         run(gpipe(4, M), {k: v for k, v in params.items() if k != "s0"}, xs, cfg)
     with pytest.raises(TypeError, match="run: schedule must be Schedule, got 'gpipe'"):
         run("gpipe", params, xs, cfg)

@@ -16,7 +16,7 @@ from funcops.adapters.nn.sequential import KEY
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.policy import with_policy
-from funcops.compose.step import Step, WithExtras
+from funcops.compose.step import Step
 from funcops.errors import fail, require
 from funcops.op import Op
 from funcops.ops.activation import ActivationConfig, activation
@@ -25,6 +25,7 @@ from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
+from funcops.trees import WithExtras
 
 
 class RMSNorm(OpModule):

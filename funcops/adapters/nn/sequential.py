@@ -13,9 +13,10 @@ from funcops.adapters.autograd import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
 from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, untouched, watched
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.plan import FEW
-from funcops.compose.step import Step, WithExtras
+from funcops.compose.step import Step
 from funcops.errors import require
+from funcops.program.rules import FEW
+from funcops.trees import WithExtras
 
 KEY = "key"
 

@@ -11,14 +11,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.adapters.pipelining.runtime import Runtime, Values
 from funcops.compose.chain import ChainConfig, chain, tied
-from funcops.compose.step import WithExtras, abstract_params, split_x
+from funcops.compose.step import split_x
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
 from funcops.precision import nonfinite
+from funcops.program.values import abstract_params
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
 from funcops.schedule.stage import Done, Stage, check_staged, check_ties, loss_gradient, share_ties, split_inputs
-from funcops.trees import fake, leaves, put, tree_map_tensors, with_leaves
+from funcops.trees import WithExtras, fake, leaves, put, tree_map_tensors, with_leaves
 
 
 class Stepped(NamedTuple):

@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.accumulators import check_accumulator, check_apart, check_width
 from funcops.backend import tracing
-from funcops.compose.step import Nested, abstract_params
 from funcops.errors import FLOATS, check, fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op
+from funcops.program.values import abstract_params
+from funcops.residuals.nested import Nested
 from funcops.schema import Donated, Saved
 from funcops.trees import fake, paths, structure, tensors, tree_map_tensors
 

@@ -1,0 +1,118 @@
+"""`plan` and `explain`: which calls of a program run as which kernel, what each reads and keeps, and why others are not fused."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from funcops.errors import describe, fail, in_html, on_screen, require_device, require_dtype, require_type
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.program.lower import Call, Lowered, lower
+from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, cover
+from funcops.program.values import parts_of
+
+
+class Line(NamedTuple):
+    """Calls that run as one by a rule; one call by itself has none."""
+
+    calls: tuple[Call, ...]
+    rule: Rule | None
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(path_of(call) for call in self.calls)
+
+    def __str__(self) -> str:
+        return f"{' + '.join(self.paths)}: {self.rule.name if self.rule else self.calls[0].op}"
+
+
+class Plan(NamedTuple):
+    """The lines of each half, in the order of the forward."""
+
+    forward: tuple[Line, ...]
+    backward: tuple[Line, ...]
+    near_misses: tuple[NearMiss, ...]
+
+    def __str__(self) -> str:
+        lines = [
+            f"{phase:<9} {line}" for phase, found in ((FORWARD, self.forward), (BACKWARD, self.backward[::-1])) for line in found
+        ]
+        lines += [f"not {miss.rule} at {miss.path} ({miss.phase}): {miss.reason}" for miss in self.near_misses]
+        return "\n".join(lines)
+
+
+def path_of(call: Call) -> str:
+    """The path of a call's step; of a skip's fork and sum, that of the skip with their name."""
+    if call.place is not None:
+        return call.path or call.op.name
+    return f"{call.path}.{call.op.name}" if call.path else call.op.name
+
+
+def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Plan:
+    """The calls of a combinator, and which run as one: a pure function of its arguments and of the rules that are registered. Raises
+    `TypeError` for a config of another op."""
+    require_type("plan", "needs", needs, Needs)
+    require_type("plan", "device_type", device_type, str)
+    require_device("plan", device_type)
+    require_dtype("plan", dtype)
+    lowered = lowered_of("plan", cfg, needs)
+    found = cover(lowered, device_type, dtype)
+    return Plan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses)
+
+
+def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
+    op = getattr(cfg, "lowered_by", None)
+    if not isinstance(op, Op):
+        fail(where, "cfg", "the config of a chain, a skip or a parallel", describe(cfg), TypeError)
+    return lower(op, cfg, needs)
+
+
+def _lines(lowered: Lowered, pieces: dict[int, Piece]) -> tuple[Line, ...]:
+    member = {call.index: piece for piece in pieces.values() for call in piece.calls}
+    found: list[Line] = []
+    for call in lowered.calls:
+        piece = member.get(call.index)
+        if piece is None:
+            found.append(Line((call,), None))
+        elif piece.calls[0] is call:
+            found.append(Line(piece.calls, piece.rule))
+    return tuple(found)
+
+
+class Explained(NamedTuple):
+    """The plan of a config, and those of the programs inside it (of a repeat's body, say), by path."""
+
+    plans: dict[str, Plan]
+
+    def __repr__(self) -> str:
+        return on_screen(str(self))
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
+
+    def __str__(self) -> str:
+        return "\n".join(f"{path or '(the program)'}\n  " + str(one).replace("\n", "\n  ") for path, one in self.plans.items())
+
+
+def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
+    """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
+    once, as if all its gradients were asked for, unless `needs` is Needs.NONE."""
+    if not hasattr(cfg, "with_parts"):
+        fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
+    found: dict[str, Plan] = {}
+
+    def visit(inner: Any, path: str, own: Needs) -> None:
+        if getattr(inner, "lowered_by", None) is not None:
+            found[path] = one = plan(inner, own, device_type, dtype)
+            for line in one.forward:
+                for call in line.calls:
+                    if hasattr(call.cfg, "with_parts"):
+                        visit(call.cfg, f"{path}.{call.path}".strip("."), own and Needs.ALL)
+        elif hasattr(inner, "with_parts"):
+            for name, _, body in parts_of(inner):
+                visit(body, f"{path}.{name}".strip("."), own and Needs.ALL)
+
+    visit(cfg, "", needs)
+    return Explained(found)

@@ -1,0 +1,225 @@
+"""Lowering: a config as a flat list of calls over numbered values.
+
+A value is a number, or a tuple of them where a `parallel` gave it. Every call writes values and reads some: one reader sees
+exactly one value, as a scope renames what it reads (an alias), so that gradients are summed inside of it first, in the order in
+which it reads. The backward has an order of its own: a chain's reversed, a parallel's branches in order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.schema import DGRAD
+
+Value = Any  # int, or a tuple of Values
+Extras = dict[str, int]
+
+
+class Place(NamedTuple):
+    """Where the params, residuals and pending of a part are: under a name of a scope; without a scope, the whole tree."""
+
+    scope: Scope | None
+    name: Any
+    path: str  # of its steps
+
+    def under(self, name: Any) -> str:
+        return f"{self.path}.{name}" if self.path else str(name)
+
+
+@dataclasses.dataclass(eq=False)
+class Scope:
+    """A dict of the trees: a chain or a parallel."""
+
+    index: int
+    place: Place
+    cfg: Any
+    needs: Needs
+    kind: str  # "chain" or "parallel"
+    residuals: type
+    pending: type
+    ties: tuple[tuple[str, str], ...]
+    parts: dict[Any, Any] = dataclasses.field(default_factory=dict)  # calls and scopes by name
+
+    def at(self, name: Any) -> Place:
+        return Place(self, name, self.place.under(name))
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One op: it reads main and what it `takes`, by the `labels` where the op is a combinator, and writes `out` and what it `gives`.
+    `place` is None for the fork and the sum of a skip, which have no trees. `again`: the call that gives main again in the backward,
+    so that the residuals lack the `fields` that hold it."""
+
+    index: int
+    path: str
+    place: Place | None
+    op: Op
+    cfg: Any
+    needs: Needs
+    main: Value
+    takes: tuple[int, ...]
+    labels: tuple[str, ...]
+    out: Value
+    gives: tuple[int, ...]
+    fuse: bool
+    again: Call | None = None
+    fields: tuple[str, ...] = ()
+    source: bool = False  # whether another call has this one for its `again`
+
+    @property
+    def kept(self) -> Needs:
+        """What the forward is asked to keep for."""
+        needs = self.needs.dropping(self.fields) if self.fields else self.needs
+        return needs.with_again() if self.source else needs
+
+    @property
+    def again_in_dgrad(self) -> bool:
+        return any(DGRAD in self.op.fields()[name].needed_by for name in self.fields)
+
+
+class Fold(NamedTuple):
+    """A random key on its way down: `fold_in(of, data)`."""
+
+    out: int
+    of: int
+    data: int
+
+
+class Alias(NamedTuple):
+    """In a backward: what the value got inside of a scope goes to what it stands for."""
+
+    value: int
+    of: int
+
+
+Back = list[Any]  # of Call and Alias
+
+
+class Lowered(NamedTuple):
+    forward: tuple[Any, ...]  # Call, Fold
+    backward: tuple[Any, ...]  # Call, Alias
+    scopes: tuple[Scope, ...]
+    main: int
+    extras: Extras
+    output: Value
+    origin: dict[int, int]  # of an alias
+    readers: dict[int, int]  # how many rows read a value
+    siblings: tuple[tuple[Call, ...], ...]  # the first calls of a parallel's branches, where they read nothing but its x
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(row for row in self.forward if type(row) is Call)
+
+    def resolve(self, value: int) -> int:
+        while value in self.origin:
+            value = self.origin[value]
+        return value
+
+
+class Lowering:
+    """What a combinator's `lower(cfg, lowering, place, needs, main, extras, again)` writes into; it returns its output and its backward."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.scopes: list[Scope] = []
+        self.origin: dict[int, int] = {}
+        self.readers: dict[int, int] = {}
+        self.siblings: list[tuple[Call, ...]] = []
+        self._values = 0
+
+    def value(self) -> int:
+        self._values += 1
+        return self._values - 1
+
+    def alias(self, of: Value) -> tuple[Value, list[Alias]]:
+        """The value by another name, and the rows that hand on its gradient."""
+        if isinstance(of, tuple):
+            pairs = [self.alias(one) for one in of]
+            return tuple(value for value, _ in pairs), [row for _, rows in pairs for row in rows]
+        value = self.value()
+        self.origin[value] = of
+        self._read(of)
+        return value, [Alias(value, of)]
+
+    def aliases(self, extras: Extras) -> tuple[Extras, list[Alias]]:
+        pairs = {name: self.alias(value) for name, value in extras.items()}
+        return {name: value for name, (value, _) in pairs.items()}, [row for _, rows in pairs.values() for row in rows]
+
+    def scope(self, place: Place, kind: str, cfg: Any, needs: Needs, classes: tuple[type, type]) -> Scope:
+        found = Scope(len(self.scopes), place, cfg, needs, kind, *classes, getattr(cfg, "ties", ()))
+        self.scopes.append(found)
+        if place.scope is not None:
+            place.scope.parts[place.name] = found
+        return found
+
+    def step(self, step: Any, scope: Scope, needs: Needs, main: Value, extras: Extras, again: Call | None = None) -> Any:
+        """A named part: its output, what it gives, and its backward."""
+        given: Extras = {}
+        for name in step.names:
+            given[name] = extras[name]
+            if name in step.keys:
+                given[name] = self.value()
+                self.rows.append(Fold(given[name], extras[name], step.fold))
+                self._read(extras[name])
+        place = scope.at(step.name)
+        out, back = self.body(step.op, step.cfg, place, needs, main, given, again, step.gives, getattr(scope.cfg, "fuse", True))
+        gives = scope.parts[step.name].gives if step.gives else ()
+        return out, dict(zip(step.gives, gives, strict=True)), back
+
+    def body(
+        self, op: Op, cfg: Any, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None = None,
+        gives: tuple[str, ...] = (), fuse: bool = True,
+    ) -> tuple[Value, Back]:  # fmt: skip
+        """An op: its calls where it is a combinator, one otherwise."""
+        if op.lower is not None:
+            out, back = op.lower(cfg, self, place, needs, main, extras, again)
+            return out, back
+        labels = tuple(extras) if getattr(cfg, "extras", ()) else ()
+        call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(gives), fuse)
+        if again is not None:
+            fields = op.fields()
+            call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(needs))
+            if call.fields:
+                call.again, again.source = again, True
+        return call.out, [call]
+
+    def call(
+        self, op: Op, cfg: Any, place: Place | None, needs: Needs, main: Value, takes: Iterable[int] = (),
+        labels: tuple[str, ...] = (), gives: int = 0, fuse: bool = True, path: str = "",
+    ) -> Call:  # fmt: skip
+        takes = tuple(takes)
+        for value in (main, *takes):
+            self._read(value)
+        out, given = self.value(), tuple(self.value() for _ in range(gives))
+        found = Call(len(self.rows), place.path if place else path, place, op, cfg, needs, main, takes, labels, out, given, fuse)
+        self.rows.append(found)
+        if place is not None and place.scope is not None:
+            place.scope.parts[place.name] = found
+        return found
+
+    def _read(self, value: Value) -> None:
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, tuple):
+                self._read(one)
+            else:
+                self.readers[one] = self.readers.get(one, 0) + 1
+
+
+def calls_below(part: Scope | Call) -> list[Call]:
+    """The calls of a part, in order."""
+    return [part] if isinstance(part, Call) else [call for one in part.parts.values() for call in calls_below(one)]
+
+
+def lower(op: Op, cfg: Any, needs: Needs) -> Lowered:
+    """The calls of a combinator under `needs`."""
+    rows = Lowering()
+    main = rows.value()
+    extras = {name: rows.value() for name in cfg.extras}
+    output, back = op.lower(cfg, rows, Place(None, None, ""), needs, main, extras, None)
+    return Lowered(
+        tuple(rows.rows), tuple(back), tuple(rows.scopes), main, extras, output, rows.origin, rows.readers, tuple(rows.siblings)
+    )

@@ -1,0 +1,163 @@
+"""Programs by what they depend on: made once, then found."""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.accumulators import check_apart
+from funcops.backend import tracing, wants_triton
+from funcops.errors import describe, fail
+from funcops.memo import remember
+from funcops.needs import Mask, Needs
+from funcops.op import Op
+from funcops.program import rules, run, traced
+from funcops.program.backward import Backward, Wgrad
+from funcops.program.forward import Forward
+from funcops.program.into import check_into_tree
+from funcops.program.lower import lower
+from funcops.program.rules import changes, cover
+from funcops.residuals.nested import needs_of
+from funcops.schema import open_node
+
+_numbers = itertools.count()
+_compiling = torch.compiler.is_dynamo_compiling
+
+
+def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
+    device_type, dtype = ("cuda", main.dtype) if type(main) is Tensor and wants_triton(main) else (None, None)
+    return _found("forward", op, cfg, needs, device_type, dtype)
+
+
+def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
+    """ "backward" or "dgrad"; on the CPU its rules hold for a dy that is not small."""
+    first = dy[0] if type(dy) is tuple and dy else dy
+    device_type = dtype = None
+    if type(first) is Tensor:
+        device_type = "cuda" if wants_triton(first) else "cpu" if first.numel() >= rules.FEW else None
+        dtype = first.dtype if device_type else None
+    return _found(which, op, cfg, needs, device_type, dtype)
+
+
+def _found(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any) -> Any:
+    if _compiling():
+        return getattr(traced, _made_while_tracing(which, op, cfg, needs.x, needs.params, device_type, dtype))
+    key = which, needs, device_type, dtype, len(changes)
+    found = cfg.programs.get(key)
+    return remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype)) if found is None else found
+
+
+_traced: dict[Any, str] = {}
+
+
+@torch.compiler.assume_constant_result
+def _made_while_tracing(which: str, op: Op, cfg: Any, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
+    """The name of a program in the module: a tracer reads an attribute of a module, where it would find a dict as it was before."""
+    key = which, op, cfg, x, params, device_type, dtype, len(changes)
+    if key not in _traced:
+        name = f"{which}_{len(_traced)}"
+        setattr(traced, name, _made(which, op, cfg, Needs(x, params), device_type, dtype, True))
+        _traced[key] = name
+    return _traced[key]
+
+
+def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:
+    lowered = lower(op, cfg, needs)
+    found = cover(lowered, None if which == "wgrad" else device_type, dtype)
+    if which == "forward":
+        text, names = Forward(lowered, found, for_tracer).write()
+    elif which == "wgrad":
+        text, names = Wgrad(lowered, found, for_tracer).write()
+    else:
+        text, names = Backward(lowered, found, for_tracer, which == "backward").write()
+    file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    scope = dict(names)
+    exec(compile(text, file, "exec"), scope)
+    return scope[which]
+
+
+def bwd_of_scope(op: Op, cls: Any, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
+    """The `bwd` of an op whose residuals are a scope's."""
+    node, sums, where = residuals, None, f"{op.name}_bwd"
+    if type(node) is not cls or node.cfg is not cfg or node.gone or node.had:
+        node = open_node(where, node, cls, cfg)
+    if into is not None:
+        sums = accumulators(where, op, into, node, cfg, dy)
+    dparams, dx = backward("backward", op, cfg, node.needs, dy)(node, dy, sums)
+    if node is not residuals:
+        node.empty()
+    return (dparams if into is None else into), dx
+
+
+def wgrad_of_scope(op: Op, cls: Any, pending: Any, cfg: Any, into: Any) -> Any:
+    """The `wgrad` of an op whose pending is a scope's."""
+    where = f"{op.name}_wgrad"
+    if type(cfg) is not op.config:
+        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+    node = None if pending is None else open_node(where, pending, cls, cfg)
+    sums = None if into is None else accumulators(where, op, into, node, cfg)
+    found = _found("wgrad", op, cfg, Needs.NONE if node is None else node.needs, None, None)(node, sums)
+    if node is not None and node is not pending:
+        node.empty()
+    return found if into is None else into
+
+
+def bwd_of_body(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
+    """The `bwd` of an op whose residuals are its body's."""
+    where, needs, sums = f"{op.name}_bwd", needs_of(residuals), into
+    if not needs:
+        return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
+    node, body = residuals, _scope_in(cfg)
+    if body is not None:
+        node = open_node(where, residuals, body.op.residuals, body.cfg)
+        sums = None if into is None else accumulators(where, body.op, into, node, body.cfg, dy)
+    dparams, dx = backward("backward", op, cfg, needs, dy)(node, dy, sums)
+    if node is not residuals:
+        node.empty()
+    return (dparams if into is None else into), dx
+
+
+def dgrad_of_body(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+    """The `dgrad` of such an op."""
+    where, needs = f"{op.name}_dgrad", needs_of(residuals)
+    if not needs:
+        return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
+    node, body = residuals, _scope_in(cfg)
+    if body is not None:
+        node = open_node(where, residuals, body.op.residuals, body.cfg)
+    found: tuple[Any, Any] = backward("dgrad", op, cfg, needs, dy)(node, dy)
+    if node is not residuals:
+        node.empty()
+    return found
+
+
+def _scope_in(cfg: Any) -> Any:
+    """The config, of skips within skips, whose body has residuals of a scope; None where it is one call."""
+    while cfg.op.lower is not None and cfg.op.residuals is None:
+        cfg = cfg.cfg
+    return cfg if cfg.op.lower is not None else None
+
+
+def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = None) -> Any:
+    """`into`, every leaf checked before any is written; a tied path shares its source's accumulator."""
+    names = getattr(cfg, "names", None)
+    kind = "parallel" if op.name == "parallel" else "chain"
+    if names is not None:
+        run.check_names(where, "into", into, names, kind)
+    check_into_tree(where, into, op, cfg, node, dy, several=isinstance(dy, tuple))
+    ties = getattr(cfg, "ties", ())
+    seen: dict[tuple[str, str], str] = {}
+    for path, source in (*[(source, source) for source in {source for _, source in ties}], *ties):
+        first = seen.setdefault((source, path.partition(".")[0]), path)
+        if first != path:  # refused here, before the step of both refuses it
+            got = f"memory of into.{first}, which is in the same step"
+            fail(where, f"into.{path}", "a tensor of its own", got)
+    return run.tied(where, into, ties) if ties else into
+
+
+__all__ = ["accumulators", "backward", "check_apart", "forward", "tracing"]

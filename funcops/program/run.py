@@ -1,0 +1,182 @@
+"""What the functions of a program call beside ops: checks, errors with the path of their step, and parts of trees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from funcops.errors import describe, fail, in_step
+from funcops.needs import Needs
+from funcops.op import Op
+from funcops.program.lower import Call
+from funcops.program.rules import Rule
+from funcops.program.values import add
+from funcops.residuals.nested import part
+from funcops.schema import Donated, Saved, open_node
+from funcops.trees import at, put
+
+__all__ = ["part"]
+
+
+def in_path(error: Exception, path: str) -> None:
+    if path:
+        in_step(error, path)
+
+
+def check_names(where: str, what: str, tree: Any, names: dict[str, None], kind: str) -> None:
+    """A dict with these names."""
+    noun = "step" if kind == "chain" else "branch"
+    if not isinstance(tree, dict):
+        fail(where, what, f"a dict by {noun} name: {', '.join(names)}", describe(tree), TypeError)
+    if tree.keys() != names.keys():
+        missing, extra = sorted(names.keys() - tree.keys()), sorted(tree.keys() - names.keys())
+        fail(where, what, f"a dict by {noun} name: {', '.join(names)}", f"missing {missing}, extra {extra}")
+
+
+def unlike(x: Tensor, branch: Any) -> NoReturn:
+    """The body of a skip gave something else than a tensor like x."""
+    fail("skip_fwd", "body(x)", f"like x, {describe(x)}", describe(branch))
+    raise AssertionError
+
+
+def tied(where: str, tree: Any, ties: Iterable[tuple[str, str]]) -> Any:
+    """The tree with each tied path holding its source's leaf."""
+    for path, source in ties:
+        if at(tree, path) is not None:
+            fail(where, f"params.{path}", f"None (it is tied to {source})", describe(at(tree, path)))
+        tree = put(tree, path, at(tree, source))
+    return tree
+
+
+def collected(dparams: Any, ties: Iterable[tuple[str, str]]) -> Any:
+    """The gradients of tied paths summed into their source."""
+    for path, source in ties:
+        total = add(at(dparams, source), at(dparams, path))
+        dparams = put(put(dparams, source, total), path, None)
+    return dparams
+
+
+def parts_of(dy: Any, size: int) -> tuple[Any, ...]:
+    """The gradients of the parts of a tuple, None for zero."""
+    if dy is None:
+        return (None,) * size
+    if not isinstance(dy, tuple) or len(dy) != size:
+        fail("parallel_bwd", "dy", f"a tuple of {size} (None for zero)", describe(dy), TypeError)
+    return dy
+
+
+def nested_parts(dy: Any, like: Any) -> Any:
+    """The same for tuples of tuples."""
+    if not isinstance(like, tuple):
+        return dy
+    return tuple([nested_parts(d, one) for d, one in zip(parts_of(dy, len(like)), like, strict=True)])
+
+
+def scope_of(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:
+    """The residuals of a chain or parallel inside of another; given away with it where that was."""
+    node = parent[name]
+    if type(node) is cls and node.cfg is cfg and not parent.donated and node.fresh():
+        return node
+    return open_node(where, part(parent, name), cls, cfg)
+
+
+def opened(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:
+    """The pending of a chain or parallel inside of another, or None."""
+    node = part(parent, name)
+    return None if node is None else open_node(where, node, cls, cfg)
+
+
+def pending_of(cls: Any, parts: dict[Any, Any], cfg: Any, needs: Needs) -> Any:
+    """Pending of a scope; None where nothing waits."""
+    for waiting in parts.values():
+        if waiting is not None:
+            return cls({k: v for k, v in parts.items() if v is not None or k in cfg.names}, cfg=cfg, needs=needs)
+    return None
+
+
+def recipe_of(name: Any) -> str:
+    """Where in a pending lies what the y of that step is computed again of."""
+    return f"{name}()"
+
+
+_ONLY = Needs(x=False, params=False).with_again()
+
+
+def recipe(op: Op, node: Any) -> Any:
+    """Of an op's residuals, what its y is computed again of."""
+    if node is None:
+        return None
+    if not node.fresh():
+        node.complain(f"{op.name}_again")
+    given = {name: getattr(node, name) for name in node.names}
+    return type(node).keep(node.cfg, _ONLY, **given)
+
+
+def again(compute: Any, node: Any, cfg: Any) -> Any:
+    return None if node is None else compute(node, cfg)
+
+
+def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
+    """Residuals or pending with what is computed again in its places; what was given away is filled itself."""
+    if not isinstance(node, (Saved, Donated)):
+        return node  # which the op refuses
+    made = node._node if type(node) is Donated else node.twin()
+    made.needs = needs
+    made.set(**{name: value for name in fields if name in made.fields})
+    return node if type(node) is Donated else made
+
+
+def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], main: Any, values: dict[int, Any]) -> Any:
+    """What the rule gives, or NotImplemented: then the calls run one by one."""
+    for call, own in zip(calls, params, strict=True):
+        if call.place is not None and type(own) is not call.op.params:
+            return NotImplemented
+    if rule.phase == "siblings forward":
+        return rule.run(calls, params, main)
+    return rule.run(calls, params, main, values)
+
+
+def backward_piece(
+    rule: Rule, calls: tuple[Call, ...], trees: dict[int, Any], dy: Any, gradients: dict[int, Any], where: str
+) -> Any:
+    """As `forward_piece`, of the dgrads; what was given away is gone after it. Its errors have their path."""
+    if dy is None or (type(dy) is tuple and any([d is None for d in dy])):
+        return NotImplemented
+    kept, path = [_own(call, trees) for call in calls], ""
+    if any([node is None and call.place is not None for call, node in zip(calls, kept, strict=True)]):
+        return NotImplemented
+    try:
+        for i, call in enumerate(calls):
+            path = call.path
+            kept[i] = None if call.place is None else _read(call, kept[i], trees, where)
+        path = joined(calls)
+        found = rule.run(calls, kept, dy) if rule.phase == "siblings backward" else rule.run(calls, kept, dy, gradients)
+    except Exception as error:
+        in_path(error, path)
+        raise
+    if found is not NotImplemented:
+        for place in [call.place for call in calls if call.place is not None]:
+            tree = trees[place.scope.index]  # type: ignore[union-attr]
+            if tree.donated:
+                tree[place.name] = None
+    return found
+
+
+def joined(calls: Iterable[Call]) -> str:
+    """The path of calls that run as one: all of theirs."""
+    return "+".join(dict.fromkeys([call.path for call in calls if call.place is not None]))
+
+
+def _own(call: Call, trees: dict[int, Any]) -> Any:
+    place = call.place
+    return None if place is None or place.scope is None else trees[place.scope.index][place.name]
+
+
+def _read(call: Call, node: Any, trees: dict[int, Any], where: str) -> Any:
+    """The residuals of a call, after every check, with what it left out where its dgrad reads that."""
+    node = open_node(where, node, call.op.residuals, call.cfg)
+    if call.again is None or not call.again_in_dgrad:
+        return node
+    return filled(node, call.fields, call.again.op.again(_own(call.again, trees), call.again.cfg), call.kept)

@@ -1,0 +1,122 @@
+"""The functions of a program, written as straight-line Python: a few lines a call, no loop, no lookup.
+
+A local falls right after its last reader. Names, with the number of their value, call or scope: v value, g its gradient; n residuals
+of a call, p pending, q gradient of params, a y computed again; P params, K residuals, W pending, I accumulators of a scope.
+
+What the ops' own functions check at every call is tested here by source that only says yes or no. Where it says no, and while a
+compiler traces, the ops' own functions run, and they say what is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from funcops.marks import versions
+from funcops.op import any_autocast
+from funcops.program import run
+from funcops.program.lower import Call, Lowered, Place, Scope, Value
+from funcops.program.rules import Cover
+from funcops.program.values import add
+from funcops.random import fold_in
+from funcops.schema import Saved
+from funcops.trees import WithExtras
+
+
+class Source:
+    """Lines of one function, and the objects that they name."""
+
+    def __init__(self, lowered: Lowered, cover: Cover, traced: bool) -> None:
+        self.lowered, self.cover, self.traced = lowered, cover, traced
+        self.lines: list[str] = []
+        self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
+        self.names |= {"versions": versions, "any_autocast": any_autocast}
+        self.paths = [""]
+        self.depth = 2
+        self.opened: set[int] = set()
+        if not traced:
+            self.put("fast = not any_autocast()")
+
+    def put(self, *lines: str) -> None:
+        self.lines += ["    " * self.depth + line for line in lines]
+
+    def const(self, kind: str, index: int, value: Any) -> str:
+        name = f"{kind}{index}"
+        self.names[name] = value
+        return name
+
+    def at(self, path: str) -> None:
+        """From here on errors come out of this step."""
+        if path not in self.paths:
+            self.paths.append(path)
+        self.put(f"at = {self.paths.index(path)}")
+
+    def of(self, value: Value) -> str:
+        """A value of the forward, as an expression."""
+        if isinstance(value, tuple):
+            return f"({''.join(self.of(one) + ', ' for one in value)})"
+        return f"v{self.lowered.resolve(value)}"
+
+    def part(self, tree: str, place: Place) -> str:
+        """A part of the trees that are called so: `P1['up']`; the whole tree is `P`."""
+        return tree if place.scope is None else f"{tree}{place.scope.index}[{place.name!r}]"
+
+    def tree(self, leaf: str, node: Callable[[Scope, str], str], at: Scope | Call | None = None) -> str:
+        """The tree of what the calls have by the name `leaf`, as an expression; `node` makes those of scopes."""
+        at = self.root if at is None else at
+        if isinstance(at, Call):
+            return f"{leaf}{at.index}"
+        parts = ", ".join(f"{name!r}: {self.tree(leaf, node, part)}" for name, part in at.parts.items())
+        return node(at, f"{{{parts}}}")
+
+    @property
+    def root(self) -> Scope | Call:
+        """The outermost part that has trees."""
+        return self.lowered.scopes[0] if self.lowered.scopes else next(call for call in self.lowered.calls if call.place)
+
+    def is_ready(self, call: Call, node: str, also: str = "") -> bool:
+        """Put a test into `ok`: whether the residuals `node` pass all checks of the call's op. False where there is no such test."""
+        cls = call.op.residuals
+        if self.traced or not isinstance(cls, type) or not issubclass(cls, Saved):
+            return False
+        names = self.const("C", call.index, cls), self.const("c", call.index, call.cfg)
+        marks = f"type(m) is tuple and m == ({cls.marks_source})" if cls.guarded else "type(m) is tuple and not m"
+        marks = marks.replace("n.", f"{node}.")
+        self.put(
+            f"try: ok = fast and type({node}) is {names[0]} and {node}.cfg is {names[1]}{also} and ((m := {node}._marks) is None or {marks})",
+            "except Exception: ok = False",
+        )
+        return True
+
+    def accumulators(self, scope: Scope, where: str) -> None:
+        """Those of the scope by name: None each where none are given."""
+        i, names = scope.index, self.const("names", scope.index, dict.fromkeys(scope.cfg.names))
+        self.put(f"I{i} = {self.part('I', scope.place)} or {names}")
+        if scope.ties and scope.place.scope is not None:
+            self.put(f"if I{i} is not {names}: I{i} = run.tied({where!r}, I{i}, {self.const('ties', i, scope.ties)})")
+
+    def gradients(self, scope: Scope, parts: str) -> str:
+        """Those of the params of a scope, the tied ones with their source."""
+        return f"run.collected({parts}, {self.const('ties', scope.index, scope.ties)})" if scope.ties else parts
+
+    def written(self, name: str, arguments: str, result: str) -> tuple[str, dict[str, Any]]:
+        """The function's text, and its globals."""
+        self.names["PATHS"] = tuple(self.paths)
+        self.put(f"return {result}")
+        body = "\n".join(self.lines)
+        return (
+            f"def {name}({arguments}):\n    at = 0\n    try:\n{body}\n    except Exception as error:\n"
+            "        run.in_path(error, PATHS[at])\n        raise\n"
+        ), self.names
+
+
+def flat(value: Value) -> list[int]:
+    """The numbers of a value."""
+    return [number for one in value for number in flat(one)] if isinstance(value, tuple) else [value]
+
+
+def total(a: str, b: str) -> str:
+    """The sum of two gradients, as an expression."""
+    return f"{a} + {b} if type({a}) is type({b}) is Tensor else {a} if {b} is None else add({a}, {b})"

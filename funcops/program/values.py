@@ -1,0 +1,40 @@
+"""Of ops and their values, what combinators and programs ask: the sum of gradients, and params by shape alone."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from funcops.op import Op
+from funcops.trees import tensors, tree_map
+
+
+def add(a: Any, b: Any) -> Any:
+    """The sum of two gradients of one structure, where None is zero."""
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b if isinstance(a, Tensor) else tree_map(add, a, b)
+
+
+def has_params(op: Op, cfg: Any) -> bool:
+    return bool(tensors(abstract_params(op, cfg)))
+
+
+@functools.lru_cache(maxsize=1024)
+def abstract_params(op: Op, cfg: Any) -> Any:
+    """The op's params on the meta device: their structure and shapes. Not to be changed."""
+    return op.init(cfg, key=None, device="meta")
+
+
+def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:
+    """Name, op and config of each part of a combinator's config."""
+    found: list[tuple[Any, Op, Any]] = []
+
+    def note(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
+        found.append((name, op, inner))
+        return op, inner
+
+    cfg.with_parts(note)
+    return found
