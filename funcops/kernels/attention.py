@@ -126,7 +126,9 @@ def _math_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     p = (_scores(q, k, causal, scale) - logsumexp.unsqueeze(-1)).exp()
-    ds = p * (torch.matmul(dy, v.mT) - (dy * y).sum(-1, keepdim=True)) * scale
+    dp = torch.matmul(dy, v.mT)  # term 1 of ds: through the score's own exp
+    along = (dy * y).sum(-1, keepdim=True)  # term 2: through logsumexp; it is the sum of p dp over a row
+    ds = p * (dp - along) * scale
     return torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(p.mT, dy)
 
 
