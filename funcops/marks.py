@@ -1,7 +1,8 @@
-"""Marks: what a node of residuals or pending remembers of its tensors, to notice a write since, and how that goes along with a tree.
+"""Marks: what a node of residuals or pending remembers of its tensors, to notice a write since,
+and how that goes along with a tree.
 
-A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`, a
-NumPy array or a raw pointer, goes unnoticed here as it does in autograd.
+A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
+a NumPy array or a raw pointer, goes unnoticed here as it does in autograd.
 """
 
 from __future__ import annotations
@@ -126,8 +127,9 @@ class Missing(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked (by
-    identity; none is kept alive), and how many leaves of each field were None. One that was given away has no leaves to walk over."""
+    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked
+    (by identity; none is kept alive), and how many leaves of each field were None.
+    One that was given away has no leaves to walk over."""
 
     marks: list[tuple[Any, Any]]
     holes: dict[str, int]
@@ -146,8 +148,8 @@ class Moved(NamedTuple):
         return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes))
 
     def to(self, node: Any) -> None:
-        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own, as it
-        is now."""
+        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own,
+        as it is now."""
         alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
         known = {id(t): mark for t, mark in alive}
         views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}

@@ -114,8 +114,8 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded out
-    of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
+    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded
+    out of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
     dtype = _check_draw("random.uniform", shape, dtype, device, low=low, high=high)
     first, last = _inside("random.uniform", low, high, dtype)
     if key is None:

@@ -13,8 +13,8 @@ torch.set_num_threads(1)
 
 
 def pytest_configure(config):
-    """Triton reads its variable once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source. There
-    the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first."""
+    """Triton reads its variable once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source.
+    There the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first."""
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -36,16 +36,16 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    """The modules and thousands of tests live to the end: the garbage collector, which a tracer's many objects call often, need not look
-    at them each time."""
+    """The modules and thousands of tests live to the end: the garbage collector, which a tracer's many objects call often,
+    need not look at them each time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
 
 
 def _take_turns(items):
-    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone prove much the same, so one of them, each in its turn, is in
-    the first tier, and the others are in the second."""
+    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone prove much the same, so one of them, each in its
+    turn, is in the first tier, and the others are in the second."""
     groups = {}
     for item in items:
         marker = item.get_closest_marker("turns")

@@ -1,9 +1,9 @@
 """Triton's interpreter with less looking up: it does the same, in half of the time.
 
-At each call of a jitted function, one within a kernel as well, the interpreter goes through all members of `triton.language` for those
-to replace by its own, for each value it makes a table of dtypes, and for each sum of integers it works out whether it overflows and
-asserts nothing by it. Here the members are looked up once, a function within a kernel finds them replaced, the table is made once, and
-sums are not looked at (`index_ranges.py` does that).
+At each call of a jitted function, one within a kernel as well, the interpreter goes through all members of `triton.language` for
+those to replace by its own, for each value it makes a table of dtypes, and for each sum of integers it works out whether it
+overflows and asserts nothing by it. Here the members are looked up once, a function within a kernel finds them replaced, the table
+is made once, and sums are not looked at (`index_ranges.py` does that).
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
-"""torch.compile(fullgraph=True) as the first thing that a process does: no call in eager mode has filled a memo, or imported a kernel,
-before. What is compiled stays cold for the next, as a tracer fills no memo: so one process compiles all, and calls in eager mode last."""
+"""torch.compile(fullgraph=True) as the first thing that a process does: no call in eager mode has filled a memo, or imported a
+kernel, before. What is compiled stays cold for the next, as a tracer fills no memo: so one process compiles all,
+and calls in eager mode last."""
 
 import importlib.util
 import os

@@ -1,5 +1,5 @@
-"""The torch bodies of kernels, which are fast, against the formulas beside them, in float64: over drawn shapes, strides, options, dtypes,
-and sizes of what a body does at a time."""
+"""The torch bodies of kernels, which are fast, against the formulas beside them, in float64: over drawn shapes, strides, options,
+dtypes, and sizes of what a body does at a time."""
 
 import importlib
 import pkgutil
@@ -24,11 +24,13 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "add_rms_norm_fwd", "add_rms_norm_bwd", "add_layer_norm_fwd", "add_layer_norm_bwd",
     ),
     "a line each": (
-        "add", "scale", "dropout", "dropout_add", "row_sums", "sum_parts", "embedding_fwd", "glu_fwd", "glu_pair_fwd", "glu_pair_bwd",
+        "add", "scale", "dropout", "dropout_add", "row_sums", "sum_parts", "embedding_fwd", "glu_fwd", "glu_pair_fwd",
+        "glu_pair_bwd",
         "bias_activation_fwd", "bias_activation_bwd",
     ),
     "products as in the math": (
-        "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd", "sibling_linear_dgrad", "fused_linear_fwd",
+        "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd", "sibling_linear_dgrad",
+        "fused_linear_fwd",
         "fused_linear_dgrad", "fused_linear_dgrad_add", "fused_linear_dgrad_into", "fused_linear_wgrad", "fused_linear_wgrad_into",
     ),
 }  # fmt: skip

@@ -62,7 +62,8 @@ with stubbed():
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     enter.calls.clear()
     for name, first, last in (
-        ("none", enter, leave), ("set to None", None, None), ("functions", lambda *a: None, None), ("one function", None, lambda *a: None)
+        ("none", enter, leave), ("set to None", None, None),
+        ("functions", lambda *a: None, None), ("one function", None, lambda *a: None),
     ):
         knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = first, last
         launch.cache[key] = (lambda *a: calls.append(a), function, packed)  # what goes through Triton puts its own there

@@ -1,4 +1,5 @@
-"""An error inside of combinators begins with the path of its step, and stays the error that the step raises, whatever runs the step."""
+"""An error inside of combinators begins with the path of its step, and stays the error that the step raises,
+whatever runs the step."""
 
 import random as pyrandom
 import re

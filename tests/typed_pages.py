@@ -1,4 +1,5 @@
-"""The code blocks of all pages, as a reader's editor sees them: mypy and pyright (in basic mode) must find nothing. Run by `make check`."""
+"""The code blocks of all pages, as a reader's editor sees them: mypy and pyright (in basic mode) must find nothing.
+Run by `make check`."""
 
 import importlib.util
 import json

@@ -31,8 +31,8 @@ _library = torch.library.Library("funcops", "FRAGMENT")
 
 
 def tracing() -> bool:
-    """True under torch.compile, make_fx and FakeTensorMode; not under a mode that says (`runs = True`) that it runs every operator as
-    it is."""
+    """True under torch.compile, make_fx and FakeTensorMode; not under a mode that says (`runs = True`)
+    that it runs every operator as it is."""
     if torch.compiler.is_compiling():
         return True
     modes = torch._C._len_torch_dispatch_stack()
@@ -63,8 +63,8 @@ class Kernel:
         return outputs
 
     def plain(self, formula: Implementation) -> Implementation:
-        """Decorator: `formula` computes every result as in the math, asked for or not, and after them what the arguments that the kernel
-        writes to will hold. It writes to none."""
+        """Decorator: `formula` computes every result as in the math, asked for or not, and after them what the arguments that the
+        kernel writes to will hold. It writes to none."""
         self.formula = formula
         return formula
 

@@ -132,7 +132,8 @@ def use_driver(active: Any) -> None:
 
 
 def _bind(scope: dict[str, Any]) -> None:
-    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet, the first launch does."""
+    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet,
+    the first launch does."""
     active = driver._active
     scope["current_device"] = _first_device if active is None else active.get_current_device
     scope["current_stream"] = _first_stream if active is None else active.get_current_stream

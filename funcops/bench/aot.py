@@ -46,7 +46,8 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm, one for each specialisation, none of them compiled."""
+    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm,
+    one for each specialisation, none of them compiled."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):

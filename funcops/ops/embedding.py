@@ -91,7 +91,8 @@ def embedding_dgrad(residuals: Any, dy: Tensor, cfg: EmbeddingConfig) -> tuple[N
 
 @wgrad_of(EmbeddingPending, EmbeddingParams)
 def embedding_wgrad(pending: Any, cfg: EmbeddingConfig, *, into: EmbeddingParams | None = None) -> EmbeddingParams:
-    """dw: [V, D]; added to `into` where that is given: unrounded, and to the rows of these ids alone, where `into` is as wide as the sums."""
+    """dw: [V, D]; added to `into` where that is given: unrounded, and to the rows of these ids alone,
+    where `into` is as wide as the sums."""
     pad = -1 if cfg.padding_idx is None else cfg.padding_idx
     dy, ids = pending.dy, pending.ids
     if into is not None:

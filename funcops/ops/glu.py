@@ -8,8 +8,8 @@ quick_geglu x sigmoid(1.702 x), swiglu silu. clamped_swiglu (GPT-OSS): g = min(g
 y = g sigmoid(alpha g) (l + offset). With `scaled`, x is `(x, scales)` and y is multiplied by scales row by row;
 d scales = sum over H of dy times the unscaled y. With `paired`, x is `(gate, linear)`, two tensors of their own.
 
-x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases: no bytes of their own.
-arXiv:2002.05202.
+x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases:
+no bytes of their own. arXiv:2002.05202.
 """
 
 from __future__ import annotations

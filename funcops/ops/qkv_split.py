@@ -24,7 +24,8 @@ from funcops.schema import DGRAD, Inputs, residuals, saved, static
 
 @config
 class QKVSplitConfig:
-    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn, if they do."""
+    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn,
+    if they do."""
 
     heads: int = field(kw_only=False)
     dim: int = field(kw_only=False)

@@ -234,8 +234,8 @@ def check_op(
 
     x: a function of a `Draw` that makes x (or a tree of tensors, cast to each dtype); reference: plain differentiable
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
-    free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves whose
-    gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
+    free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves
+    whose gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
     """
 
     def maker(value: Any) -> Any:

@@ -46,7 +46,8 @@ def test_a_schedule_of_ones_own(text, tmp_path):
     [
         (
             ["--schedule", "zbv"],
-            "--schedule: expected one of gpipe, one_f_one_b, zb_h1, zb_h2, interleaved_1f1b, interleaved_zb, zb_v, dualpipe_v, or a CSV file, got 'zbv'",
+            "--schedule: expected one of gpipe, one_f_one_b, zb_h1, zb_h2, interleaved_1f1b, interleaved_zb, zb_v, dualpipe_v, "
+            "or a CSV file, got 'zbv'",
         ),
         (["--batch", "6"], "--batch: expected a multiple of --microbatches 8, got 6"),
         (["--stages", "5"], "--stages: expected 2 to 4, as there are --layers 4, got 5"),

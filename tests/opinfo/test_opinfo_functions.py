@@ -86,8 +86,8 @@ def by_autograd(fn, x, dys):
 
 
 def cases(name):
-    """`(fn, x, ys, dys, dx)` for an x that is contiguous, and for one that lies in another way, where torch itself serves that. With each
-    x, dy lies in one way: which of the two, and which of the six, is another function's turn."""
+    """`(fn, x, ys, dys, dx)` for an x that is contiguous, and for one that lies in another way, where torch itself serves that.
+    With each x, dy lies in one way: which of the two, and which of the six, is another function's turn."""
     fn, leaves = sampled(INFOS[name])
     draw = torch.Generator().manual_seed(1)
     place = sorted(INFOS).index(name)

@@ -92,7 +92,8 @@ def test_bubble_of_zb_v(grid):
 @pytest.mark.parametrize("together", [None, 1.5, 2.25])
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 def test_bubble_of_dualpipe(costs, together, grid):
-    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards; a longer dgrad hides more."""
+    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards;
+    a longer dgrad hides more."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     side_by_side = f + i + w if together is None else together
     for p, m in grid:

@@ -53,8 +53,8 @@ def ranks(tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", LINES)
 def test_two_ranks_are_one_process(mode, ranks):
-    """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches: gradients
-    within 1e-12, and 20 steps of AdamW on the same curve."""
+    """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches:
+    gradients within 1e-12, and 20 steps of AdamW on the same curve."""
     for lines in ranks[mode]:
         assert len(lines) == LINES[mode]
         for line in lines:

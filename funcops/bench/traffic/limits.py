@@ -23,7 +23,10 @@ class Reason(NamedTuple):
 
 
 REASONS = (
-    Reason("cross_entropy", "", "moved", "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient"),
+    Reason(
+        "cross_entropy", "", "moved",
+        "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
+    ),
     Reason(
         "bias_activation_bwd", "^gelu_tanh", "instructions",
         "an exponential, a division and the derivative in float32 of two 16-bit numbers; under the 9.5 that an H100 has time for",
@@ -31,7 +34,8 @@ REASONS = (
     Reason("add_layer_norm_bwd", "x16384", "spills", "24 bytes a thread; Liger's layer norm, which adds nothing, spills 240"),
     Reason(
         "(rms|layer|add_layer)_norm_fwd", "x256$", "wide",
-        "weight, bias and statistics are up to an eighth of what is asked for in rows this short, and are read in narrower accesses",
+        "weight, bias and statistics are up to an eighth of what is asked for in rows this short, "
+        "and are read in narrower accesses",
     ),
 )  # fmt: skip
 

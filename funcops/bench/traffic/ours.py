@@ -20,7 +20,8 @@ READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: 
 
 
 class RoomMaker(Maker):
-    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values, but for ids."""
+    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values,
+    but for ids."""
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         t = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)

@@ -111,7 +111,8 @@ def gradients(
     if whole is not None:
         again = whole.again and dx
         kernels.launch_backward(
-            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again, whole.at_once, whole.block,
+            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again, whole.at_once,
+            whole.block,
             num_warps=most_warps() if again and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
         )  # fmt: skip
         return d_x, d_w, d_b
