@@ -17,7 +17,8 @@ What is kept         report, diff, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion (Rule)
-Errors               DonatedError, StaleResidualError, GradModeError
+Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
+                     of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, precision, checkpoint, schedule, graphs, random, trees, testing, fused
 """
 
@@ -85,8 +86,13 @@ from funcops.compose.skip import skip_init as skip_init
 from funcops.compose.skip import skip_wgrad as skip_wgrad
 from funcops.compose.step import Step as Step
 from funcops.compose.step import WithExtras as WithExtras
+from funcops.errors import BorrowedError as BorrowedError
+from funcops.errors import CaptureError as CaptureError
+from funcops.errors import CheckpointError as CheckpointError
 from funcops.errors import DonatedError as DonatedError
 from funcops.errors import GradModeError as GradModeError
+from funcops.errors import GraphOrderError as GraphOrderError
+from funcops.errors import LedgerError as LedgerError
 from funcops.errors import StaleResidualError as StaleResidualError
 from funcops.needs import Needs as Needs
 from funcops.op import Op as Op

@@ -38,6 +38,10 @@ class BorrowedError(RuntimeError):
     """An output that was borrowed from a graph was used after the replay that wrote over it, or was written to."""
 
 
+class CheckpointError(ValueError):
+    """A tree cannot be written, or a file does not hold the tree that was asked for."""
+
+
 class GradModeError(RuntimeError):
     """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time."""
 
