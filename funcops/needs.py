@@ -22,9 +22,11 @@ class Needs:
     Needs(x=True, params=('weight',))
     """
 
-    __slots__ = ("_hash", "params", "x")
+    __slots__ = ("_hash", "again", "drop", "params", "x")
     x: Mask
     params: Mask
+    drop: tuple[str, ...]  # fields that a program computes again instead: what else is asked for, but for these
+    again: bool  # whether a program will ask for y again
     ALL: ClassVar[Needs]
     NONE: ClassVar[Needs]
 
@@ -32,19 +34,28 @@ class Needs:
         return _intern(_mask("x", x), _mask("params", params))
 
     def __bool__(self) -> bool:
-        return bool(self.x or self.params)
+        return bool(self.x or self.params or self.again)
 
     def __repr__(self) -> str:
-        return f"Needs(x={self.x}, params={self.params})"
+        more = f", drop={self.drop}" if self.drop else ""
+        return f"Needs(x={self.x}, params={self.params}{more}{', again=True' if self.again else ''})"
 
     def __reduce__(self) -> Any:
-        return Needs, (self.x, self.params)
+        return _intern, (self.x, self.params, self.drop, self.again)
 
     def __copy__(self) -> Needs:
         return self
 
     def __deepcopy__(self, memo: Any) -> Needs:
         return self
+
+    def dropping(self, fields: tuple[str, ...]) -> Needs:
+        """The same gradients, of residuals that lack these fields until a program fills them in."""
+        return _intern(self.x, self.params, fields, self.again)
+
+    def with_again(self) -> Needs:
+        """The same gradients, and y once more."""
+        return _intern(self.x, self.params, self.drop, True)
 
     def param(self, path: str) -> bool:
         """Whether the gradient of this parameter is needed."""
@@ -57,15 +68,16 @@ class Needs:
         return mask if mask is True else _covers(mask, str(path))
 
 
-_interned: dict[tuple[Mask, Mask], Needs] = {}  # a plain dict: torch.compile finds what is in it
+_interned: dict[Any, Needs] = {}  # a plain dict: torch.compile finds what is in it
 
 
-def _intern(x: Mask, params: Mask) -> Needs:
-    if (x, params) not in _interned:
+def _intern(x: Mask, params: Mask, drop: tuple[str, ...] = (), again: bool = False) -> Needs:
+    key = x, params, drop, again
+    if key not in _interned:
         needs = object.__new__(Needs)
-        needs.x, needs.params = x, params
-        return remember(_interned, (x, params), needs)
-    return _interned[x, params]
+        needs.x, needs.params, needs.drop, needs.again = key
+        return remember(_interned, key, needs)
+    return _interned[key]
 
 
 def _mask(side: str, value: Any) -> Mask:

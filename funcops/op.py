@@ -32,7 +32,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops import random
-from funcops.errors import describe, fail, require_device, require_dtype, require_type
+from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
 from funcops.schema import Field, open_node
 from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
@@ -106,7 +106,8 @@ class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
-    own; None where they are those of the parts, or any tree."""
+    own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
+    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`)."""
 
     name: str
     config: type
@@ -120,6 +121,8 @@ class Op(NamedTuple):
     params: Any = NoneType
     residuals: Any = None
     pending: Any = None
+    again: Any = None
+    lower: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -164,7 +167,7 @@ def _op_at(module: str, name: str) -> Any:
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "",
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
     below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
@@ -173,13 +176,15 @@ def make_op(
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, getattr(dgrad, "opens", None), pending)
+    residuals = getattr(dgrad, "opens", None)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower)
 
 
 def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
-    """An op made of another, with functions of its own. `made_by`: the function and arguments that make it, by which it is pickled."""
+    """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`: the
+    function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
-    return op._replace(fwd=fwd, **changes)
+    return op._replace(**{"fwd": fwd, "again": None, "lower": None, **changes})
 
 
 def forward(
@@ -250,6 +255,26 @@ def dgrad_of(node_class: Any) -> Callable[[F], F]:
 
         dgrad.opens = node_class  # type: ignore[attr-defined]
         return dgrad
+
+    return decorate
+
+
+def again_of(node_class: Any) -> Callable[[F], F]:
+    """Decorator of an `again`: checks the class, config and staleness of the residuals, which stay as they are."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def again(residuals: Any, cfg: Any) -> Any:
+            if not (type(residuals) is node_class and residuals.cfg is cfg and residuals.fresh()):
+                try:
+                    open_node(where, residuals, node_class, cfg)
+                except StaleResidualError as error:
+                    raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
+            return fn(residuals, cfg)
+
+        return again
 
     return decorate
 

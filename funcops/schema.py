@@ -25,13 +25,14 @@ T = TypeVar("T")
 
 
 class Phase(enum.Flag):
-    """The halves of a backward."""
+    """The halves of a backward, and the forward's y computed again."""
 
     DGRAD = enum.auto()
     WGRAD = enum.auto()
+    AGAIN = enum.auto()
 
 
-DGRAD, WGRAD = Phase.DGRAD, Phase.WGRAD
+DGRAD, WGRAD, AGAIN = Phase.DGRAD, Phase.WGRAD, Phase.AGAIN
 
 
 class Field(NamedTuple):
@@ -45,6 +46,8 @@ class Field(NamedTuple):
     tree: bool = False
 
     def wanted(self, needs: Needs) -> bool:
+        if needs.again and AGAIN in self.needed_by:
+            return True
         sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
         for gradient in self.of:
             side, _, path = gradient.partition(".")
@@ -301,7 +304,9 @@ def _saved_class(cls: Any, kind: str) -> Any:
 
 _SOURCE = """
 def keep(cfg, needs{parameters}):
-    if needs is not ALL:
+    if needs is ALL:
+        {plain}
+    else:
         drop = dropped[needs] if needs in dropped else unwanted(cls, needs, dropped)
         if drop is None:
             return None
@@ -357,6 +362,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     names = cls.names
     source = _SOURCE.format(
         parameters="".join(f", {n}=None" for n in names),
+        plain=lines("{n} = None", [n for n, field in cls.fields.items() if not field.wanted(Needs.ALL)]),
         drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
@@ -374,7 +380,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...] | None:
     """The fields that `needs` does not ask for; None where nothing at all will be asked for."""
     asked = needs.params if cls.kind == "pending" else needs
-    found = tuple(n for n, field in cls.fields.items() if not field.wanted(needs)) if asked else None
+    found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
     return remember(memo, needs, found)
 
 

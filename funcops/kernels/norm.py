@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel, wide
+from funcops.backend import kernel, wants_triton, wide
 
 _vector_norm = torch.linalg.vector_norm
 FEW = 1 << 14  # below it the number of operators counts, above it the passes over memory
@@ -49,6 +49,15 @@ def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tenso
 def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
     rstd = (x.square().mean(-1, keepdim=True) + eps) ** -0.5
     return x * rstd * (w + centred), rstd
+
+
+def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
+    """y of `rms_norm_fwd` once more, the same bits: of rstd, where its kernel does not run."""
+    if wants_triton(x):
+        return rms_norm_fwd(x, w, eps, centred)[0]
+    dtype = wide(x.dtype)
+    y = _to(x, dtype) * rstd
+    return _to(y.mul_(_scale(w, centred, dtype)), x.dtype)
 
 
 @kernel()

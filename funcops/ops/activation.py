@@ -18,8 +18,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import DGRAD, residuals, saved
+from funcops.op import again_of, config, dgrad_of, forward, make_op, same_width
+from funcops.schema import AGAIN, DGRAD, residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
 
@@ -38,7 +38,7 @@ class ActivationConfig:
 
 @residuals
 class ActivationResiduals:
-    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD)
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
 
 
 @forward(ActivationConfig)
@@ -46,6 +46,12 @@ def activation_fwd(params: None, x: Tensor, cfg: ActivationConfig, *, needs: Nee
     """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
     check("activation_fwd", "x", x, (...,), FLOATS)
     return kernels.activation_fwd(x, cfg.kind), ActivationResiduals.keep(cfg, needs, x=x)
+
+
+@again_of(ActivationResiduals)
+def activation_again(residuals: Any, cfg: ActivationConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    return kernels.activation_fwd(residuals.x, cfg.kind)
 
 
 @dgrad_of(ActivationResiduals)
@@ -58,5 +64,7 @@ def activation_dgrad(residuals: Any, dy: Tensor, cfg: ActivationConfig) -> tuple
     return kernels.activation_bwd(dy, x, cfg.kind), None
 
 
-activation = make_op("activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise")
+activation = make_op(
+    "activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise", again=activation_again
+)
 activation_init, activation_bwd, activation_wgrad = activation.init, activation.bwd, activation.wgrad

@@ -22,8 +22,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import glu as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.op import again_of, config, dgrad_of, forward, make_op
+from funcops.schema import AGAIN, DGRAD, Inputs, residuals, saved, static
 
 KINDS = (*kernels.GATES, "clamped_swiglu")
 
@@ -62,9 +62,9 @@ class GLUConfig:
 
 @residuals
 class GLUResiduals:
-    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD)
-    scales: Tensor | None = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD)
+    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN)
+    scales: Tensor | None = saved("[*]", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
+    linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
     inputs: Any = static()
 
 
@@ -95,12 +95,21 @@ def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -
         fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
     if cfg.scaled:
         check("glu_fwd", "scales", scales, t.shape[:-1], t.dtype, t)
-    first = cfg.first
+    return _gated(t, scales, cfg), GLUResiduals.keep(cfg, needs, x=t, scales=scales, inputs=Inputs.of(x) if cfg.scaled else None)
+
+
+def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
     if cfg.kind == "clamped_swiglu":
-        y = kernels.clamped_swiglu_fwd(t, scales, first, cfg.limit, cfg.alpha, cfg.offset)
-    else:
-        y = kernels.glu_fwd(t, scales, cfg.kind, first)
-    return y, GLUResiduals.keep(cfg, needs, x=t, scales=scales, inputs=Inputs.of(x) if cfg.scaled else None)
+        return kernels.clamped_swiglu_fwd(t, scales, cfg.first, cfg.limit, cfg.alpha, cfg.offset)
+    return kernels.glu_fwd(t, scales, cfg.kind, cfg.first)
+
+
+@again_of(GLUResiduals)
+def glu_again(residuals: Any, cfg: GLUConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    if cfg.paired:
+        return kernels.glu_pair_fwd(residuals.x, residuals.linear, cfg.kind)
+    return _gated(residuals.x, residuals.scales, cfg)
 
 
 @dgrad_of(GLUResiduals)
@@ -123,5 +132,5 @@ def glu_dgrad(residuals: Any, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
     return residuals.inputs.make(found) if cfg.scaled else found[0], None
 
 
-glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise")
+glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)
 glu_init, glu_bwd, glu_wgrad = glu.init, glu.bwd, glu.wgrad

@@ -15,9 +15,9 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import again_of, config, dgrad_of, forward, make_op
 from funcops.ops._norm import check_eps
-from funcops.schema import DGRAD, residuals, saved
+from funcops.schema import AGAIN, DGRAD, residuals, saved
 
 
 @config
@@ -37,7 +37,7 @@ class L2NormConfig:
 
 @residuals
 class L2NormResiduals:
-    x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD)
+    x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | AGAIN)
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
 
 
@@ -47,6 +47,12 @@ def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Ne
     check("l2_norm_fwd", "x", x, (..., cfg.dim), FLOATS)
     y, rstd = kernels.l2_norm_fwd(x, cfg.eps)
     return y, L2NormResiduals.keep(cfg, needs, x=x, rstd=rstd)
+
+
+@again_of(L2NormResiduals)
+def l2_norm_again(residuals: Any, cfg: L2NormConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    return kernels.l2_norm_fwd(residuals.x, cfg.eps)[0]
 
 
 @dgrad_of(L2NormResiduals)
@@ -59,5 +65,5 @@ def l2_norm_dgrad(residuals: Any, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor
     return kernels.l2_norm_bwd(dy, x, residuals.rstd), None
 
 
-l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap="norm")
+l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap="norm", again=l2_norm_again)
 l2_norm_init, l2_norm_bwd, l2_norm_wgrad = l2_norm.init, l2_norm.bwd, l2_norm.wgrad

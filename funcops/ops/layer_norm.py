@@ -25,9 +25,9 @@ from funcops.accumulators import accumulate
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import again_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
-from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
+from funcops.schema import AGAIN, DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -56,8 +56,9 @@ class LayerNormParams:
 
 @residuals
 class LayerNormResiduals:
-    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD, of=("x", "params.weight"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD)
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
+    bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=AGAIN)
     mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
     like: Any = static()  # shape and dtype of x where x is not kept
@@ -94,8 +95,16 @@ def layer_norm_fwd(params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, 
         flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma
     )
     like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
-    kept = LayerNormResiduals.keep(cfg, needs, x=x, weight=w, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
+    kept = LayerNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
     return y if len(dim) == 1 else y.reshape(x.shape), kept
+
+
+@again_of(LayerNormResiduals)
+def layer_norm_again(residuals: Any, cfg: LayerNormConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    x, w, b, dim = residuals.x, residuals.weight, residuals.bias, cfg.dim
+    y = kernels.layer_norm_fwd(flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma)[0]
+    return y if len(dim) == 1 else y.reshape(x.shape)
 
 
 @dgrad_of(LayerNormResiduals)
@@ -141,5 +150,6 @@ layer_norm = make_op(
     dgrad=layer_norm_dgrad,
     wgrad=layer_norm_wgrad,
     cheap="norm",
+    again=layer_norm_again,
 )
 layer_norm_bwd = layer_norm.bwd

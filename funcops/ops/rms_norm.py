@@ -23,9 +23,9 @@ from funcops.accumulators import accumulate
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import again_of, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
-from funcops.schema import DGRAD, WGRAD, pending, residuals, saved, static
+from funcops.schema import AGAIN, DGRAD, WGRAD, pending, residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -52,9 +52,9 @@ class RMSNormParams:
 
 @residuals
 class RMSNormResiduals:
-    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD, of=("x", "params"))
-    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD)
-    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params"), recompute_from=("x",))
+    x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
+    weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | AGAIN, of=("x", "params"), recompute_from=("x",))
     weight_dtype: Any = static()
 
 
@@ -81,6 +81,14 @@ def rms_norm_fwd(params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs:
     y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), flat(w, cfg.dim), cfg.eps, cfg.zero_centered_gamma)
     kept = RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
     return y if len(cfg.dim) == 1 else y.reshape(x.shape), kept
+
+
+@again_of(RMSNormResiduals)
+def rms_norm_again(residuals: Any, cfg: RMSNormConfig) -> Tensor:
+    """y of the forward, the same bits: two products."""
+    x, dim = residuals.x, cfg.dim
+    y = kernels.rms_norm_again(flat(x, dim), flat(residuals.weight, dim), residuals.rstd, cfg.eps, cfg.zero_centered_gamma)
+    return y if len(dim) == 1 else y.reshape(x.shape)
 
 
 @dgrad_of(RMSNormResiduals)
@@ -125,4 +133,5 @@ rms_norm = make_op(
     wgrad=rms_norm_wgrad,
     bwd=rms_norm_bwd,
     cheap="norm",
+    again=rms_norm_again,
 )
