@@ -11,7 +11,6 @@ x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 from torch import Tensor
 
@@ -19,7 +18,7 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op, same_width
-from funcops.schema import AGAIN, DGRAD, residuals, saved
+from funcops.schema import AGAIN, DGRAD, Residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
 
@@ -36,26 +35,27 @@ class ActivationConfig:
         require(self.kind in KINDS, "ActivationConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
 
 
-@residuals
-class ActivationResiduals:
+class ActivationResiduals(Residuals):
     x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
 
 
 @forward(ActivationConfig)
-def activation_fwd(params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def activation_fwd(
+    params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ActivationResiduals | None]:
     """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
     check("activation_fwd", "x", x, (...,), FLOATS)
     return kernels.activation_fwd(x, cfg.kind), ActivationResiduals.keep(cfg, needs, x=x)
 
 
 @again_of(ActivationResiduals)
-def activation_again(residuals: Any, cfg: ActivationConfig) -> Tensor:
+def activation_again(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
     """y of the forward, the same bits."""
     return kernels.activation_fwd(residuals.x, cfg.kind)
 
 
 @dgrad_of(ActivationResiduals)
-def activation_dgrad(residuals: Any, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor | None, None]:
+def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor | None, None]:
     """`dx = dy * f'(x)`. There is no weight gradient: pending is None."""
     if not residuals.needs.x:
         return None, None

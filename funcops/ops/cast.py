@@ -16,7 +16,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import residuals, static
+from funcops.schema import Residuals
 
 
 @config
@@ -31,21 +31,19 @@ class CastConfig:
         require(self.dtype in FLOATS, "CastConfig", "dtype", f"one of {', '.join(map(short, FLOATS))}", self.dtype)
 
 
-@residuals
-class CastResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class CastResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(CastConfig)
-def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, CastResiduals | None]:
     """x: [*] -> y: [*] in `cfg.dtype`."""
     check("cast_fwd", "x", x, (...,), FLOATS)
     return x.to(cfg.dtype), CastResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
 @dgrad_of(CastResiduals)
-def cast_dgrad(residuals: Any, dy: Any, cfg: CastConfig) -> tuple[Any, None]:
+def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tensor | None, None]:
     """dx: [*] in the dtype of x. There is no weight gradient: pending is None."""
     check("cast_dgrad", "dy", dy, residuals.shape, cfg.dtype)
     return dy.to(residuals.dtype) if residuals.needs.x else None, None

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import residuals, static
+from funcops.schema import Residuals
 
 
 @config
@@ -24,21 +24,21 @@ class IdentityConfig:
     widths = same_width
 
 
-@residuals
-class IdentityResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class IdentityResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(IdentityConfig)
-def identity_fwd(params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def identity_fwd(
+    params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, IdentityResiduals | None]:
     """`y = x`, the same tensor."""
     check("identity_fwd", "x", x, (...,), FLOATS)
     return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
 @dgrad_of(IdentityResiduals)
-def identity_dgrad(residuals: Any, dy: Any, cfg: IdentityConfig) -> tuple[Any, None]:
+def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -> tuple[Tensor | None, None]:
     """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
     check("identity_dgrad", "dy", dy, residuals.shape, residuals.dtype)
     return dy if residuals.needs.x else None, None

@@ -19,7 +19,7 @@ from funcops.kernels import qkv_split as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
 @config
@@ -52,18 +52,14 @@ class QKVSplitConfig:
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 
 
-@residuals
-class QKVSplitResiduals:
+class QKVSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
     positions: Tensor | None = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    inputs: Any = static()
-    shape: Any = static()
-    dtype: Any = static()
 
 
 @forward(QKVSplitConfig)
 def qkv_split_fwd(
     params: None, x: Any, cfg: QKVSplitConfig, *, needs: Needs = Needs.ALL
-) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], QKVSplitResiduals | None]:
     """x: [*, T, (N + 2M) D], or `(x, positions or table)` -> `(q, k, v)`. Raises `ValueError` or `TypeError`."""
     if cfg.rope is not None and (not isinstance(x, tuple) or len(x) != 2):
         fail("qkv_split_fwd", "x", "a tuple (x, positions), as cfg.rope says", describe(x), TypeError)
@@ -82,7 +78,9 @@ def qkv_split_fwd(
 
 
 @dgrad_of(QKVSplitResiduals)
-def qkv_split_dgrad(residuals: Any, dy: Any, cfg: QKVSplitConfig) -> tuple[Any, None]:
+def qkv_split_dgrad(
+    residuals: QKVSplitResiduals, dy: Any, cfg: QKVSplitConfig
+) -> tuple[Tensor | tuple[Tensor | None, ...] | None, None]:
     """dy: `(dq, dk, dv)`, a part that is None being zero -> dx, and None: there is no weight gradient."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("qkv_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
