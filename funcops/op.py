@@ -35,7 +35,30 @@ from funcops import random
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
 from funcops.schema import Field, open_node
-from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
+from funcops.signatures import (
+    Bwd,
+    BwdOf,
+    C_in,
+    D_in,
+    Dgrad,
+    DgradOf,
+    Forward,
+    Fwd,
+    G_in,
+    Init,
+    P_any,
+    P_in,
+    R_in,
+    R_out,
+    Wgrad,
+    WgradOf,
+    Written,
+    WrittenBwd,
+    WrittenDgrad,
+    WrittenWgrad,
+    X_in,
+    Y_out,
+)
 from funcops.trees import has, paths, tensors
 
 T = TypeVar("T")
@@ -233,7 +256,7 @@ def init_of(config: type) -> Callable[[F], F]:
     return decorate
 
 
-def dgrad_of(node_class: Any) -> Callable[[F], F]:
+def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]], DgradOf[R_in, D_in, C_in, Y_out]]:
     """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
     staleness, and answers a dy of None, which means zero, with gradients of None."""
 
@@ -279,7 +302,9 @@ def again_of(node_class: Any) -> Callable[[F], F]:
     return decorate
 
 
-def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
+def bwd_of(
+    node_class: Any, params_class: type
+) -> Callable[[WrittenBwd[R_in, D_in, C_in, P_any, Y_out]], BwdOf[R_in, D_in, C_in, P_any, Y_out]]:
     """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
 
     def decorate(fn: Any) -> Any:
@@ -306,7 +331,7 @@ def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
     return decorate
 
 
-def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
+def wgrad_of(node_class: Any, params_class: type) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
     """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
 
     def decorate(fn: Any) -> Any:

@@ -93,6 +93,7 @@ class Inputs(NamedTuple):
 
 
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
+NO_GRADIENT: Any = None  # what was not needed: a result's type says what it is where it was, as a field's does
 _STATICS = ("inputs", "shape", "dtype")
 
 

@@ -18,7 +18,7 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op, same_width
-from funcops.schema import AGAIN, DGRAD, Residuals, saved
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
 
@@ -55,10 +55,10 @@ def activation_again(residuals: ActivationResiduals, cfg: ActivationConfig) -> T
 
 
 @dgrad_of(ActivationResiduals)
-def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor | None, None]:
+def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor, None]:
     """`dx = dy * f'(x)`. There is no weight gradient: pending is None."""
     if not residuals.needs.x:
-        return None, None
+        return NO_GRADIENT, None
     x = residuals.x
     check("activation_dgrad", "dy", dy, x.shape, x.dtype, x)
     return kernels.activation_bwd(dy, x, cfg.kind), None

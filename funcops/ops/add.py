@@ -44,7 +44,7 @@ def add_fwd(
 
 
 @dgrad_of(AddResiduals)
-def add_dgrad(residuals: AddResiduals, dy: Any, cfg: AddConfig) -> tuple[tuple[Tensor | None, ...], None]:
+def add_dgrad(residuals: AddResiduals, dy: Any, cfg: AddConfig) -> tuple[tuple[Tensor, Tensor], None]:
     """`(dy, dy)`. There is no weight gradient: pending is None."""
     needs = residuals.needs
     check("add_dgrad", "dy", dy, residuals.shape, residuals.dtype)

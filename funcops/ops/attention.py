@@ -84,7 +84,7 @@ def attention_fwd(
 
 
 @dgrad_of(AttentionResiduals)
-def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> tuple[tuple[Tensor | None, ...], None]:
+def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
     """`(dq, dk, dv)`. There is no weight gradient: pending is None."""
     needs = residuals.needs
     if not needs.x:

@@ -19,7 +19,7 @@ from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import WGRAD, Pending, Residuals, saved
+from funcops.schema import NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 
@@ -64,10 +64,10 @@ def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = N
 
 
 @dgrad_of(BiasResiduals)
-def bias_dgrad(residuals: BiasResiduals, dy: Tensor, cfg: BiasConfig) -> tuple[Tensor | None, BiasPending | None]:
+def bias_dgrad(residuals: BiasResiduals, dy: Tensor, cfg: BiasConfig) -> tuple[Tensor, BiasPending | None]:
     """`dx = dy`, and the pending sum over dy."""
     check("bias_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return dy if residuals.needs.x else None, BiasPending.keep(cfg, residuals.needs, dy=dy, dtype=residuals.dtype)
+    return dy if residuals.needs.x else NO_GRADIENT, BiasPending.keep(cfg, residuals.needs, dy=dy, dtype=residuals.dtype)
 
 
 @wgrad_of(BiasPending, BiasParams)

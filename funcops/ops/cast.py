@@ -16,7 +16,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import Residuals
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -43,10 +43,10 @@ def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.A
 
 
 @dgrad_of(CastResiduals)
-def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tensor | None, None]:
+def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tensor, None]:
     """dx: [*] in the dtype of x. There is no weight gradient: pending is None."""
     check("cast_dgrad", "dy", dy, residuals.shape, cfg.dtype)
-    return dy.to(residuals.dtype) if residuals.needs.x else None, None
+    return dy.to(residuals.dtype) if residuals.needs.x else NO_GRADIENT, None
 
 
 cast = make_op("cast", CastConfig, fwd=cast_fwd, dgrad=cast_dgrad)

@@ -58,9 +58,7 @@ def cross_entropy_fwd(
 
 
 @dgrad_of(CrossEntropyResiduals)
-def cross_entropy_dgrad(
-    residuals: CrossEntropyResiduals, dy: Tensor, cfg: CrossEntropyConfig
-) -> tuple[tuple[Tensor | None, ...], None]:
+def cross_entropy_dgrad(residuals: CrossEntropyResiduals, dy: Tensor, cfg: CrossEntropyConfig) -> tuple[tuple[Tensor, None], None]:
     """`(dlogits, None)`. There is no weight gradient: pending is None."""
     if not residuals.needs.input(0):
         return residuals.nothing(), None

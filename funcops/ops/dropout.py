@@ -59,7 +59,7 @@ def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:
 
 
 @dgrad_of(DropoutResiduals)
-def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> tuple[tuple[Tensor | None, ...], None]:
+def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> tuple[tuple[Tensor, None], None]:
     """`(dx, None)`. There is no weight gradient: pending is None."""
     check("dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
     dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None

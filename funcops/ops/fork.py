@@ -15,7 +15,7 @@ from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import Residuals
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -39,7 +39,7 @@ def fork_fwd(
 
 
 @dgrad_of(ForkResiduals)
-def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tensor | None, None]:
+def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tensor, None]:
     """`dx = dy_0 + dy_1`. There is no weight gradient: pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 2:
         fail("fork_dgrad", "dy", "a tuple of 2 (None for zero)", describe(dy), TypeError)
@@ -48,7 +48,7 @@ def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tens
             check("fork_dgrad", f"dy.{i}", part, residuals.shape, residuals.dtype)
     a, b = dy
     if not residuals.needs.x or a is None or b is None:
-        return (b if a is None else a) if residuals.needs.x else None, None
+        return (b if a is None else a) if residuals.needs.x else NO_GRADIENT, None
     return kernels.add(a, b), None
 
 

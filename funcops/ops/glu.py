@@ -111,7 +111,7 @@ def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
 
 
 @dgrad_of(GLUResiduals)
-def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Tensor | tuple[Tensor | None, ...] | None, None]:
+def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
     """dx: [*, 2H], or `(dx, dscales)`. There is no weight gradient: pending is None."""
     x, scales, needs = residuals.x, residuals.scales, residuals.needs
     if not needs.x:

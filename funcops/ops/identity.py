@@ -14,7 +14,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import Residuals
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -38,10 +38,10 @@ def identity_fwd(
 
 
 @dgrad_of(IdentityResiduals)
-def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -> tuple[Tensor | None, None]:
+def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -> tuple[Tensor, None]:
     """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
     check("identity_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return dy if residuals.needs.x else None, None
+    return dy if residuals.needs.x else NO_GRADIENT, None
 
 
 identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad)

@@ -16,7 +16,7 @@ from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op
 from funcops.ops._norm import check_eps
-from funcops.schema import AGAIN, DGRAD, Residuals, saved
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
 
 @config
@@ -54,10 +54,10 @@ def l2_norm_again(residuals: L2NormResiduals, cfg: L2NormConfig) -> Tensor:
 
 
 @dgrad_of(L2NormResiduals)
-def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor | None, None]:
+def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor, None]:
     """dx: [*, D]. There is no weight gradient: pending is None."""
     if not residuals.needs.x:
-        return None, None
+        return NO_GRADIENT, None
     x = residuals.x
     check("l2_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
     return kernels.l2_norm_bwd(dy, x, residuals.rstd), None

@@ -108,9 +108,7 @@ def layer_norm_again(residuals: LayerNormResiduals, cfg: LayerNormConfig) -> Ten
 
 
 @dgrad_of(LayerNormResiduals)
-def layer_norm_dgrad(
-    residuals: LayerNormResiduals, dy: Tensor, cfg: LayerNormConfig
-) -> tuple[Tensor | None, LayerNormPending | None]:
+def layer_norm_dgrad(residuals: LayerNormResiduals, dy: Tensor, cfg: LayerNormConfig) -> tuple[Tensor, LayerNormPending | None]:
     """dx: [*, *D], and the pending sums for dw and db."""
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     db = cfg.bias and needs.param("bias")

@@ -26,7 +26,7 @@ from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear_wgrads import Product, linear_wgrads
 from funcops.residuals.batch import collect, collecting
-from funcops.schema import DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -98,11 +98,11 @@ def linear_fwd(
 
 
 @dgrad_of(LinearResiduals)
-def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor | None, LinearPending | None]:
+def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor, LinearPending | None]:
     """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    dx = kernels.linear_dgrad(dy, weight) if needs.x else None
+    dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
     return dx, LinearPending.keep(cfg, needs, x=x, dy=dy)
 
 
@@ -121,17 +121,17 @@ def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParam
 @bwd_of(LinearResiduals, LinearParams)
 def linear_bwd(
     residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Tensor | None]:
+) -> tuple[LinearParams, Tensor]:
     """The whole backward. Returns `(dparams, dx)`."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     if into is not None:
-        return _wgrad_into("linear_bwd", dy, x, bias, into), kernels.linear_dgrad(dy, weight) if needs.x else None
+        return _wgrad_into("linear_bwd", dy, x, bias, into), kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
     if needs.x:
         dx, dw, db = kernels.linear_bwd(dy, x, weight, bias)
         return LinearParams(dw, db), dx
-    return LinearParams(*kernels.linear_wgrad(dy, x, bias)), None
+    return LinearParams(*kernels.linear_wgrad(dy, x, bias)), NO_GRADIENT
 
 
 def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> LinearParams:

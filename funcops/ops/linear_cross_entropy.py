@@ -155,7 +155,7 @@ def _gradients(
 @dgrad_of(LinearCrossEntropyResiduals)
 def linear_cross_entropy_dgrad(
     residuals: LinearCrossEntropyResiduals, dy: Tensor, cfg: LinearCrossEntropyConfig
-) -> tuple[tuple[Tensor | None, ...], LinearCrossEntropyPending | None]:
+) -> tuple[tuple[Tensor, None], LinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
     if residuals.x is None:
         return residuals.nothing(), None
@@ -194,7 +194,7 @@ def linear_cross_entropy_bwd(
     cfg: LinearCrossEntropyConfig,
     *,
     into: LinearCrossEntropyParams | None = None,
-) -> tuple[LinearCrossEntropyParams, tuple[Tensor | None, ...]]:
+) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward, which computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
     where, needs, dw = "linear_cross_entropy_bwd", residuals.needs, None
     dparams: Any = into or LinearCrossEntropyParams()  # type: ignore[call-arg]

@@ -53,7 +53,7 @@ class QKVSplitConfig:
 
 
 class QKVSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    positions: Tensor | None = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    positions: Tensor = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
 
 
 @forward(QKVSplitConfig)
@@ -78,9 +78,7 @@ def qkv_split_fwd(
 
 
 @dgrad_of(QKVSplitResiduals)
-def qkv_split_dgrad(
-    residuals: QKVSplitResiduals, dy: Any, cfg: QKVSplitConfig
-) -> tuple[Tensor | tuple[Tensor | None, ...] | None, None]:
+def qkv_split_dgrad(residuals: QKVSplitResiduals, dy: Any, cfg: QKVSplitConfig) -> tuple[Any, None]:
     """dy: `(dq, dk, dv)`, a part that is None being zero -> dx, and None: there is no weight gradient."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("qkv_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)

@@ -17,7 +17,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op
-from funcops.schema import Residuals, static
+from funcops.schema import NO_GRADIENT, Residuals, static
 
 
 @config
@@ -55,10 +55,10 @@ def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = N
 
 
 @dgrad_of(ReshapeResiduals)
-def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> tuple[Tensor | None, None]:
+def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> tuple[Tensor, None]:
     """dx: [*, *in]. There is no weight gradient: pending is None."""
     check("reshape_dgrad", "dy", dy, residuals.y_shape, residuals.dtype)
-    return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else None, None
+    return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else NO_GRADIENT, None
 
 
 reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad)

@@ -25,7 +25,7 @@ from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
-from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -92,13 +92,13 @@ def rms_norm_again(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
 
 
 @dgrad_of(RMSNormResiduals)
-def rms_norm_dgrad(residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, RMSNormPending | None]:
+def rms_norm_dgrad(residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor, RMSNormPending | None]:
     """dx: [*, *D], and the pending sums for dw."""
     dx, parts = _dx_and_parts("rms_norm_dgrad", residuals, dy, cfg)
     return dx, RMSNormPending.keep(cfg, residuals.needs, parts=parts, weight_dtype=residuals.weight_dtype)
 
 
-def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Tensor | None]:
+def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor, Tensor | None]:
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     check(where, "dy", dy, x.shape, x.dtype, x)
     wanted = cfg.zero_centered_gamma, bool(needs.x), bool(needs.params)
@@ -106,7 +106,7 @@ def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSN
         return kernels.rms_norm_bwd(dy, x, w, residuals.rstd, *wanted)
     flat_w = None if w is None else flat(w, dim)
     dx, parts = kernels.rms_norm_bwd(flat(dy, dim), flat(x, dim), flat_w, residuals.rstd, *wanted)
-    return None if dx is None else dx.reshape(x.shape), parts
+    return NO_GRADIENT if dx is None else dx.reshape(x.shape), parts
 
 
 @wgrad_of(RMSNormPending, RMSNormParams)
@@ -119,7 +119,7 @@ def rms_norm_wgrad(pending: RMSNormPending, cfg: RMSNormConfig, *, into: RMSNorm
 @bwd_of(RMSNormResiduals, RMSNormParams)
 def rms_norm_bwd(
     residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None
-) -> tuple[RMSNormParams, Tensor | None]:
+) -> tuple[RMSNormParams, Tensor]:
     """The whole backward, one pass over dy and x. Returns `(dparams, dx)`."""
     dx, parts = _dx_and_parts("rms_norm_bwd", residuals, dy, cfg)
     dw = finish(parts, cfg.dim, residuals.weight_dtype, None if into is None else into.weight, owned=True)

@@ -102,7 +102,7 @@ def rope_fwd(
 
 
 @dgrad_of(RopeResiduals)
-def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[tuple[Tensor | None, ...], None]:
+def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[tuple[Tensor, None], None]:
     """`(dx, None)`: the inverse rotation of dy. There is no weight gradient: pending is None."""
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
     if not residuals.needs.input(0):

@@ -17,7 +17,7 @@ from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import Residuals
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -44,10 +44,10 @@ def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs
 
 
 @dgrad_of(ScaleResiduals)
-def scale_dgrad(residuals: ScaleResiduals, dy: Any, cfg: ScaleConfig) -> tuple[Tensor | None, None]:
+def scale_dgrad(residuals: ScaleResiduals, dy: Any, cfg: ScaleConfig) -> tuple[Tensor, None]:
     """`dx = c dy`. There is no weight gradient: pending is None."""
     check("scale_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return kernels.scale(dy, cfg.factor) if residuals.needs.x else None, None
+    return kernels.scale(dy, cfg.factor) if residuals.needs.x else NO_GRADIENT, None
 
 
 scale = make_op("scale", ScaleConfig, fwd=scale_fwd, dgrad=scale_dgrad)
