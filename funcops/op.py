@@ -46,6 +46,7 @@ from funcops.signatures import (
     Fwd,
     G_in,
     Init,
+    NoInit,
     P_any,
     P_in,
     R_in,
@@ -201,6 +202,20 @@ def make_op(
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
     residuals = getattr(dgrad, "opens", None)
     return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower)
+
+
+def no_params(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, None]]
+) -> tuple[NoInit[C_in], BwdOf[R_in, D_in, C_in, None, Y_out], WgradOf[None, C_in, None]]:
+    """What `make_op` derives for an op without params, `init`, `bwd` and `wgrad`, with the types of its dgrad."""
+    return op.init, op.bwd, op.wgrad
+
+
+def both_halves(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, Any]], wgrad: WgradOf[Any, C_in, P_any]
+) -> BwdOf[R_in, D_in, C_in, P_any, Y_out]:
+    """The `bwd` that `make_op` derives, with the types of its halves."""
+    return op.bwd
 
 
 def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:

@@ -71,6 +71,12 @@ class WgradOf(Protocol[G_in, C_in, P_any]):
     def __call__(self, pending: G_in | None, cfg: C_in, *, into: P_any | None = ...) -> P_any: ...
 
 
+class NoInit(Protocol[C_in]):
+    """The `init` of an op without params."""
+
+    def __call__(self, cfg: C_in, *, key: Tensor | None = ..., device: Any = ..., dtype: torch.dtype | None = ...) -> None: ...
+
+
 class Init(Protocol):
     def __call__(self, cfg: Any, *, key: Tensor | None = ..., device: Any = ..., dtype: torch.dtype | None = ...) -> Any: ...
 

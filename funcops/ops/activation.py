@@ -17,7 +17,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, same_width
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
@@ -67,4 +67,4 @@ def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: Activation
 activation = make_op(
     "activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise", again=activation_again
 )
-activation_init, activation_bwd, activation_wgrad = activation.init, activation.bwd, activation.wgrad
+activation_init, activation_bwd, activation_wgrad = no_params(activation, activation_dgrad)

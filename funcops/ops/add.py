@@ -14,7 +14,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import Inputs, Residuals
 
 
@@ -52,4 +52,4 @@ def add_dgrad(residuals: AddResiduals, dy: Any, cfg: AddConfig) -> tuple[tuple[T
 
 
 add = make_op("add", AddConfig, fwd=add_fwd, dgrad=add_dgrad)
-add_init, add_bwd, add_wgrad = add.init, add.bwd, add.wgrad
+add_init, add_bwd, add_wgrad = no_params(add, add_dgrad)

@@ -20,7 +20,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import attention as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
@@ -98,4 +98,4 @@ def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionCon
 
 
 attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad)
-attention_init, attention_bwd, attention_wgrad = attention.init, attention.bwd, attention.wgrad
+attention_init, attention_bwd, attention_wgrad = no_params(attention, attention_dgrad)

@@ -18,7 +18,7 @@ from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
@@ -80,4 +80,4 @@ def bias_wgrad(pending: BiasPending, cfg: BiasConfig, *, into: BiasParams | None
 
 
 bias = make_op("bias", BiasConfig, init=bias_init, fwd=bias_fwd, dgrad=bias_dgrad, wgrad=bias_wgrad)
-bias_bwd = bias.bwd
+bias_bwd = both_halves(bias, bias_dgrad, bias_wgrad)

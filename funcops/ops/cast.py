@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
 
@@ -50,4 +50,4 @@ def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tens
 
 
 cast = make_op("cast", CastConfig, fwd=cast_fwd, dgrad=cast_dgrad)
-cast_init, cast_bwd, cast_wgrad = cast.init, cast.bwd, cast.wgrad
+cast_init, cast_bwd, cast_wgrad = no_params(cast, cast_dgrad)

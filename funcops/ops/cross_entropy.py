@@ -15,7 +15,7 @@ from torch import Tensor
 
 from funcops.kernels import cross_entropy as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
@@ -77,4 +77,4 @@ def cross_entropy_dgrad(residuals: CrossEntropyResiduals, dy: Tensor, cfg: Cross
 
 
 cross_entropy = make_op("cross_entropy", CrossEntropyConfig, fwd=cross_entropy_fwd, dgrad=cross_entropy_dgrad)
-cross_entropy_init, cross_entropy_bwd, cross_entropy_wgrad = cross_entropy.init, cross_entropy.bwd, cross_entropy.wgrad
+cross_entropy_init, cross_entropy_bwd, cross_entropy_wgrad = no_params(cross_entropy, cross_entropy_dgrad)

@@ -17,7 +17,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
@@ -67,4 +67,4 @@ def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> t
 
 
 dropout = make_op("dropout", DropoutConfig, fwd=dropout_fwd, dgrad=dropout_dgrad, keyed=True)
-dropout_init, dropout_bwd, dropout_wgrad = dropout.init, dropout.bwd, dropout.wgrad
+dropout_init, dropout_bwd, dropout_wgrad = no_params(dropout, dropout_dgrad)

@@ -19,7 +19,7 @@ from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
@@ -110,4 +110,4 @@ embedding = make_op(
     dgrad=embedding_dgrad,
     wgrad=embedding_wgrad,
 )
-embedding_bwd = embedding.bwd
+embedding_bwd = both_halves(embedding, embedding_dgrad, embedding_wgrad)

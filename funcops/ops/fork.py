@@ -14,7 +14,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
 
@@ -53,4 +53,4 @@ def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tens
 
 
 fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad)
-fork_init, fork_bwd, fork_wgrad = fork.init, fork.bwd, fork.wgrad
+fork_init, fork_bwd, fork_wgrad = no_params(fork, fork_dgrad)

@@ -22,7 +22,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import glu as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
 
 KINDS = (*kernels.GATES, "clamped_swiglu")
@@ -131,4 +131,4 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
 
 
 glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)
-glu_init, glu_bwd, glu_wgrad = glu.init, glu.bwd, glu.wgrad
+glu_init, glu_bwd, glu_wgrad = no_params(glu, glu_dgrad)

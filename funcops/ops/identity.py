@@ -13,7 +13,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
 
@@ -45,4 +45,4 @@ def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -
 
 
 identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad)
-identity_init, identity_bwd, identity_wgrad = identity.init, identity.bwd, identity.wgrad
+identity_init, identity_bwd, identity_wgrad = no_params(identity, identity_dgrad)

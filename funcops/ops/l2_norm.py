@@ -14,7 +14,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.ops._norm import check_eps
 from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
@@ -64,4 +64,4 @@ def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> 
 
 
 l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap="norm", again=l2_norm_again)
-l2_norm_init, l2_norm_bwd, l2_norm_wgrad = l2_norm.init, l2_norm.bwd, l2_norm.wgrad
+l2_norm_init, l2_norm_bwd, l2_norm_wgrad = no_params(l2_norm, l2_norm_dgrad)

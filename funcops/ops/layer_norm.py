@@ -25,7 +25,7 @@ from funcops.accumulators import accumulate
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
@@ -152,4 +152,4 @@ layer_norm = make_op(
     cheap="norm",
     again=layer_norm_again,
 )
-layer_norm_bwd = layer_norm.bwd
+layer_norm_bwd = both_halves(layer_norm, layer_norm_dgrad, layer_norm_wgrad)

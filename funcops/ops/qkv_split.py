@@ -17,7 +17,7 @@ from torch import Tensor
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
@@ -103,4 +103,4 @@ def _parts(dy: Any, q_shape: Any, kv_shape: Any, dtype: torch.dtype) -> list[Ten
 
 
 qkv_split = make_op("qkv_split", QKVSplitConfig, fwd=qkv_split_fwd, dgrad=qkv_split_dgrad)
-qkv_split_init, qkv_split_bwd, qkv_split_wgrad = qkv_split.init, qkv_split.bwd, qkv_split.wgrad
+qkv_split_init, qkv_split_bwd, qkv_split_wgrad = no_params(qkv_split, qkv_split_dgrad)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import NO_GRADIENT, Residuals, static
 
 
@@ -62,4 +62,4 @@ def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> t
 
 
 reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad)
-reshape_init, reshape_bwd, reshape_wgrad = reshape.init, reshape.bwd, reshape.wgrad
+reshape_init, reshape_bwd, reshape_wgrad = no_params(reshape, reshape_dgrad)

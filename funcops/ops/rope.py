@@ -23,7 +23,7 @@ from funcops.backend import wide
 from funcops.errors import check, check_rows, describe, fail, require, require_type
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
@@ -112,4 +112,4 @@ def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[t
 
 
 rope = make_op("rope", RopeConfig, fwd=rope_fwd, dgrad=rope_dgrad)
-rope_init, rope_bwd, rope_wgrad = rope.init, rope.bwd, rope.wgrad
+rope_init, rope_bwd, rope_wgrad = no_params(rope, rope_dgrad)

@@ -16,7 +16,7 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
 
@@ -51,4 +51,4 @@ def scale_dgrad(residuals: ScaleResiduals, dy: Any, cfg: ScaleConfig) -> tuple[T
 
 
 scale = make_op("scale", ScaleConfig, fwd=scale_fwd, dgrad=scale_dgrad)
-scale_init, scale_bwd, scale_wgrad = scale.init, scale.bwd, scale.wgrad
+scale_init, scale_bwd, scale_wgrad = no_params(scale, scale_dgrad)

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
 from funcops.marks import Gone
 from funcops.residuals.layers import merged
-from funcops.schema import Field, Saved
+from funcops.schema import AGAIN, Phase, Saved
 from funcops.trees import paths, tensors
 
 
@@ -113,11 +113,10 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
             if isinstance(t, Tensor):
                 owners.setdefault(_storage(t), f"{name}.{path}" if path else name)
     rows, aliased = [], 0
-    for path, t, field in kept_tensors(residuals):
+    for path, t, phases in kept_tensors(residuals):
         owner = owners.get(_storage(t), "")
         size = t.untyped_storage().nbytes()
         aliased += size if owner else 0
-        phases = "+".join(phase.name.lower() for phase in type(field.needed_by) if phase in field.needed_by and phase.name)
         rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
         owners.setdefault(_storage(t), path)
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
@@ -169,15 +168,17 @@ def diff(before: Report, after: Report) -> Difference:
     return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
 
 
-def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, Field]]:
-    """Every tensor that residuals or pending hold: its path, the tensor, its declaration."""
+def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, str]]:
+    """Every tensor that residuals or pending hold: its path, the tensor, and what reads it."""
     if node is None:
         return
     if isinstance(node, Saved):
         for name, field in node.fields.items():
+            readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.again or phase is not AGAIN)]
+            phases = "+".join((phase.name or "").lower() for phase in readers)
             for path, value in paths(getattr(node, name)).items():
                 if isinstance(value, Tensor):
-                    yield f"{prefix}{name}.{path}" if path else prefix + name, value, field
+                    yield f"{prefix}{name}.{path}" if path else prefix + name, value, phases
         return
     for name, child in node.items():
         yield from kept_tensors(child, f"{prefix}{name}.")
