@@ -52,7 +52,7 @@ class Row(NamedTuple):
 ROWS = {
     "MLP": Row(4, 8, MLP_FORWARD, MLP_BACKWARD),
     "Llama block": Row(12, 22, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "GPT-2 block": Row(61, 28, GPT2_FORWARD, GPT2_BACKWARD),
+    "GPT-2 block": Row(13, 28, GPT2_FORWARD, GPT2_BACKWARD),
     "decoder of one Llama block": Row(21, 34, DECODER_FORWARD, DECODER_BACKWARD),
 }
 SWAPPED = {

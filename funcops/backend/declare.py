@@ -46,7 +46,7 @@ class Kernel:
         self.mutates, self.library, self.product = mutates, library, product
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
-        self.unsought = body.__module__.startswith("funcops.kernels.")
+        self.unsought = body.__module__.startswith("funcops.")
         self.fake_impl: Implementation = body
         self._operator: Implementation | None = None
 
@@ -105,9 +105,9 @@ class Kernel:
         """Import the file that holds the Triton implementation, once, and say whether there is one."""
         if self.unsought:
             self.unsought = False
-            package, _, family = self.module.rpartition(".")
-            if importlib.util.find_spec("triton") and importlib.util.find_spec(f"{package}.triton.{family}"):
-                importlib.import_module(f"{package}.triton.{family}")
+            family = "funcops.kernels.triton." + self.module.rpartition(".")[2]
+            if importlib.util.find_spec("triton") and importlib.util.find_spec(family):
+                importlib.import_module(family)
         return self.triton_impl is not None
 
 

@@ -7,7 +7,7 @@ specialises on:
     *_ptr      a tensor or None: dtype, whether the address is a multiple of 16, and on AMD whether its memory exceeds 31 bits
     *_desc     a TensorDescriptor or None: dtype and block shape
     constexpr  the value
-    fp*        annotated `tl.float32` and the like: nothing
+    fp*        annotated `tl.float32` and the like, or annotated and in `do_not_specialize`: nothing
     others     integers: whether 1, whether a multiple of 16, whether more than 32 bits
 
 together with num_warps, num_stages and the device. A miss compiles and launches through Triton; a hit goes straight to
@@ -167,7 +167,7 @@ def key_of(parameter: Any, hip: bool) -> str:
     if name.endswith("_desc"):
         return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
     annotation = parameter.annotation_type or ""
-    if annotation.startswith(("fp", "bf")):
+    if annotation.startswith(("fp", "bf")) or (annotation and parameter.do_not_specialize):
         return "0"
     return f"-1 if {name} == 1 else ({name} & 15 == 0) + 2 * (not -2147483648 <= {name} <= 2147483647)"
 
