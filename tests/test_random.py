@@ -130,6 +130,18 @@ def test_fold_in_is_injective_over_its_range(name):
         assert all(torch.equal(k, made[7]) for k in narrow)
 
 
+def test_data_on_the_host_go_to_a_device_by_value(monkeypatch):
+    pytest.importorskip("triton")
+    from funcops.kernels.triton import random as kernels
+
+    given = []
+    monkeypatch.setattr(kernels, "_launch_fold_in", lambda *args, **_: given.append(args))
+    with backend("triton"):
+        random.fold_in(torch.empty(2, dtype=torch.int64, device="meta"), torch.tensor(9, dtype=torch.uint8))
+    ((*_, key, data, out, number, of_data),) = given
+    assert (data, number, of_data) == (None, 9, False) and out.shape == key.shape
+
+
 @pytest.mark.parametrize("data", [-1, -(2**63), 2**63, 2**64, 2**64 + 1])
 def test_other_data_are_refused(data):
     with pytest.raises(ValueError, match=r"random.fold_in: data must be from 0 to 2\^63 - 1, got"):

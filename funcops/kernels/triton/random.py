@@ -33,7 +33,7 @@ _launch_fold_in = launcher(_fold_in)
 @declared._fold_in.triton
 def fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
     if data is not None and data.is_cpu and not key.is_cpu:
-        data, number = None, int(data)
+        number, data = int(data), None
     key, out = key.contiguous(), torch.empty_like(key, memory_format=torch.contiguous_format)
     _launch_fold_in(1, 1, 1, key, data, out, number, data is not None, num_warps=1)
     return out
