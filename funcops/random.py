@@ -70,7 +70,8 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 @kernel()
 def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
     """`fold_in` of a tensor, or, where that is None, of a number."""
-    z = key[1] + (_signed((number + 1) * _GOLDEN) if data is None else (data.to(torch.int64) + 1) * _signed(_GOLDEN))
+    step: Any = _signed((number + 1) * _GOLDEN) if data is None else (data.to(torch.int64) + 1) * _signed(_GOLDEN)
+    z = key[1] + step
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
     z = z ^ ((z >> 31) & ((1 << 33) - 1))
