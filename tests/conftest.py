@@ -1,4 +1,7 @@
 import gc
+
+gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
+
 import importlib.util
 import os
 
@@ -36,11 +39,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    """The modules and thousands of tests live to the end: the garbage collector, which a tracer's many objects call often, need not look
-    at them each time."""
-    gc.collect()
+    """The garbage collector, which a tracer's many objects call often, need not look at what was collected each time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 def _take_turns(items):
