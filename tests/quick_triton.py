@@ -30,8 +30,11 @@ def quicken():
     core._unwrap_if_constexpr = _unwrapped(core._unwrap_if_constexpr)
     core.block_type.__init__, core.block_type.name = _block_type(core.block_type.__init__), property(_block_name, _no_name)
     core.tensor.__init__ = _tensor_init
+    core.dtype.__eq__ = _same(core.dtype.__eq__)
     semantic = type(interpreter.interpreter_semantic)
     semantic.broadcast_impl_value = _of_one_shape(semantic.broadcast_impl_value)
+    semantic.binary_op_type_checking_impl = _of_one_dtype(semantic.binary_op_type_checking_impl)
+    semantic.scalar_constant = _constant(semantic.scalar_constant)
 
 
 @functools.cache
@@ -43,7 +46,20 @@ def _patch_builtin(package, builder, scope):
     for name in _builtins(package):
         member = getattr(package, name)
         if tl.core.is_builtin(member):
-            interpreter._patch_attr(package, name, member, builder, scope)
+            scope.set_attr(package, name, _interpreted(member))
+
+
+@functools.cache
+def _interpreted(member):
+    """The member with the interpreter's meaning; past what only asks whether it was given a meaning."""
+    asks = tl.core.builtin(lambda: None).__code__
+    call = member.__wrapped__ if getattr(member, "__code__", None) is asks else member
+
+    def with_meaning(*args, **kwargs):
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return call(*args, **kwargs)
+
+    return with_meaning
 
 
 @functools.cache
@@ -135,3 +151,33 @@ def _of_one_shape(broadcast):
         return broadcast(self, lhs, rhs)
 
     return broadcast_impl_value
+
+
+def _same(equal):
+    return lambda self, other: self is other or equal(self, other)
+
+
+def _of_one_dtype(check):
+    """Two blocks of one dtype are cast to none, but for divisions of 16-bit numbers."""
+
+    def binary_op_type_checking_impl(
+        self, lhs, rhs, allow_lhs_ptr=False, allow_rhs_ptr=False, arithmetic_check=True, div_or_mod=False
+    ):
+        if type(lhs) is tl.tensor and type(rhs) is tl.tensor and lhs.dtype is rhs.dtype and type(lhs.dtype) is tl.dtype:
+            if not div_or_mod or lhs.dtype.primitive_bitwidth != 16:
+                return self.broadcast_impl_value(lhs, rhs)
+        return check(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+    return binary_op_type_checking_impl
+
+
+def _constant(make):
+    known = {}
+
+    def scalar_constant(self, value, dtype):
+        key = value, type(value), dtype
+        if key not in known:
+            known[key] = make(self, value, dtype)
+        return known[key]
+
+    return scalar_constant
