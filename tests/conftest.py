@@ -10,6 +10,9 @@ import torch
 from hypothesis import settings
 
 COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
+LONG = {  # files of tests that compile or start processes: they come first, so that no worker ends with one alone
+    "test_pipeline_examples.py", "test_pipeline.py", "test_cold_compile.py", "test_train_lm.py", "test_aot.py", "test_smoke.py"
+}  # fmt: skip
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
@@ -32,6 +35,7 @@ def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = list(items)
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     _take_turns(items)
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if absent and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no device: needs a CUDA device, and to be chosen by -m gpu alone"))

@@ -91,13 +91,10 @@ for call in eager:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_cold_compile_has_no_graph_break(name):
+def test_a_cold_compile_has_no_graph_break():
     """The programs by the torch bodies; drawn cases of the laws by Triton."""
-    left_out = {"llama"} if importlib.util.find_spec("transformers") is None else set()
-    programs = [text for what, text in PROGRAMS.items() if (what == "laws") == (name == "triton") and what not in left_out]
-    if name == "triton":
-        pytest.importorskip("triton")
+    needed = {"llama": "transformers", "laws": "triton"}
+    programs = [text for what, text in PROGRAMS.items() if importlib.util.find_spec(needed.get(what, "torch"))]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
