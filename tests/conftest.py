@@ -1,7 +1,4 @@
 import gc
-
-gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
-
 import importlib.util
 import os
 
@@ -13,6 +10,7 @@ COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
 LONG = {  # files of tests that compile or start processes: they come first, so that no worker ends with one alone
     "test_pipeline_examples.py", "test_pipeline.py", "test_cold_compile.py", "test_train_lm.py", "test_aot.py", "test_smoke.py"
 }  # fmt: skip
+gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
