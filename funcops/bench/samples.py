@@ -77,10 +77,12 @@ class Maker:
         return tuple(max(8, n // self.shrink) for n in sizes)
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device == "meta":  # which has no numbers to draw
+            return torch.empty(shape, device="meta", dtype=dtype or self.dtype)
         return torch.randn(shape, device=self.device).to(dtype or self.dtype)
 
     def wide(self, *shape: int) -> Tensor:
-        return torch.rand(shape, device=self.device) + 0.5
+        return torch.empty(shape, device="meta") if self.device == "meta" else torch.rand(shape, device=self.device) + 0.5
 
     def ids(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, device=self.device)
