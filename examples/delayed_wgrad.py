@@ -4,8 +4,8 @@
     delayed     F0 I0 F1 I1 ... W0 W1 ...     all weight gradients at the end; pendings wait
     batched     F0 I0 F1 I1 ... W             the same pendings, those of each weight joined into one product (`batch_wgrads`)
 
-Prints the time of a step and the most bytes that wait, and draws the bytes over time. On one device delaying alone gains nothing; it
-is what a pipeline does with the time in which it would wait, and what lets small products be joined.
+Prints the time of a step and the most bytes that wait, and draws the bytes over time. On one device delaying alone gains nothing;
+it is what a pipeline does with the time in which it would wait, and what lets small products be joined.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python examples/pipeline.py --schedule zb_v --check
     python examples/pipeline.py --schedule mine.csv --plot mine.png
 
-Residuals and pending weight gradients are data: each process runs its stages' actions in the schedule's order, and no autograd takes
-part. `--check` does all in float64 and compares the gradients and the losses with one process.
+Residuals and pending weight gradients are data: each process runs its stages' actions in the schedule's order, and no autograd
+takes part. `--check` does all in float64 and compares the gradients and the losses with one process.
 """
 
 from __future__ import annotations

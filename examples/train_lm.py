@@ -184,7 +184,8 @@ def loop(run: Run) -> bool:
             bar.set_postfix_str(f"loss {row.loss:.3f}, {speed:,.0f} tokens/s")
             if row.val_loss is not None:
                 tqdm.write(
-                    f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, {row.seconds:.1f} s of training"
+                    f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, "
+                    f"{row.seconds:.1f} s of training"
                 )
                 saved = run.done if run.save() else saved
     return saved == run.done or run.save()
@@ -194,7 +195,8 @@ def train(args: Any) -> int:
     corpus = load_corpus(args.text, context=args.context)
     check_writable(args.out)
     print(
-        f"{corpus.source}: {size_of(len(corpus.train))} to train on, {size_of(len(corpus.held_out))} held out; results go to {args.out}"
+        f"{corpus.source}: {size_of(len(corpus.train))} to train on, {size_of(len(corpus.held_out))} held out; "
+        f"results go to {args.out}"
     )
     run = Run(args, corpus)
     print(f"{sum(t.numel() for t in tensors(run.params)):,} parameters, {args.batch * args.context} bytes (tokens) a step")

@@ -17,7 +17,8 @@ What is kept         report, diff, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion (Rule)
-Errors               DonatedError, StaleResidualError, GradModeError
+Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
+                     of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, precision, checkpoint, schedule, graphs, random, trees, testing, fused
 """
 
@@ -50,8 +51,6 @@ from funcops.compose.chain import chain_dgrad as chain_dgrad
 from funcops.compose.chain import chain_fwd as chain_fwd
 from funcops.compose.chain import chain_init as chain_init
 from funcops.compose.chain import chain_wgrad as chain_wgrad
-from funcops.compose.fit import Fitted as Fitted
-from funcops.compose.fit import fit as fit
 from funcops.compose.parallel import ParallelConfig as ParallelConfig
 from funcops.compose.parallel import ParallelPending as ParallelPending
 from funcops.compose.parallel import ParallelResiduals as ParallelResiduals
@@ -61,8 +60,6 @@ from funcops.compose.parallel import parallel_dgrad as parallel_dgrad
 from funcops.compose.parallel import parallel_fwd as parallel_fwd
 from funcops.compose.parallel import parallel_init as parallel_init
 from funcops.compose.parallel import parallel_wgrad as parallel_wgrad
-from funcops.compose.policy import with_policy as with_policy
-from funcops.compose.remat import remat as remat
 from funcops.compose.repeat import RepeatConfig as RepeatConfig
 from funcops.compose.repeat import RepeatPending as RepeatPending
 from funcops.compose.repeat import RepeatResiduals as RepeatResiduals
@@ -80,9 +77,18 @@ from funcops.compose.skip import skip_fwd as skip_fwd
 from funcops.compose.skip import skip_init as skip_init
 from funcops.compose.skip import skip_wgrad as skip_wgrad
 from funcops.compose.step import Step as Step
+from funcops.errors import BorrowedError as BorrowedError
+from funcops.errors import CaptureError as CaptureError
+from funcops.errors import CheckpointError as CheckpointError
 from funcops.errors import DonatedError as DonatedError
 from funcops.errors import GradModeError as GradModeError
+from funcops.errors import GraphOrderError as GraphOrderError
+from funcops.errors import LedgerError as LedgerError
 from funcops.errors import StaleResidualError as StaleResidualError
+from funcops.memory.fit import Fitted as Fitted
+from funcops.memory.fit import fit as fit
+from funcops.memory.policy import with_policy as with_policy
+from funcops.memory.remat import remat as remat
 from funcops.needs import Needs as Needs
 from funcops.op import Op as Op
 from funcops.ops.activation import ActivationConfig as ActivationConfig

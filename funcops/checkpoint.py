@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from funcops.errors import CheckpointError as CheckpointError
 from funcops.errors import describe, fail, require_type, short
 from funcops.trees import leaves, paths, tree_map_with_path
 
@@ -34,10 +35,6 @@ CODES = {
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
 }  # fmt: skip
 RESERVED = "__metadata__"  # a name that the format keeps for itself
-
-
-class CheckpointError(ValueError):
-    """A tree cannot be written, or a file does not hold the tree that was asked for."""
 
 
 def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None) -> None:

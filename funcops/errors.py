@@ -38,6 +38,10 @@ class BorrowedError(RuntimeError):
     """An output that was borrowed from a graph was used after the replay that wrote over it, or was written to."""
 
 
+class CheckpointError(ValueError):
+    """A tree cannot be written, or a file does not hold the tree that was asked for."""
+
+
 class GradModeError(RuntimeError):
     """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time."""
 
@@ -48,9 +52,9 @@ def fail(where: str, name: str, expected: str, got: object, error: type[Exceptio
 
 
 def in_step(error: Exception, name: object) -> None:
-    """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps give
-    the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not its one
-    argument gets a note instead, on Pythons that have notes."""
+    """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps
+    give the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not
+    its one argument gets a note instead, on Pythons that have notes."""
     if torch.compiler.is_dynamo_compiling():
         _in_traced_step(error, name)
         return
@@ -64,8 +68,8 @@ def in_step(error: Exception, name: object) -> None:
 
 
 def _in_traced_step(error: Exception, name: object) -> None:
-    """The same where a compiler traces, which can change no error: raise another of the same type. It follows neither attributes nor
-    parts of a message; that an error has a path already is known by its cause, the one that it was made of."""
+    """The same where a compiler traces, which can change no error: raise another of the same type. It follows neither attributes
+    nor parts of a message; that an error has a path already is known by its cause, the one that it was made of."""
     if type(error) is ValueError or type(error) is TypeError:
         between = "." if type(error.__cause__) is type(error) else ": "
         raise type(error)(f"{name}{between}{error.args[0]}") from error

@@ -1,7 +1,8 @@
-"""Marks: what a node of residuals or pending remembers of its tensors, to notice a write since, and how that goes along with a tree.
+"""Marks: what a node of residuals or pending remembers of its tensors, to notice a write since,
+and how that goes along with a tree.
 
-A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`, a
-NumPy array or a raw pointer, goes unnoticed here as it does in autograd.
+A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
+a NumPy array or a raw pointer, goes unnoticed here as it does in autograd.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STALE = -1  # the mark of a copy of what was stale: no version is below 0
 
 
 class Gone:
-    """Stands where a donated leaf was; any use of it raises `DonatedError`."""
+    """Stands where a donated leaf was; any use of it raises `DonatedError`. Only what Python asks of any object is answered."""
 
     __slots__ = ("_path",)
 
@@ -29,9 +30,9 @@ class Gone:
         self._path = path
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        if name.startswith("__") and (name in _OF_ANY_OBJECT or not hasattr(Tensor, name)):
             raise AttributeError(name)
-        raise DonatedError(f"{self._path} was given away with donate(): it must not be used again")
+        self._refuse()
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise DonatedError(f"{self._path} was given away with donate(): it must not be used again")
@@ -40,13 +41,19 @@ class Gone:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, Gone))._refuse()
 
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = __rmatmul__ = _refuse
-    __pow__ = __neg__ = __abs__ = __lt__ = __le__ = __gt__ = __ge__ = __eq__ = __ne__ = __getitem__ = __setitem__ = _refuse
-    __len__ = __iter__ = __bool__ = __int__ = __float__ = _refuse
-    __hash__ = object.__hash__
+    def __format__(self, spec: str) -> str:
+        return self._refuse() if spec else repr(self)
 
     def __repr__(self) -> str:
         return "donated"
+
+
+_OF_ANY_OBJECT = {*dir(Gone), "__annotations__", "__dict__", "__weakref__"} - {
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__reduce__", "__reduce_ex__",
+}  # fmt: skip
+for _name in {name for kind in (Tensor, complex, float, int, list) for name in dir(kind) if name.startswith("__")} - _OF_ANY_OBJECT:
+    if callable(getattr(Tensor, _name, len)):  # Python looks these up on the type
+        setattr(Gone, _name, Gone._refuse)
 
 
 def versions(value: Any, read: Callable[[Any], Any] = operator.attrgetter("_version")) -> Any:
@@ -126,8 +133,9 @@ class Missing(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked (by
-    identity; none is kept alive), and how many leaves of each field were None. One that was given away has no leaves to walk over."""
+    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked
+    (by identity; none is kept alive), and how many leaves of each field were None.
+    One that was given away has no leaves to walk over."""
 
     marks: list[tuple[Any, Any]]
     holes: dict[str, int]
@@ -146,8 +154,8 @@ class Moved(NamedTuple):
         return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes))
 
     def to(self, node: Any) -> None:
-        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own, as it
-        is now."""
+        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own,
+        as it is now."""
         alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
         known = {id(t): mark for t, mark in alive}
         views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}

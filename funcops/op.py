@@ -35,7 +35,31 @@ from funcops import random
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype, require_type
 from funcops.needs import Needs
 from funcops.schema import Field, open_node
-from funcops.signatures import Bwd, C_in, Dgrad, Forward, Fwd, Init, P_in, R_out, Wgrad, Written, X_in, Y_out
+from funcops.signatures import (
+    Bwd,
+    BwdOf,
+    C_in,
+    D_in,
+    Dgrad,
+    DgradOf,
+    Forward,
+    Fwd,
+    G_in,
+    Init,
+    NoInit,
+    P_any,
+    P_in,
+    R_in,
+    R_out,
+    Wgrad,
+    WgradOf,
+    Written,
+    WrittenBwd,
+    WrittenDgrad,
+    WrittenWgrad,
+    X_in,
+    Y_out,
+)
 from funcops.trees import has, paths, tensors
 
 T = TypeVar("T")
@@ -170,7 +194,8 @@ def make_op(
     keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
-    below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it)."""
+    below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks
+    it)."""
     init = init or _no_params(name, config)
     if wgrad is None:
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
@@ -180,9 +205,23 @@ def make_op(
     return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower)
 
 
+def no_params(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, None]]
+) -> tuple[NoInit[C_in], BwdOf[R_in, D_in, C_in, None, Y_out], WgradOf[None, C_in, None]]:
+    """What `make_op` derives for an op without params, `init`, `bwd` and `wgrad`, with the types of its dgrad."""
+    return op.init, op.bwd, op.wgrad
+
+
+def both_halves(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, Any]], wgrad: WgradOf[Any, C_in, P_any]
+) -> BwdOf[R_in, D_in, C_in, P_any, Y_out]:
+    """The `bwd` that `make_op` derives, with the types of its halves."""
+    return op.bwd
+
+
 def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
-    """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`: the
-    function and arguments that make it, by which it is pickled."""
+    """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`:
+    the function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
     return op._replace(**{"fwd": fwd, "again": None, "lower": None, **changes})
 
@@ -233,7 +272,7 @@ def init_of(config: type) -> Callable[[F], F]:
     return decorate
 
 
-def dgrad_of(node_class: Any) -> Callable[[F], F]:
+def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]], DgradOf[R_in, D_in, C_in, Y_out]]:
     """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
     staleness, and answers a dy of None, which means zero, with gradients of None."""
 
@@ -279,7 +318,9 @@ def again_of(node_class: Any) -> Callable[[F], F]:
     return decorate
 
 
-def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
+def bwd_of(
+    node_class: Any, params_class: type
+) -> Callable[[WrittenBwd[R_in, D_in, C_in, P_any, Y_out]], BwdOf[R_in, D_in, C_in, P_any, Y_out]]:
     """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
 
     def decorate(fn: Any) -> Any:
@@ -306,7 +347,7 @@ def bwd_of(node_class: Any, params_class: type) -> Callable[[F], F]:
     return decorate
 
 
-def wgrad_of(node_class: Any, params_class: type) -> Callable[[F], F]:
+def wgrad_of(node_class: Any, params_class: type) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
     """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
 
     def decorate(fn: Any) -> Any:
@@ -342,8 +383,8 @@ def _with_raw(checked: Any, raw: Any) -> Any:
 
 
 def raw_of(fn: Any) -> Any:
-    """What runs after the checks of a function that a decorator here made: for a program, which makes them itself. Of a `bwd` that is made of
-    its halves these two. None for any other function."""
+    """What runs after the checks of a function that a decorator here made: for a program, which makes them itself. Of a `bwd`
+    that is made of its halves these two. None for any other function."""
     checked, raw = getattr(fn, "raw", (None, None))
     return raw if checked is fn else None
 
@@ -433,9 +474,9 @@ def refuse_autocast(where: str, *trees: Any) -> None:
     on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
     if on or not kinds:
         raise RuntimeError(
-            f"{where}: must run outside of torch.autocast, got a region where it is on. Leave it with torch.autocast({(on or ['cpu'])[0]!r}, "
-            "enabled=False), and give params and x the dtype that you want with funcops.trees.cast(tree, dtype); the modules of "
-            "funcops.nn follow autocast"
+            f"{where}: must run outside of torch.autocast, got a region where it is on. Leave it with "
+            f"torch.autocast({(on or ['cpu'])[0]!r}, enabled=False), and give params and x the dtype that you want with "
+            "funcops.trees.cast(tree, dtype); the modules of funcops.nn follow autocast"
         )
 
 

@@ -11,12 +11,12 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing
+from funcops.backend import kernel, tracing
 from funcops.errors import (
     check,
     describe,
@@ -60,12 +60,17 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if isinstance(data, int):
         require_type("random.fold_in", "data", data, int)
         require(0 <= data < 2**63, "random.fold_in", "data", "from 0 to 2^63 - 1", data)
-        step: Any = _signed((data + 1) * _GOLDEN)
-    else:
-        check("random.fold_in", "data", data, (), _INTEGERS)
-        if data.is_cpu and not tracing():
-            require(int(data) >= 0, "random.fold_in", "data", "from 0 to 2^63 - 1", int(data))
-        step = (data.to(torch.int64) + 1) * _signed(_GOLDEN)
+        return _fold_in(key, None, data)  # type: ignore[no-any-return]
+    check("random.fold_in", "data", data, (), _INTEGERS)
+    if data.is_cpu and not tracing():
+        require(int(data) >= 0, "random.fold_in", "data", "from 0 to 2^63 - 1", int(data))
+    return _fold_in(key, data, 0)  # type: ignore[no-any-return]
+
+
+@kernel()
+def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
+    """`fold_in` of a tensor, or, where that is None, of a number."""
+    step: Any = _signed((number + 1) * _GOLDEN) if data is None else (data.to(torch.int64) + 1) * _signed(_GOLDEN)
     z = key[1] + step
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ ((z >> shift) & ((1 << (64 - shift)) - 1))) * _signed(factor)
@@ -114,8 +119,8 @@ def uniform(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded out
-    of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
+    """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded
+    out of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
     dtype = _check_draw("random.uniform", shape, dtype, device, low=low, high=high)
     first, last = _inside("random.uniform", low, high, dtype)
     if key is None:

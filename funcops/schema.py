@@ -1,4 +1,4 @@
-"""What a backward keeps, declared once: `@residuals` and `@pending` classes, their fields, guards and donation.
+"""What a backward keeps, declared once: subclasses of `Residuals` and `Pending`, their fields, guards and donation.
 
 A field's declaration is its documentation, its row in a report and the rule by which it is dropped when the gradients
 that need it are not wanted.
@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import enum
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import dataclass_transform
@@ -93,6 +93,8 @@ class Inputs(NamedTuple):
 
 
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
+NO_GRADIENT: Any = None  # what was not needed: a result's type says what it is where it was, as a field's does
+_STATICS = ("inputs", "shape", "dtype")
 
 
 class Saved:
@@ -101,8 +103,8 @@ class Saved:
     A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
     mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value of its own, fresh as it is then; a
     deep or pickled copy of a stale node stays stale. What a node lacks of what the one it was made of had, is missed by name.
-    Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`, `needs` and repr
-    stay; what is assigned to a field nobody reads.
+    Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
+    `needs` and repr stay; what is assigned to a field nobody reads.
     Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
     """
 
@@ -112,14 +114,22 @@ class Saved:
     kind: ClassVar[str]
     names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
     marks_source: ClassVar[str]  # what the marks of a node `n` are now, as the parts of a tuple
-    keep: ClassVar[Callable[..., Any]]  # keep(cfg, needs, field=...): a node with the fields that `needs` asks for, or None
     cfg: Any
     needs: Needs
+    shape: torch.Size  # of what has no tensor here that tells; see `static`
+    dtype: torch.dtype
+    inputs: Inputs
     fresh: Callable[[], bool]
     twin: Callable[[], Any]  # a node of the same leaves and marks
     _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Missing
 
     __post_init__ = post_init
+
+    if TYPE_CHECKING:  # written out for each class
+
+        @classmethod
+        def keep(cls: type[T], cfg: Any, needs: Needs, **fields: Any) -> T | None:
+            """A node with the fields that `needs` asks for; None where it asks for nothing."""
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
@@ -256,16 +266,52 @@ _refuse: Any = Donated._refuse
 register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree looks into it
 
 
+class _Declared(type):
+    """Of a class body with declared fields, a node of a tree: a slotted dataclass with `keep`, `twin` and `fresh` written out for
+    its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
+        made = super().__new__(mcls, name, bases, body)
+        return made if "kind" in body or "__dataclass_fields__" in body else _node_class(made, static)
+
+
+@dataclass_transform(field_specifiers=(saved, static))
+class Residuals(Saved, metaclass=_Declared):
+    """Base of what a backward reads: exactly that, a field each. Make one with `Cls.keep(cfg, needs, field=...)`.
+
+    class LinearResiduals(Residuals, static=("dtype",)):
+        x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD)
+    """
+
+    __slots__ = ()
+    kind = "residuals"
+
+
+@dataclass_transform(field_specifiers=(saved, static))
+class Pending(Saved, metaclass=_Declared):
+    """Base of a weight gradient not yet computed. Make one with `Cls.keep(cfg, needs, field=...)`."""
+
+    __slots__ = ()
+    kind = "pending"
+
+
 @dataclass_transform(field_specifiers=(saved, static))
 def residuals(cls: type[T]) -> Any:
-    """Class decorator: exactly what a backward reads. Make one with `Cls.keep(cfg, needs, field=...)`."""
-    return _saved_class(cls, "residuals")
+    """Class decorator: the same class as a subclass of `Residuals`."""
+    return _declared(cls, Residuals)
 
 
 @dataclass_transform(field_specifiers=(saved, static))
 def pending(cls: type[T]) -> Any:
-    """Class decorator: a weight gradient not yet computed. Make one with `Cls.keep(cfg, needs, field=...)`."""
-    return _saved_class(cls, "pending")
+    """Class decorator: the same class as a subclass of `Pending`."""
+    return _declared(cls, Pending)
+
+
+def _declared(cls: Any, base: type) -> Any:
+    if isinstance(cls, _Declared):
+        return cls
+    body = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    return _Declared(cls.__name__, (base,), body)
 
 
 def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
@@ -282,16 +328,19 @@ def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
     return pending(type(name, (), body))
 
 
-def _saved_class(cls: Any, kind: str) -> Any:
-    cls.__annotations__ = {**cls.__dict__.get("__annotations__", {}), "cfg": Any, "needs": Any, "_marks": Any}
-    cls.__annotations__["_moved"] = dataclasses.InitVar[Any]  # what `replace` and a rebuilt tree hand to a node, see Moved
+def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
+    wrong = [name for name in statics if name not in _STATICS]
+    if wrong:
+        fail(cls.__name__, "static", f"names among {', '.join(_STATICS)}", repr(wrong[0]))
+    own = {**cls.__dict__.get("__annotations__", {}), **dict.fromkeys((*statics, "cfg", "needs", "_marks"), Any)}
+    cls.__annotations__ = own | {"_moved": dataclasses.InitVar[Any]}  # what `replace` and a rebuilt tree hand to a node, see Moved
     cls._moved = dataclasses.field(default=None, kw_only=True)
+    for name in statics:
+        setattr(cls, name, static())
     cls.cfg, cls.needs = static(), static(Needs.ALL)
     cls._marks = dataclasses.field(default=None, init=False, metadata={"hidden": True})
-    body = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    made: Any = dataclasses.dataclass(slots=True, eq=False, repr=False)(type(cls.__name__, (Saved,), body))
+    made: Any = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show
-    made.kind = kind
     made.fields = {f.name: f.metadata["saved"] for f in dataclasses.fields(made) if "saved" in f.metadata}
     names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
     made.names = tuple(names)

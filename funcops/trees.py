@@ -198,7 +198,8 @@ def cast(tree: T, dtype: torch.dtype) -> T:
 
 
 def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Of t's shape, strides and device (the CPU for one on the meta device), uninitialised: for shapes alone, under FakeTensorMode."""
+    """Of t's shape, strides and device (the CPU for one on the meta device), uninitialised: for shapes alone,
+    under FakeTensorMode."""
     require_type("fake", "t", t, Tensor)
     require_dtype("fake", dtype, floating=False)
     device = "cpu" if t.is_meta else t.device
@@ -277,7 +278,8 @@ def at(tree: Any, path: str) -> Any:
 
 
 def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
-    """The key of a dict with which a path begins, and the rest. A key may be a number, and hold dots. `ValueError` where there is none."""
+    """The key of a dict with which a path begins, and the rest. A key may be a number, and hold dots.
+    `ValueError` where there is none."""
     name, _, rest = path.partition(".")
     if name in tree:
         return name, rest

@@ -7,14 +7,18 @@ import torch
 from hypothesis import settings
 
 COLLECTED = pytest.StashKey()  # every test, before any is left out by its marks
+LONG = {  # files of tests that compile or start processes: they come first, so that no worker ends with one alone
+    "test_pipeline_examples.py", "test_pipeline.py", "test_cold_compile.py", "test_train_lm.py", "test_aot.py", "test_smoke.py"
+}  # fmt: skip
+gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
 
 
 def pytest_configure(config):
-    """Triton reads its variable once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source. There
-    the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first."""
+    """Triton reads its variable once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source.
+    There the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first."""
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -29,6 +33,7 @@ def pytest_collection_modifyitems(config, items):
     config.stash[COLLECTED] = list(items)
     absent = not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"
     _take_turns(items)
+    items.sort(key=lambda item: item.path.name not in LONG)
     for item in items:
         if absent and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no device: needs a CUDA device, and to be chosen by -m gpu alone"))
@@ -36,16 +41,15 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session):
-    """The modules and thousands of tests live to the end: the garbage collector, which a tracer's many objects call often, need not look
-    at them each time."""
-    gc.collect()
+    """The garbage collector, which a tracer's many objects call often, need not look at what was collected each time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+    gc.enable()
 
 
 def _take_turns(items):
-    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone prove much the same, so one of them, each in its turn, is in
-    the first tier, and the others are in the second."""
+    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone prove much the same, so one of them, each in its
+    turn, is in the first tier, and the others are in the second."""
     groups = {}
     for item in items:
         marker = item.get_closest_marker("turns")

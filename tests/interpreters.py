@@ -3,8 +3,8 @@
     python tests/interpreters.py              a line for each; exit status 1 where one of them fails, or where none ran the tests
     pythonX.Y tests/interpreters.py --read    reads the sources with that Python: it must parse them, and have the names they use
 
-Most of the work is torch. Where pip would install a build for CUDA, gigabytes of it, the tests are not tried without `--cuda`, and the
-line says so.
+Most of the work is torch. Where pip would install a build for CUDA, gigabytes of it, the tests are not tried without `--cuda`,
+and the line says so.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ for module in pkgutil.walk_packages(funcops.__path__, "funcops."):
 
 
 def missing(where: str, text: str, stdlib: frozenset[str] = sys.stdlib_module_names) -> list[str]:
-    """`file:line: ...` if this Python cannot parse the file, and for each name of the standard library that it lacks. What stands in a
-    `try`, or under a test of `sys.version_info`, has another way."""
+    """`file:line: ...` if this Python cannot parse the file, and for each name of the standard library that it lacks. What stands
+    in a `try`, or under a test of `sys.version_info`, has another way."""
     try:
         tree = ast.parse(text, where)
     except SyntaxError as error:

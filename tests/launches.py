@@ -34,8 +34,8 @@ class _Operators(TorchDispatchMode):
 
 @contextmanager
 def launches(monkeypatch):
-    """The launches of the block, in order: of Triton kernels (`norm_kernels.forward`) and of aten operators (`mm`), which count as one each,
-    by the choices of an H100 where Triton is interpreted. Tensors must be on the meta device."""
+    """The launches of the block, in order: of Triton kernels (`norm_kernels.forward`) and of aten operators (`mm`), which count as
+    one each, by the choices of an H100 where Triton is interpreted. Tensors must be on the meta device."""
     found = []
 
     def launcher(kernel, grid):

@@ -1,5 +1,5 @@
-"""A device that is not there: "cuda" means the CPU, and torch.cuda answers. It shows that code for a device runs to its end, not that it
-is right there."""
+"""A device that is not there: "cuda" means the CPU, and torch.cuda answers. It shows that code for a device runs to its end,
+not that it is right there."""
 
 import contextlib
 import itertools

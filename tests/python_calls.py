@@ -26,8 +26,8 @@ class Count(NamedTuple):
 
 
 def counted(run: Callable[[], Any]) -> Count:
-    """The calls of the library's functions in `run()`, those that it has written at run time too, the files that they are in (all that
-    was written is one), and how deep calls nest, torch's too."""
+    """The calls of the library's functions in `run()`, those that it has written at run time too, the files that they are in (all
+    that was written is one), and how deep calls nest, torch's too."""
     files: list[str] = []
     depth = deepest = 0
 

@@ -1,5 +1,5 @@
-"""Reads of compiled kernels (TTGIR): a store, and a later load of the same memory in another layout, with no barrier between them. Threads
-of a block then read what other threads wrote, perhaps before it is there."""
+"""Reads of compiled kernels (TTGIR): a store, and a later load of the same memory in another layout, with no barrier between them.
+Threads of a block then read what other threads wrote, perhaps before it is there."""
 
 from __future__ import annotations
 

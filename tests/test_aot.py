@@ -1,7 +1,8 @@
 """Every kernel and configuration compiles for every target, within its limits; no GPU is needed.
 
 The committed table holds every build, and a hash of what it was compiled from. What has another hash now is compiled here,
-and of the rest a few, drawn anew each day; `make aot` compiles what changed and writes the table, `python -m funcops.bench aot` all.
+and of the rest a few, drawn anew each day; `make aot` compiles what changed and writes the table,
+`python -m funcops.bench aot` all.
 """
 
 import importlib
@@ -41,7 +42,9 @@ def greedy(x_ptr, y_ptr, BLOCK: tl.constexpr):
 def drawn_products(dtype):
     # of any size, layout and epilogue, as linear layers ask for them
     def size(*more):
-        return draw.choice([draw.randint(1, 80), draw.randint(1, 300), 16 * draw.randint(1, 160), draw.choice([512, 1024, 2048, 4096]), *more])
+        return draw.choice(
+            [draw.randint(1, 80), draw.randint(1, 300), 16 * draw.randint(1, 160), draw.choice([512, 1024, 2048, 4096]), *more]
+        )
 
     def lies(rows, columns):
         pad = draw.choice([0, 0, 0, 3, 16])
@@ -71,7 +74,8 @@ def built(launched, target):
     with stubbed(TARGETS[target].gpu):
         compiled = launched.compile()
     row = inspect(compiled, target)._asdict()
-    found["races"] += [f"{row['kernel']} {row['config']} {target}: {race}" for race in races(compiled.compiled.asm["ttgir"], memory_of(launched))]
+    seen = races(compiled.compiled.asm["ttgir"], memory_of(launched))
+    found["races"] += [f"{row['kernel']} {row['config']} {target}: {race}" for race in seen]
     return row
 
 known = {row.hash for row in read(table) if row.compiler == COMPILER}

@@ -1,5 +1,5 @@
-"""What attention asks of torch's CUDA kernels is what they take: their rules, from torch's sources, against every call; and numbers, with
-the CPU's kernel in their place."""
+"""What attention asks of torch's CUDA kernels is what they take: their rules, from torch's sources, against every call; and
+numbers, with the CPU's kernel in their place."""
 
 import random
 

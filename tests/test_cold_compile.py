@@ -1,5 +1,6 @@
-"""torch.compile(fullgraph=True) as the first thing that a process does: no call in eager mode has filled a memo, or imported a kernel,
-before. What is compiled stays cold for the next, as a tracer fills no memo: so one process compiles all, and calls in eager mode last."""
+"""torch.compile(fullgraph=True) as the first thing that a process does: no call in eager mode has filled a memo, or imported a
+kernel, before. What is compiled stays cold for the next, as a tracer fills no memo: so one process compiles all,
+and calls in eager mode last."""
 
 import importlib.util
 import os
@@ -91,13 +92,10 @@ for call in eager:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torch", "triton"])
-def test_a_cold_compile_has_no_graph_break(name):
+def test_a_cold_compile_has_no_graph_break():
     """The programs by the torch bodies; drawn cases of the laws by Triton."""
-    left_out = {"llama"} if importlib.util.find_spec("transformers") is None else set()
-    programs = [text for what, text in PROGRAMS.items() if (what == "laws") == (name == "triton") and what not in left_out]
-    if name == "triton":
-        pytest.importorskip("triton")
+    needed = {"llama": "transformers", "laws": "triton"}
+    programs = [text for what, text in PROGRAMS.items() if importlib.util.find_spec(needed.get(what, "torch"))]
     env = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),

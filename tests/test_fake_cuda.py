@@ -17,7 +17,8 @@ ROWS = [(case, dtype) for case, dtype in CASES if dtype in (torch.float64, torch
 
 @pytest.fixture
 def indexing(monkeypatch):
-    """x[...], copy_ and contiguous of fake tensors by aten's operators: a torch without CUDA has no guard for their device where Python calls."""
+    """x[...], copy_ and contiguous of fake tensors by aten's operators:
+    a torch without CUDA has no guard for their device where Python calls."""
     if torch.cuda.is_available():
         return
     get, put = Tensor.__getitem__, Tensor.__setitem__

@@ -170,8 +170,8 @@ KEPT = (
     "attn.qkv.q.proj.weight attn.qkv.q.rope.positions attn.qkv.v.proj.weight"
 )
 WAITING = (
-    "attn.norm().rstd attn.norm().weight attn.norm().x attn.norm.parts attn.out.dy attn.out.x attn.qkv.k.proj.dy attn.qkv.q.proj.dy "
-    "attn.qkv.v.proj.dy"
+    "attn.norm().rstd attn.norm().weight attn.norm().x attn.norm.parts attn.out.dy attn.out.x attn.qkv.k.proj.dy "
+    "attn.qkv.q.proj.dy attn.qkv.v.proj.dy"
 )
 
 

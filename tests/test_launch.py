@@ -21,6 +21,7 @@ import json, torch
 from funcops.backend.launch import launcher
 from funcops.backend.aot import stubbed
 from funcops.bench.launch import cases
+from funcops.kernels.triton import random
 from triton import knobs
 
 kernel, args = cases()["10 arguments"]
@@ -49,6 +50,10 @@ with stubbed():
         seen[name] = len(launch.cache) - before
     launch(4, 1, 1, *args, num_warps=8)
     seen["num_warps"] = len(launch.cache) - sum(seen.values())
+    for number in (0, 1, 16, 2**31, 2**40, 2**63 - 1):
+        random._fold_in[1,](*2 * [x.long()], x.long(), number, False, num_warps=4, num_stages=3)  # by Triton itself
+        random._launch_fold_in(1, 1, 1, *2 * [x.long()], x.long(), number, False)
+    seen["numbers"] = [len(random._launch_fold_in.cache), *(len(found) for found, *_ in random._fold_in.device_caches.values())]
     calls = []
     run, function, packed = next(iter(launch.cache.values()))
     key = next(iter(launch.cache))
@@ -62,7 +67,8 @@ with stubbed():
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     enter.calls.clear()
     for name, first, last in (
-        ("none", enter, leave), ("set to None", None, None), ("functions", lambda *a: None, None), ("one function", None, lambda *a: None)
+        ("none", enter, leave), ("set to None", None, None),
+        ("functions", lambda *a: None, None), ("one function", None, lambda *a: None),
     ):
         knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook = first, last
         launch.cache[key] = (lambda *a: calls.append(a), function, packed)  # what goes through Triton puts its own there
@@ -111,6 +117,10 @@ def test_what_triton_specialises_on_misses(seen):
     names = ("first", "unaligned address", "another dtype", "no tensor", "not a multiple of 16", "one")
     for name in (*names, "more than 32 bits", "another constexpr", "num_warps"):
         assert seen[name] == 1, name
+
+
+def test_a_number_that_is_not_to_be_specialised_on_hits(seen):
+    assert seen["numbers"] == [1, 1]
 
 
 def test_a_hit_hands_the_driver_grid_and_arguments(seen):

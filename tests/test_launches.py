@@ -22,22 +22,32 @@ BATCH, LENGTH = 4, 2048
 LLAMA = Sizes(dim=4096, layers=1, heads=32, kv_heads=8, hidden=11008, vocab=32000, context=LENGTH, batch=BATCH)
 
 # Each kernel of the best order between bars. A product's epilogue, and what a kernel computes beside, follow a plus sign. A norm's
-# derivative gives parts of its weight's gradient, whose sum is a kernel. What is kept is what the chain keeps: no norms, no activations.
+# derivative gives parts of its weight's gradient, whose sum is a kernel. What is kept is what the chain keeps: no norms,
+# no activations.
 MLP_FORWARD = "norm | up + glu | down + residual"
-MLP_BACKWARD = "down dgrad + glu derivative + glu again | down wgrad | up dgrad | norm derivative + norm again + residual | weight sum | up wgrad"
+MLP_BACKWARD = (
+    "down dgrad + glu derivative + glu again | down wgrad | up dgrad | norm derivative + norm again + residual | "
+    "weight sum | up wgrad"
+)
 LLAMA_FORWARD = f"norm | q, k and v | rope of q and k | attention | out + residual | {MLP_FORWARD}"
 LLAMA_BACKWARD = (
     f"{MLP_BACKWARD} | out dgrad | out wgrad | attention | rope of q and k | q, k and v dgrad | "
     "norm derivative + norm again + residual | weight sum | q, k and v wgrad"
 )
-GPT2_FORWARD = "norm | q, k and v + bias | attention | out | bias + dropout + residual + norm | up + bias + gelu | down | bias + dropout + residual"
+GPT2_FORWARD = (
+    "norm | q, k and v + bias | attention | out | bias + dropout + residual + norm | up + bias + gelu | down | "
+    "bias + dropout + residual"
+)
 GPT2_BACKWARD = (
     "dropout | down dgrad + gelu derivative + gelu again | down wgrad + bias | up dgrad | "
     "norm derivative + norm again + residual + dropout | weight and bias sums | up wgrad + bias | out dgrad | out wgrad + bias | "
     "attention | q, k and v dgrad | norm derivative + norm again + residual | weight and bias sums | q, k and v wgrad + biases"
 )
 DECODER_FORWARD = f"embedding | {LLAMA_FORWARD} | norm | head | losses | mean"
-DECODER_BACKWARD = f"loss derivative | head dgrad | norm derivative + norm again | weight sum | head wgrad | {LLAMA_BACKWARD} | order of ids | embedding"
+DECODER_BACKWARD = (
+    "loss derivative | head dgrad | norm derivative + norm again | weight sum | head wgrad | "
+    f"{LLAMA_BACKWARD} | order of ids | embedding"
+)
 
 
 class Row(NamedTuple):
@@ -52,7 +62,7 @@ class Row(NamedTuple):
 ROWS = {
     "MLP": Row(4, 8, MLP_FORWARD, MLP_BACKWARD),
     "Llama block": Row(12, 22, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "GPT-2 block": Row(61, 28, GPT2_FORWARD, GPT2_BACKWARD),
+    "GPT-2 block": Row(13, 28, GPT2_FORWARD, GPT2_BACKWARD),
     "decoder of one Llama block": Row(21, 34, DECODER_FORWARD, DECODER_BACKWARD),
 }
 SWAPPED = {

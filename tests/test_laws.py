@@ -93,8 +93,8 @@ def test_compiles(case):
     ids=str,
 )
 def test_compiles_by_every_backend(case, backend, dynamic):
-    """`test_compiles` is this by aot_eager for static shapes. aot_eager does what the backend "eager" does, and gives inductor what it
-    compiles, of dynamic shapes and of static ones in turn."""
+    """`test_compiles` is this by aot_eager for static shapes. aot_eager does what the backend "eager" does, and gives inductor what
+    it compiles, of dynamic shapes and of static ones in turn."""
     LAWS["compiles"](case, torch.float32, backend, dynamic)
 
 

@@ -1,6 +1,7 @@
 """Files import from layers above their own, and what is confined stays confined."""
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,6 +22,7 @@ LAYERS = (
     "ops",
     "program",
     "compose",
+    "memory",
     "fused",
     "optim",
     "precision",
@@ -80,3 +82,11 @@ def test_a_violation_is_caught(tmp_path):
     found = list(wrong(tmp_path))
     assert "ops imports funcops.compose.chain" in found and "ops imports optree" in found and "ops imports triton" in found
     assert "errors imports funcops.trees" in found and "errors.py reads os.environ" in found
+
+
+def test_a_commit_is_asked_what_make_check_asks_of_the_sources():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    check = re.search(r"^check: .*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[1]
+    asked = re.findall(r"\$\(PY\) -m (.*?)(?: \.)?$", check, re.M)
+    assert re.findall(r"entry: \.venv/bin/python -m (.*?)(?: --force-exclude)?$", hooks, re.M) == asked and len(asked) == 3
+    assert hooks.count("language: system") == 3 and hooks.count("repo:") == hooks.count("repo: local")

@@ -126,10 +126,10 @@ def mixed(turn):
 
 def test_every_kernel_has_calls():
     declared = set()
-    for module in pkgutil.iter_modules(funcops.kernels.__path__):
-        if not module.ispkg:
-            found = vars(importlib.import_module(f"funcops.kernels.{module.name}")).values()
-            declared |= {f.kernel.name for f in found if hasattr(f, "kernel") and hasattr(f, "triton")}
+    families = [f"funcops.kernels.{module.name}" for module in pkgutil.iter_modules(funcops.kernels.__path__) if not module.ispkg]
+    for family in ("funcops.random", *families):
+        found = vars(importlib.import_module(family)).values()
+        declared |= {f.kernel.name for f in found if hasattr(f, "kernel") and hasattr(f, "triton")}
     assert declared == set(KERNELS)
 
 

@@ -44,8 +44,9 @@ def small(folder, monkeypatch):
     """A checkout of one function and a test of it, as the runner sees one."""
     (folder / "funcops").mkdir(parents=True)
     (folder / "funcops" / "__init__.py").write_text("def twice(x):\n    return x * 2\n")
-    body = "import funcops\n\n\ndef test_twice():\n    assert funcops.twice(2) == 4\n\n\ndef test_wrong():\n    assert funcops.twice(1) == 3\n"
-    (folder / "test_it.py").write_text(body)
+    right = "def test_twice():\n    assert funcops.twice(2) == 4\n"
+    wrong = "def test_wrong():\n    assert funcops.twice(1) == 3\n"
+    (folder / "test_it.py").write_text(f"import funcops\n\n\n{right}\n\n{wrong}")
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    gpu\n    slow\n")
     run.subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     monkeypatch.setattr(run, "ROOT", folder)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops import (
     ChainConfig,
@@ -177,3 +178,13 @@ def test_copies_under_capture_and_of_nothing_are_in_order(device, monkeypatch):
         isinstance(t, Tensor) and torch.equal(t, want) for t, want in zip(leaves(fetch(kept)), [x, torch.empty(0)], strict=True)
     )
     assert {who for who, *_ in device.notes} == {"main"} and not copies.home
+
+
+def test_the_hosts_memory_is_pinned_where_a_device_copies_to_it(monkeypatch):
+    with FakeTensorMode():
+        theirs = torch.empty(3, device="cuda")
+    asked = []
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory, **_: asked.append(pin_memory))
+    Copies().room(theirs)
+    Copies().room(torch.zeros(3))
+    assert asked == [True, False]

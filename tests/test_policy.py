@@ -46,8 +46,8 @@ from funcops import (
 )
 from funcops.bench.memory import Live
 from funcops.bench.models import block_config, gpt2_block_config, mlp_config
-from funcops.compose.fit import _follow, _measure, fit
 from funcops.errors import DonatedError, StaleResidualError
+from funcops.memory.fit import _follow, _measure, fit
 from funcops.ops.linear import LinearConfig
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.residuals.codec import CODECS
@@ -137,6 +137,23 @@ def test_bytes_fall_from_policy_to_policy(block):
     assert kept["save_all"] > kept["recompute_norms"] > kept["recompute_elementwise"] > kept["compress_fp8"]
     assert kept["recompute_elementwise"] == report(chain.fwd(params, x, cfg)[1], params, x.extras).kept_bytes / units
     assert kept["minimal"] <= 2.1
+
+
+def test_a_rule_that_names_a_field_beats_what_the_chain_does_by_itself():
+    cfg = mlp_config(64, 96)
+    params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(32, 64), torch.randn(32, 64)
+    op = with_policy(chain, Policy({"up.x": Compress("int8")}))
+    kept = op.fwd(params, x, cfg)[1]
+    assert isinstance(kept["up"].x, Packed) and chain.fwd(params, x, cfg)[1]["up"].x is None
+    want, found = chain.bwd(chain.fwd(params, x, cfg)[1], dy, cfg), op.bwd(kept, dy, cfg)
+    assert torch.equal(want[1], found[1]) and not torch.equal(want[0]["up"].weight, found[0]["up"].weight)
+    torch.testing.assert_close(want[0]["up"].weight, found[0]["up"].weight, atol=0.2, rtol=0.05)
+    globbed = with_policy(chain, Policy({"*p.x": Compress("int8")})).fwd(params, x, cfg)[1]
+    assert globbed["up"].x is None, "a glob leaves to the chain what it computes again"
+    block, name = LLAMA[0], "attn.qkv.q.proj.x"
+    one_of_three = r"one for each field that holds the output of attn.norm .*k.proj.x.* got one for .*q.proj.x alone"
+    with pytest.raises(ValueError, match=one_of_three):
+        with_policy(chain, Policy({name: Compress("int8")})).init(block, device="meta")
 
 
 def test_pending_keeps_no_output_that_can_be_had_again():
@@ -358,7 +375,7 @@ def test_fit_leaves_out_what_a_policy_cannot_do():
 
 def test_the_cost_of_fit_does_not_grow_with_depth(monkeypatch):
     followed = []
-    monkeypatch.setattr("funcops.compose.fit._follow", lambda op, cfg, x, dtype: followed.append(cfg) or (1, 1))
+    monkeypatch.setattr("funcops.memory.fit._follow", lambda op, cfg, x, dtype: followed.append(cfg) or (1, 1))
     fit(repeat, RepeatConfig(chain, LLAMA[0], 10_000), made("llama")[2], 10**9)
     assert {cfg.times for cfg in followed} == {1, 2}
 

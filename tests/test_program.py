@@ -10,6 +10,7 @@ from python_calls import of_a_block
 from test_laws import CASES
 
 from funcops import (
+    ActivationConfig,
     AddConfig,
     ChainConfig,
     ForkConfig,
@@ -21,6 +22,7 @@ from funcops import (
     SkipConfig,
     Step,
     WithExtras,
+    activation,
     add,
     chain,
     fork,
@@ -136,6 +138,20 @@ def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
         kept["up"].cfg = LinearConfig(D, D, bias=False)
     with pytest.raises((ValueError, TypeError, RuntimeError), match="^(up|norm): "):
         chain.bwd(kept, dy, cfg)
+
+
+def test_of_two_cheap_steps_in_a_row_one_is_kept():
+    """The second's y cannot be had again of an x that is itself left out."""
+    steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
+    cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
+    params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)
+    _, kept = chain.fwd(params, x, cfg)
+    assert kept["act"].x is None and kept["up"].x is not None
+    everything = dataclasses.replace(cfg, recompute=False)
+    want = chain.bwd(chain.fwd(params, x, everything)[1], dy, everything)
+    dx, pending = chain.dgrad(kept, dy, cfg)
+    for found in (chain.bwd(kept, dy, cfg), (chain.wgrad(pending, cfg), dx)):
+        assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
 
 
 def test_explicit_forks_and_those_of_skips_give_the_same_bits():

@@ -1,5 +1,6 @@
 """The public face: every name that a page uses can be imported both ways, and a star import takes nothing of the user's."""
 
+import ast
 import importlib
 import re
 import types
@@ -67,6 +68,20 @@ def test_help_lists_every_name_by_group():
     others = {name for name in funcops.__all__ if name not in functions and (not name.endswith(parts) or name == "TorchConfig")}
     assert not sorted((others - {"Op"}) - words), "names that help(funcops) does not list"
     assert max(map(len, funcops.__doc__.splitlines())) <= 110
+
+
+def test_every_error_of_the_package_can_be_caught_by_its_name():
+    """Those of `bench`, a command, are its own. Files are read, not imported: some need Triton."""
+    classes = set()
+    for path in (ROOT / "funcops").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and "bench" not in path.parts and node.name[0] != "_":
+                module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+                if any(re.search(r"(Error|Exception|Warning|Exit)$", ast.unparse(base)) for base in node.bases):
+                    classes.add((module, node.name))
+    assert len(classes) >= 8
+    for module, name in classes:
+        assert getattr(funcops, name, None) is getattr(importlib.import_module(module), name), name
 
 
 def test_the_version_is_that_of_the_metadata():

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from funcops import random
+from funcops.backend import backend
 
 FULL = 0xFFFFFFFF
 # Random123, kat_vectors, philox4x32 with 10 rounds: counter, key, result.
@@ -103,7 +104,8 @@ def test_normals_are_finite_at_the_ends_of_the_bits(word, monkeypatch):
     assert drawn.isfinite().all() and float(drawn.abs().max()) <= (2 * 32 * 0.6932) ** 0.5
 
 
-def test_fold_in_is_injective_over_its_range():
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_fold_in_is_injective_over_its_range(name):
     """Near 0, near 2^63, and the ids of names; by the splitmix64 finaliser written out in Python's integers."""
 
     def stream(before, data):
@@ -112,13 +114,32 @@ def test_fold_in_is_injective_over_its_range():
             z = (z ^ (z >> shift)) * factor % 2**64
         return z ^ (z >> 31)
 
+    if name == "triton":
+        pytest.importorskip("triton")
     given = [*range(200), *(2**31 + i for i in range(-3, 3)), *(2**63 - i for i in range(1, 50)), random.path_id("norm")]
     for key in (random.key(0), random.fold_in(random.key(-5), 3)):
-        made = [random.fold_in(key, data) for data in given]
+        with backend(name):
+            made = [random.fold_in(key, data) for data in given]
+            of_tensors = [random.fold_in(key, torch.tensor(data)) for data in given]
+            narrow = [
+                random.fold_in(key, torch.tensor(7, dtype=dtype)) for dtype in (torch.int32, torch.int16, torch.int8, torch.uint8)
+            ]
+        assert [k.tolist() for k in made] == [k.tolist() for k in of_tensors]
         assert [int(k[1]) % 2**64 for k in made] == [stream(int(key[1]) % 2**64, data) for data in given]
-        assert len({int(k[1]) for k in (key, *made)}) == len(given) + 1
-        for dtype in (torch.int64, torch.int32, torch.uint8):
-            assert torch.equal(random.fold_in(key, torch.tensor(7, dtype=dtype)), random.fold_in(key, 7))
+        assert len({int(k[1]) for k in (key, *made)}) == len(given) + 1 and {int(k[0]) for k in made} == {int(key[0])}
+        assert all(torch.equal(k, made[7]) for k in narrow)
+
+
+def test_data_on_the_host_go_to_a_device_by_value(monkeypatch):
+    pytest.importorskip("triton")
+    from funcops.kernels.triton import random as kernels
+
+    given = []
+    monkeypatch.setattr(kernels, "_launch_fold_in", lambda *args, **_: given.append(args))
+    with backend("triton"):
+        random.fold_in(torch.empty(2, dtype=torch.int64, device="meta"), torch.tensor(9, dtype=torch.uint8))
+    ((*_, key, data, out, number, of_data),) = given
+    assert (data, number, of_data) == (None, 9, False) and out.shape == key.shape
 
 
 @pytest.mark.parametrize("data", [-1, -(2**63), 2**63, 2**64, 2**64 + 1])

@@ -1,5 +1,5 @@
-"""Triton kernels that read rows 16 bytes at a time, over drawn row lengths: rows shorter than that, rows that begin at no multiple of it,
-rows of several blocks. Each against the torch body."""
+"""Triton kernels that read rows 16 bytes at a time, over drawn row lengths: rows shorter than that, rows that begin at no multiple
+of it, rows of several blocks. Each against the torch body."""
 
 import random as draws
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random as draws
 
 import pytest
 import torch
@@ -26,7 +27,11 @@ from funcops import (
     random,
     report,
 )
-from funcops.trees import nbytes, paths, replace, tree_map_tensors
+from funcops.ops.linear import LinearPending, LinearResiduals
+from funcops.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
+from funcops.schema import pending as pending_decorator
+from funcops.schema import residuals as residuals_decorator
+from funcops.trees import nbytes, paths, replace, static, tree_map_tensors
 
 CFG = LinearConfig(4, 3)
 DY = torch.ones(2, 3)
@@ -194,3 +199,47 @@ def test_after_donate_every_use_raises(kind, use):
         (NODE_USES, DICT_USES, CELL_USES)[kind][use](cell if kind == 2 else residuals)
     if kind == 2:
         op.bwd(cell, y, cfg)
+
+
+def declared(rng):
+    """A class body of some fields and statics, drawn, and what to call its fields."""
+    names = rng.sample("abcdef", rng.randint(0, 4))
+    body = {"__annotations__": dict.fromkeys(names, torch.Tensor), "__module__": __name__}
+    for name in names:
+        phase = rng.choice((DGRAD, WGRAD, DGRAD | WGRAD))
+        body[name] = saved("[*]", alias=rng.choice((None, "x")), needed_by=phase, recompute_from=rng.choice(((), ("a",))))
+    return names, body, tuple(rng.sample(("inputs", "shape", "dtype"), rng.randint(0, 3)))
+
+
+def test_a_subclass_is_what_the_decorators_make():
+    """Fields, guards, what a mask of needs keeps, copies: the same of both, for drawn classes of either kind."""
+    rng = draws.Random(0)
+    for i in range(40):
+        names, body, statics = declared(rng)
+        base, decorate = rng.choice(((Residuals, residuals_decorator), (Pending, pending_decorator)))
+        own = dict(body, __annotations__=body["__annotations__"] | dict.fromkeys(statics, object)) | {s: static() for s in statics}
+        made = type(base)(f"Made{i}", (base,), dict(body), static=statics), decorate(type(f"Made{i}", (), own))
+        mixed = decorate(type(base)(f"Mixed{i}", (base,), dict(body), static=statics))
+        given = {name: torch.ones(2) for name in names} | dict.fromkeys(statics, 7)
+        for needs in (Needs.ALL, Needs.NONE, Needs(x=False), Needs(params=False)):
+            seen = []
+            for cls in (*made, mixed):
+                node = cls.keep("cfg", needs, **given)
+                fresh = node is not None and node.fresh()
+                if node is not None and cls.guarded and getattr(node, cls.guarded[0]) is not None:
+                    getattr(node, cls.guarded[0]).add_(0)
+                    fresh = fresh, node.fresh(), copy.copy(node).fresh()
+                about = cls.kind, cls.fields, sorted(cls.names), cls.guarded, issubclass(cls, base)
+                seen.append((about, fresh, paths(node).keys()))
+                assert node is None or (not hasattr(node, "__dict__") and [getattr(node, s) for s in statics] == [7] * len(statics))
+            assert seen[0] == seen[1] == seen[2]
+
+
+def test_a_derived_pending_has_the_fields_that_wgrad_reads_and_dy():
+    derived, own = derive_pending("LinearPending", LinearResiduals, dy="[*, O]"), LinearPending
+    assert (derived.fields, derived.names, derived.kind) == (own.fields, own.names, own.kind) and issubclass(derived, Pending)
+
+
+def test_a_static_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match="Wrong: static must be names among inputs, shape, dtype, got 'size'"):
+        type(Residuals)("Wrong", (Residuals,), {}, static=("shape", "size"))

@@ -179,7 +179,8 @@ def test_what_a_device_gave_is_not_written_over_without_one(tmp_path):
 OUTCOMES = [
     ("call", "passed", None, "passed"), ("setup", "passed", None, None), ("call", "failed", "boom", "failed"),
     ("setup", "failed", "boom", "failed"), ("teardown", "passed", None, None), ("teardown", "failed", "boom", "failed"),
-    ("setup", "skipped", ("f", 1, "Skipped: no device: needs one"), "no device"), ("setup", "skipped", ("f", 1, "Skipped: out of time"), "out of time"),
+    ("setup", "skipped", ("f", 1, "Skipped: no device: needs one"), "no device"),
+    ("setup", "skipped", ("f", 1, "Skipped: out of time"), "out of time"),
     ("call", "skipped", ("f", 1, "Skipped: no fp8"), "skipped"),
 ]  # fmt: skip
 
@@ -187,7 +188,8 @@ OUTCOMES = [
 @pytest.mark.parametrize(("when", "outcome", "why", "status"), OUTCOMES, ids=str)
 def test_a_gpu_test_has_its_line(when, outcome, why, status, tmp_path):
     report = SimpleNamespace(
-        when=when, outcome=outcome, longrepr=why, nodeid="a::b", duration=1.234, passed=outcome == "passed", failed=outcome == "failed",
+        when=when, outcome=outcome, longrepr=why, nodeid="a::b", duration=1.234, passed=outcome == "passed",
+        failed=outcome == "failed",
         skipped=outcome == "skipped",
     )  # fmt: skip
     gpu_tests._Report(tmp_path / "t.jsonl").pytest_runtest_logreport(report)

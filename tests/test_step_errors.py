@@ -1,4 +1,5 @@
-"""An error inside of combinators begins with the path of its step, and stays the error that the step raises, whatever runs the step."""
+"""An error inside of combinators begins with the path of its step, and stays the error that the step raises,
+whatever runs the step."""
 
 import random as pyrandom
 import re
@@ -119,8 +120,13 @@ def _backward(op, cfg, params, x, path, way):
     assert f"into.{path} must be" in said, said
 
 
-@pytest.mark.parametrize("fullgraph", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=() if seed == 1 else pytest.mark.slow) for seed in range(6)])
+# with graph breaks every function on the way is compiled apart: a wrong width and a wrong dtype are enough
+WHOLE_OR_NOT = [(seed, whole) for seed in range(6) for whole in (True, False) if whole or seed < 2]
+
+
+@pytest.mark.parametrize(
+    ("seed", "fullgraph"), [pytest.param(*case, marks=() if case == (1, True) else pytest.mark.slow) for case in WHOLE_OR_NOT]
+)
 def test_errors_have_the_path_where_they_are_compiled(seed, fullgraph):
     """A wrong leaf in the forward, and a wrong dy in the backward: what is said is what is said without a compiler."""
     op, cfg = model(seed)

@@ -34,7 +34,8 @@ OPS = {
     "embedding": (embedding, EmbeddingConfig(3, D), lambda rows: IDS),
     "linear_cross_entropy": (linear_cross_entropy, SIZES, lambda rows: (rows, LABELS)),
 }
-# The error of one rounding, in units of the roundoff: 0.7 to 1.1, as the numbers lie. The loss's gradient of the logits is rounded too.
+# The error of one rounding, in units of the roundoff: 0.7 to 1.1, as the numbers lie.
+# The loss's gradient of the logits is rounded too.
 LIMITS = {"linear_cross_entropy": 2.0}
 
 

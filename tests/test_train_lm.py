@@ -40,21 +40,27 @@ def test_trains_and_leaves_its_results(text, tmp_path):
     assert (tmp_path / "loss.png").stat().st_size > 5000
 
 
-@pytest.mark.slow
-def test_delayed_wgrad_gives_the_same_bits(text, tmp_path):
-    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "a")
-    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--delay-wgrad")
-    assert len(losses(tmp_path / "a")) == 50
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+@pytest.fixture(scope="module")
+def fifty(text, tmp_path_factory):
+    """What 50 steps leave."""
+    folder = tmp_path_factory.mktemp("fifty")
+    run(*TINY, "--text", text, "--steps", 50, "--out", folder)
+    assert len(losses(folder)) == 50
+    return losses(folder)
 
 
 @pytest.mark.slow
-def test_resume_gives_the_same_bits(text, tmp_path):
-    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "a")
-    said = run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--stop-at", 25)
+def test_delayed_wgrad_gives_the_same_bits(text, fifty, tmp_path):
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--delay-wgrad")
+    assert losses(tmp_path) == fifty
+
+
+@pytest.mark.slow
+def test_resume_gives_the_same_bits(text, fifty, tmp_path):
+    said = run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--stop-at", 25)
     assert "stopped after step 25" in said
-    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path / "b", "--resume")
-    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--resume")
+    assert losses(tmp_path) == fifty
 
 
 @pytest.mark.slow

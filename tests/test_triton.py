@@ -25,9 +25,9 @@ EVERY = [
 
 
 def rows():
-    """Every case under Right in two dtypes in turn, the first of an op in every dtype; and, in one dtype in turn, under Edges and one
-    other law in turn, the first of an op under all: those compare a kernel with itself. In the first tier: the first of an op under
-    Right, and every other of the others under its law, in one dtype."""
+    """Every case under Right in two dtypes in turn, the first of an op in every dtype; and, in one dtype in turn, under Edges and
+    one other law in turn, the first of an op under all: those compare a kernel with itself. In the first tier: the first of an op
+    under Right, and every other of the others under its law, in one dtype."""
     others = [law for law in HELD if law not in ("right", "edges")]
     for i, (case, is_first) in enumerate(EVERY):
         dtypes = [dtype for dtype in DTYPES if dtype in case.dtypes]

@@ -1,4 +1,5 @@
-"""What `python -m build` makes: a wheel that installs and imports with torch and optree alone, with no Triton, no extra and no GPU."""
+"""What `python -m build` makes: a wheel that installs and imports with torch and optree alone, with no Triton,
+no extra and no GPU."""
 
 import importlib.metadata
 import re

@@ -1,4 +1,5 @@
-"""The code blocks of all pages, as a reader's editor sees them: mypy and pyright (in basic mode) must find nothing. Run by `make check`."""
+"""The code blocks of all pages, as a reader's editor sees them: mypy and pyright (in basic mode) must find nothing.
+And what functions of ops return, as mypy knows it, has no Any in it. Run by `make check`."""
 
 import importlib.util
 import json
@@ -8,10 +9,13 @@ import sys
 import tempfile
 from pathlib import Path
 
+import funcops
+
 CALLS = """
 import torch
 from typing_extensions import assert_type
-from funcops import LinearConfig, LinearParams, LinearResiduals, Needs, linear, linear_bwd, linear_fwd, linear_init, random
+from funcops import LinearConfig, LinearParams, LinearResiduals, Needs, donate, random
+from funcops import linear, linear_bwd, linear_dgrad, linear_fwd, linear_init, linear_wgrad
 
 cfg = LinearConfig(4, 3, bias=False)
 params = linear_init(cfg, key=random.key(0))
@@ -23,12 +27,23 @@ _, maybe = linear_fwd(params=params, x=torch.ones(2, 4), cfg=cfg, needs=Needs.NO
 assert_type(maybe, LinearResiduals | None)
 dparams, dx = linear_bwd(residuals, y, cfg)
 assert_type(dparams, LinearParams)
+assert_type(dx, torch.Tensor)
+dx, pending = linear_dgrad(residuals, None, cfg)
+assert_type(linear_wgrad(pending, cfg), LinearParams)
+linear_bwd(maybe, y, cfg)
+linear_bwd(donate(residuals), y, cfg, into=dparams)
+assert_type(residuals.dtype, torch.dtype)
 linear.fwd(params=params, x=y, cfg=cfg, needs=Needs.ALL)
 linear.bwd(residuals=residuals, dy=y, cfg=cfg, into=None)
 linear.dgrad(residuals=residuals, dy=y, cfg=cfg)
 linear.wgrad(pending=None, cfg=cfg)
 """  # what overloads and the functions of an op are for
 ROOT = Path(__file__).resolve().parents[1]
+OF_ANY_FORM = {  # whose results have the form of what they are given, and why
+    **dict.fromkeys(("chain", "repeat", "skip", "parallel"), "trees of their parts"),
+    **dict.fromkeys(("glu_dgrad", "glu_bwd", "qkv_split_dgrad", "qkv_split_bwd"), "x is one tensor or two, as the config says"),
+}
+ARGUMENTS = {"init": 1, "fwd": 3, "bwd": 3, "dgrad": 3, "wgrad": 2}
 
 
 def write_pages(folder):
@@ -55,6 +70,26 @@ def checkers(folder):
     }
 
 
+def functions():
+    """Of every op, by name."""
+    names = {name for name, value in vars(funcops).items() if isinstance(value, funcops.Op)}
+    return sorted(f"{name}_{part}" for name in names for part in ARGUMENTS if hasattr(funcops, f"{name}_{part}"))
+
+
+def untyped(folder):
+    """Functions whose results mypy does not know whole."""
+    lines = ["import typing", "import funcops", "a: typing.Any"]
+    for name in functions():
+        given = ", ".join(["a"] * ARGUMENTS[name.rpartition("_")[2]])
+        lines.append(f"reveal_type(funcops.{name}({given}))")
+    (folder / "results.py").write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", str(folder / "results.py")]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    found = re.findall(r'results.py:(\d+): note: Revealed type is "(.*)"', said)
+    known = {functions()[int(line) - 4]: revealed for line, revealed in found}
+    return {name: known.get(name, "nothing") for name in functions() if "Any" in known.get(name, "Any")}
+
+
 def main():
     failed = False
     with tempfile.TemporaryDirectory() as name:
@@ -71,6 +106,13 @@ def main():
             if done.returncode:
                 print(f"{checker}, of the blocks of the pages (line numbers are the page's):\n{done.stdout}{done.stderr}")
                 failed = True
+        left = untyped(folder)
+        wrong = {name for name in left if name not in OF_ANY_FORM and name.rpartition("_")[0] not in OF_ANY_FORM}
+        wrong |= {name for name in OF_ANY_FORM if not any(one.startswith(name) for one in left)}
+        if wrong:
+            print("results of these functions are (or, by OF_ANY_FORM, are not) known to mypy:")
+            print("\n".join(f"{name}: {left.get(name, 'known')}" for name in sorted(wrong)))
+            failed = True
     return int(failed)
 
 

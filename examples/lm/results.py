@@ -79,7 +79,8 @@ def _one_line(error: BaseException) -> str:
 
 
 def plot(folder: Path, rows: list[Row], baseline: float) -> None:
-    """loss.png: training and held-out loss in nats per byte, with the trigram table's; nothing where there is no finite loss yet."""
+    """loss.png: training and held-out loss in nats per byte, with the trigram table's;
+    nothing where there is no finite loss yet."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -100,8 +100,8 @@ _canary: Any = None
 
 
 def _region() -> _Region | None:
-    """The casts of this region. torch drops its own at the region's end and tells nobody; so the region hangs on the autograd node of
-    a cast that torch itself has cached, and dies with it."""
+    """The casts of this region. torch drops its own at the region's end and tells nobody; so the region hangs on the autograd node
+    of a cast that torch itself has cached, and dies with it."""
     global _current, _canary
     found: _Region | None = None if _current is None else _current()
     if found is not None:

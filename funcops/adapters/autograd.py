@@ -3,8 +3,8 @@
 What a backward needs is read off `requires_grad`: a frozen weight keeps no input, an x without gradient computes no dgrad. Where no
 gradient is asked for (`no_grad`, `inference_mode`, nothing requires one) there is no node, and nothing is kept.
 
-As in a chain, the output of a cheap op (a norm, an activation, a GLU) is computed again rather than kept, where it goes straight into
-another op and is not small.
+As in a chain, the output of a cheap op (a norm, an activation, a GLU) is computed again rather than kept,
+where it goes straight into another op and is not small.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class Graphs(NamedTuple):
 
 
 def cut(where: str, run: Run, leaves: Sequence[Tensor], asked: Sequence[bool], params: int) -> Graphs:
-    """Trace `run(leaves) -> outputs` with its gradients for the leaves that are asked for, the first `params` of which are params."""
+    """Trace `run(leaves) -> outputs` with its gradients for the leaves that are asked for,
+    the first `params` of which are params."""
     try:
         with torch.inference_mode(False), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
             given = [_stand_in(t) for t in leaves]

@@ -96,7 +96,8 @@ class WgradStore:
             self.discard()
         elif not _seen and self.began is not None and _backwards() != self.began + 1:
             fail(
-                "delayed_wgrad", "the backward", "of ops that are not compiled: torch.compile computes weight gradients with the others",
+                "delayed_wgrad", "the backward",
+                "of ops that are not compiled: torch.compile computes weight gradients with the others",
                 "one that delayed nothing", RuntimeError,
             )  # fmt: skip
 
@@ -146,8 +147,8 @@ class WgradStore:
         self.done.clear()
 
     def reduce_sharded(self, model: Any) -> None:
-        """The same for a model under `fully_shard`, whose parameters must still be whole (`set_reshard_after_backward(False)`): each
-        process gets its shard of the mean gradient, and the parameters are sharded again."""
+        """The same for a model under `fully_shard`, whose parameters must still be whole (`set_reshard_after_backward(False)`):
+        each process gets its shard of the mean gradient, and the parameters are sharded again."""
         from torch.distributed.fsdp import FSDPModule
         from torch.distributed.tensor import DTensor, Partial
 
@@ -183,8 +184,9 @@ def delayed_wgrad() -> WgradStore:
 
     They are for parameters, which are leaves; the gradient of a weight that was computed from others is not delayed. After the
     block call `run()`; several backwards, and blocks of one store, add up. Raises `RuntimeError` where a store before this one was
-    left with work, or blocks are nested; where the model runs under DistributedDataParallel without `no_sync()`; and where the ops are
-    compiled by torch.compile, whose weight gradients cannot wait. Gradients of one process belong to one store at a time, whatever thread runs them.
+    left with work, or blocks are nested; where the model runs under DistributedDataParallel without `no_sync()`; and where the ops
+    are compiled by torch.compile, whose weight gradients cannot wait. Gradients of one process belong to one store at a time,
+    whatever thread runs them.
     """
     return WgradStore()
 
@@ -203,7 +205,8 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     _seen += 1
     if synced:
         fail(
-            "delayed_wgrad", f"the forward of {op.name}", "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()",
+            "delayed_wgrad", f"the forward of {op.name}",
+            "under no_sync() of DistributedDataParallel, then store.run() and store.reduce()",
             "one whose gradients it reduces in the backward, before there are any", RuntimeError,
         )  # fmt: skip
     if pending is None:

@@ -20,7 +20,7 @@ from funcops.errors import check, describe, fail, require, require_callable, req
 from funcops.needs import Needs
 from funcops.op import Op, check_needs, config, dgrad_of, make_op, refuse_autocast
 from funcops.residuals.donate import donate
-from funcops.schema import DGRAD, WGRAD, open_node, pending, residuals, saved, static
+from funcops.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.trees import nothing_like, paths, tree_map_tensors
 
 _autocast_enabled = torch._C._is_any_autocast_enabled
@@ -31,15 +31,12 @@ class TorchConfig:
     """The config of an op that needs none."""
 
 
-@residuals
-class TorchResiduals:
+class TorchResiduals(Residuals, static=("inputs",)):
     kept: Any = saved("{name: tensor}", needed_by=DGRAD | WGRAD, tree=True)
     traced: Any = static()
-    inputs: Any = static()
 
 
-@pending
-class TorchPending:
+class TorchPending(Pending):
     kept: Any = saved("{name: tensor}", needed_by=WGRAD, tree=True)
     traced: Any = static()
 

@@ -3,7 +3,8 @@
 The decorated body is the torch implementation: obvious before fast, the default on CPU and always the reference. Its
 annotations are the schema. `@name.triton` adds the Triton implementation, in the file of the same name under
 `funcops/kernels/triton`, which is imported when it is first asked for; `@name.fake` says what shapes come out (the
-torch body itself serves where no fake is given, since it can run on fake tensors).
+torch body itself serves where no fake is given, since it can run on fake tensors). `@name.plain` is the formula, beside
+a body that is fast and not obvious: it is there to be read, and the tests hold the body to it.
 
 An eager call goes straight to an implementation. A torch implementation is traced through (its aten operators are what
 a compiler wants to see); a Triton one is opaque to a tracer, so while tracing it is called as a `torch.library`
@@ -30,8 +31,8 @@ _library = torch.library.Library("funcops", "FRAGMENT")
 
 
 def tracing() -> bool:
-    """True under torch.compile, make_fx and FakeTensorMode; not under a mode that says (`runs = True`) that it runs every operator as
-    it is."""
+    """True under torch.compile, make_fx and FakeTensorMode; not under a mode that says (`runs = True`)
+    that it runs every operator as it is."""
     if torch.compiler.is_compiling():
         return True
     modes = torch._C._len_torch_dispatch_stack()
@@ -46,8 +47,9 @@ class Kernel:
         self.mutates, self.library, self.product = mutates, library, product
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
-        self.unsought = body.__module__.startswith("funcops.kernels.")
+        self.unsought = body.__module__.startswith("funcops.")
         self.fake_impl: Implementation = body
+        self.formula: Implementation | None = None
         self._operator: Implementation | None = None
 
     def triton(self, launch: Implementation) -> Implementation:
@@ -59,6 +61,12 @@ class Kernel:
         """Decorator: `outputs` allocates the results without computing them."""
         self.fake_impl = outputs
         return outputs
+
+    def plain(self, formula: Implementation) -> Implementation:
+        """Decorator: `formula` computes every result as in the math, asked for or not, and after them what the arguments that the
+        kernel writes to will hold. It writes to none."""
+        self.formula = formula
+        return formula
 
     def operator(self) -> Implementation:
         """This kernel's Triton implementation as a `torch.library` operator."""
@@ -105,9 +113,9 @@ class Kernel:
         """Import the file that holds the Triton implementation, once, and say whether there is one."""
         if self.unsought:
             self.unsought = False
-            package, _, family = self.module.rpartition(".")
-            if importlib.util.find_spec("triton") and importlib.util.find_spec(f"{package}.triton.{family}"):
-                importlib.import_module(f"{package}.triton.{family}")
+            family = "funcops.kernels.triton." + self.module.rpartition(".")[2]
+            if importlib.util.find_spec("triton") and importlib.util.find_spec(family):
+                importlib.import_module(family)
         return self.triton_impl is not None
 
 
@@ -144,7 +152,7 @@ def _on_device(device: torch.device, implementation: Implementation, *args: Any)
 def kernel(*, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False) -> Callable[[Implementation], Any]:
     """Declare a kernel. `mutates` names the arguments that it writes to; `library` says that torch's own kernels are the
     implementation on every device; `product`, that it is a bare matrix product, which `gemm` may leave to cuBLAS. The
-    result is called positionally, and has the decorators `.triton` and `.fake`.
+    result is called positionally, and has the decorators `.triton`, `.fake` and `.plain`.
 
     float64 always runs on the torch implementation: it is there to check the others by.
     """
@@ -153,7 +161,7 @@ def kernel(*, mutates: tuple[str, ...] = (), library: bool = False, product: boo
         declared = Kernel(body, mutates, library, product)
 
         call: Any = functools.wraps(body)(_write_call(body, declared))
-        call.kernel, call.triton, call.fake = declared, declared.triton, declared.fake
+        call.kernel, call.triton, call.fake, call.plain = declared, declared.triton, declared.fake, declared.plain
         return call
 
     return decorate

@@ -7,7 +7,7 @@ specialises on:
     *_ptr      a tensor or None: dtype, whether the address is a multiple of 16, and on AMD whether its memory exceeds 31 bits
     *_desc     a TensorDescriptor or None: dtype and block shape
     constexpr  the value
-    fp*        annotated `tl.float32` and the like: nothing
+    fp*        annotated `tl.float32` and the like, or annotated and in `do_not_specialize`: nothing
     others     integers: whether 1, whether a multiple of 16, whether more than 32 bits
 
 together with num_warps, num_stages and the device. A miss compiles and launches through Triton; a hit goes straight to
@@ -132,7 +132,8 @@ def use_driver(active: Any) -> None:
 
 
 def _bind(scope: dict[str, Any]) -> None:
-    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet, the first launch does."""
+    """The methods of the driver that is active, as finding it takes a while at every launch; where none is yet,
+    the first launch does."""
     active = driver._active
     scope["current_device"] = _first_device if active is None else active.get_current_device
     scope["current_stream"] = _first_stream if active is None else active.get_current_stream
@@ -167,7 +168,7 @@ def key_of(parameter: Any, hip: bool) -> str:
     if name.endswith("_desc"):
         return f"None if {name} is None else ({name}.base.dtype, *{name}.block_shape)"
     annotation = parameter.annotation_type or ""
-    if annotation.startswith(("fp", "bf")):
+    if annotation.startswith(("fp", "bf")) or (annotation and parameter.do_not_specialize):
         return "0"
     return f"-1 if {name} == 1 else ({name} & 15 == 0) + 2 * (not -2147483648 <= {name} <= 2147483647)"
 

@@ -1,8 +1,8 @@
 """Which implementation runs: by the tensor's device, or by `backend("torch" | "triton")`, or by FUNCOPS_BACKEND; and which
 matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM.
 
-A choice holds in the context (`contextvars`) of its block: in no other thread or task. What autograd runs on a thread of its own follows
-the choice that its forward ran under (`choice`, `chosen`).
+A choice holds in the context (`contextvars`) of its block: in no other thread or task. What autograd runs on a thread of its own
+follows the choice that its forward ran under (`choice`, `chosen`).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _choice: ContextVar[Choice] = ContextVar("funcops.backend")
 
 
 class _Reader:
-    """`choice`: that of this context; the reader itself where there is none. torch.compile can follow no `ContextVar.get`, but it takes a
-    property that is written in C for a field, and guards on what it finds."""
+    """`choice`: that of this context; the reader itself where there is none. torch.compile can follow no `ContextVar.get`, but it
+    takes a property that is written in C for a field, and guards on what it finds."""
 
     choice = property(_choice.get)
 

@@ -1,7 +1,7 @@
 """Small tables that kernels read on a device: made on the host, copied there without waiting, and kept by what they are made of.
 
-Under capture a copy to the device is a node of the graph: it happens at each replay, from the host's memory, and not before. So a table
-that is made there belongs to that graph: nobody else may read it, and it lives as long as the graph does.
+Under capture a copy to the device is a node of the graph: it happens at each replay, from the host's memory, and not before. So a
+table that is made there belongs to that graph: nobody else may read it, and it lives as long as the graph does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """The tables of one kind, of which the `kept` used last are kept. Each stream has its own, as it waits for no other's copies."""
+    """The tables of one kind, of which the `kept` used last are kept. Each stream has its own,
+    as it waits for no other's copies."""
 
     def __init__(self, kept: int) -> None:
         self.kept = kept

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import sys
 from collections.abc import Iterable
 from typing import get_type_hints
@@ -23,7 +24,7 @@ from funcops.backend.fingerprint import fingerprint
 from funcops.backend.launch import Launched, launched_kernels, planned_launches
 from funcops.bench.choices import choices
 from funcops.bench.measure import BenchError
-from funcops.bench.samples import Maker, samples
+from funcops.bench.samples import Maker, Sample, samples
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,12 +47,13 @@ def run(target: list[str] | None = None, changed: str | None = None) -> list[Bui
 
 
 def plan(target: str) -> list[Launched]:
-    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm, one for each specialisation, none of them compiled."""
+    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm,
+    one for each specialisation, none of them compiled."""
     if knobs.runtime.interpret:
         raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
         for dtype in DTYPES:
-            for sample in samples(Maker("meta", dtype)):
+            for sample in _shapes(dtype):
                 sample.kernel(*sample.args)
                 if sample.product is not None:
                     for provider in ("specialised", "cublas"):
@@ -60,6 +62,12 @@ def plan(target: str) -> list[Launched]:
             for choice in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
                 choice()
         return found
+
+
+@functools.cache
+def _shapes(dtype: torch.dtype) -> list[Sample]:
+    """The samples, which are the same for every target."""
+    return list(samples(Maker("meta", dtype)))
 
 
 def build(launched: Launched, target: str) -> Build:

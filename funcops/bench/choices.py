@@ -1,6 +1,6 @@
-"""Every choice that a matrix product or a norm can make, as calls on the meta device. Of a product: kernel, tile, and whether the inner
-dimension is split, by epilogue, dtype and size; of a norm: how it takes rows, by dtype and width, with all that it can compute at once.
-`bench aot` compiles them all, so that none is met first by a user.
+"""Every choice that a matrix product or a norm can make, as calls on the meta device. Of a product: kernel, tile, and whether the
+inner dimension is split, by epilogue, dtype and size; of a norm: how it takes rows, by dtype and width, with all that it can
+compute at once. `bench aot` compiles them all, so that none is met first by a user.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A training step of a small decoder on a GPU: eager, as one CUDA graph, and torch's own ways. A small model, as there launches count.
+"""A training step of a small decoder on a GPU: eager, as one CUDA graph, and torch's own ways. A small model,
+as there launches count.
 
 Every provider trains the same weights on the same batch: forward, backward, clipping, AdamW.
 """
@@ -41,7 +42,8 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str) -> dict[str, Step]:
     """The providers' steps, each on its own copy of the same weights."""
     torch.manual_seed(0)
     module = PlainLlama(
-        dim=sizes.dim, n_layers=sizes.layers, n_heads=sizes.heads, n_kv_heads=sizes.kv_heads, hidden=sizes.hidden, context=sizes.context,
+        dim=sizes.dim, n_layers=sizes.layers, n_heads=sizes.heads, n_kv_heads=sizes.kv_heads, hidden=sizes.hidden,
+        context=sizes.context,
         vocab=sizes.vocab,
     ).to(device)  # fmt: skip
     x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context), device=device)

@@ -1,7 +1,7 @@
 """Host time of forward + backward at sizes where compute is negligible, against torch.nn and autograd.
 
-The rows "nn" are modules, ours and torch's, both driven by autograd. A chain keeps what autograd keeps, but in the rows "recomputing": there it runs its norms and activations twice, as it does by
-default, for fewer bytes.
+The rows "nn" are modules, ours and torch's, both driven by autograd. A chain keeps what autograd keeps, but in the rows
+"recomputing": there it runs its norms and activations twice, as it does by default, for fewer bytes.
 """
 
 from __future__ import annotations

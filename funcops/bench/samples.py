@@ -77,10 +77,12 @@ class Maker:
         return tuple(max(8, n // self.shrink) for n in sizes)
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device == "meta":  # which has no numbers to draw
+            return torch.empty(shape, device="meta", dtype=dtype or self.dtype)
         return torch.randn(shape, device=self.device).to(dtype or self.dtype)
 
     def wide(self, *shape: int) -> Tensor:
-        return torch.rand(shape, device=self.device) + 0.5
+        return torch.empty(shape, device="meta") if self.device == "meta" else torch.rand(shape, device=self.device) + 0.5
 
     def ids(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, device=self.device)
@@ -90,7 +92,7 @@ class Maker:
 
 
 def samples(make: Maker) -> Iterator[Sample]:
-    families = (_norms, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products, _siblings)
+    families = (_norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products, _siblings)
     for family in families:
         yield from family(make)
 
@@ -105,22 +107,25 @@ def _layer_norm(x: Tensor, w: Tensor, b: Tensor, *_: Any) -> Tensor:
 
 def _norms(make: Maker) -> Iterator[Sample]:
     for rows, width in ((131072, 256), (8192, 4096), (4096, 16384)):
-        rows, width = make.sizes(rows, width)
-        shape = f"{rows}x{width}"
-        x, dy, w, b = make.floats(rows, width), make.floats(rows, width), make.floats(width), make.floats(width)
-        rstd, mean = make.wide(rows, 1), make.wide(rows, 1)
-        yield Sample(norm.rms_norm_fwd, shape, (x, w, 1e-6, False), direct(_rms_norm))
-        yield Sample(norm.rms_norm_bwd, shape, (dy, x, w, rstd, False, True, True), gradient(_rms_norm, wrt=2))
-        yield Sample(norm.layer_norm_fwd, shape, (x, w, b, 1e-6, False), direct(_layer_norm))
-        yield Sample(
-            norm.layer_norm_bwd, shape, (dy, x, w, mean, rstd, False, True, True, True),
-            lambda dy, x, w, *_: gradient(_layer_norm, wrt=3)(dy, x, w, w),
-        )  # fmt: skip
-        yield Sample(norm.l2_norm_fwd, shape, (x, 1e-6), direct(lambda x, _: F.normalize(x, dim=-1)))
-        yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
-        yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
-        yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
-        yield from _add_norms(make, rows, width)
+        yield from norms(make, *make.sizes(rows, width))
+
+
+def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
+    shape = f"{rows}x{width}"
+    x, dy, w, b = make.floats(rows, width), make.floats(rows, width), make.floats(width), make.floats(width)
+    rstd, mean = make.wide(rows, 1), make.wide(rows, 1)
+    yield Sample(norm.rms_norm_fwd, shape, (x, w, 1e-6, False), direct(_rms_norm))
+    yield Sample(norm.rms_norm_bwd, shape, (dy, x, w, rstd, False, True, True), gradient(_rms_norm, wrt=2))
+    yield Sample(norm.layer_norm_fwd, shape, (x, w, b, 1e-6, False), direct(_layer_norm))
+    yield Sample(
+        norm.layer_norm_bwd, shape, (dy, x, w, mean, rstd, False, True, True, True),
+        lambda dy, x, w, *_: gradient(_layer_norm, wrt=3)(dy, x, w, w),
+    )  # fmt: skip
+    yield Sample(norm.l2_norm_fwd, shape, (x, 1e-6), direct(lambda x, _: F.normalize(x, dim=-1)))
+    yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
+    yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
+    yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
+    yield from _add_norms(make, rows, width)
 
 
 def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
@@ -131,6 +136,12 @@ def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(add_norm.add_rms_norm_bwd, shape, (dy, dstream, x, w, rstd, False, True, True))
     yield Sample(add_norm.add_layer_norm_fwd, shape, (x, residual, w, b, 1e-6, False))
     yield Sample(add_norm.add_layer_norm_bwd, shape, (dy, dstream, x, w, mean, rstd, False, True, True, True))
+
+
+def _keys(make: Maker) -> Iterator[Sample]:
+    key = make.key()
+    yield Sample(random._fold_in, "a number", (key, None, 3))
+    yield Sample(random._fold_in, "a tensor", (key, make.ids(1, below=8)[0], 0))
 
 
 def _pointwise(make: Maker) -> Iterator[Sample]:

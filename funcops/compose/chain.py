@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from funcops.compose.again import can_give_again, gives_again
 from funcops.compose.step import Replace, Step, init_parts, live_inputs, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, require, require_type
@@ -98,7 +97,9 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     unknown = [] if isinstance(recompute, bool) else [name for name in recompute if name not in names]
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
-    return frozenset(step.name for step in steps if step.name in asked and can_give_again(step))
+    return frozenset(
+        step.name for step in steps if step.name in asked and step.op.again is not None and not (step.names or step.gives)
+    )
 
 
 def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
@@ -161,8 +162,8 @@ def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConf
 
 
 def resolved_ties(where: str, ties: Any, known: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-    """Pairs of a path and its source, which is not tied itself. Raises `ValueError` for what is no pair of paths, a path tied twice,
-    to itself (also by way of others), or to a leaf of another shape or dtype."""
+    """Pairs of a path and its source, which is not tied itself. Raises `ValueError` for what is no pair of paths, a path tied
+    twice, to itself (also by way of others), or to a leaf of another shape or dtype."""
     sources: dict[str, str] = {}
     leaves = {path: t for path, t in known.items() if isinstance(t, Tensor)}
     for tie in ties.items() if isinstance(ties, Mapping) else ties:
@@ -210,16 +211,12 @@ def _lower(
     extras, back = rows.aliases(given)
     for step, wanted, before in zip(cfg.steps, needs_of_steps(cfg, needs), (None, *cfg.steps), strict=False):
         if before is not None:
-            again = _source(scope.parts[before.name]) if before.name in cfg.recomputed else None
+            source = scope.parts[before.name] if before.name in cfg.recomputed else None
+            again = source if isinstance(source, Call) and source.gives_again else None
         main, gives, own = rows.step(step, scope, wanted, main, extras, again)
         extras |= gives
         back = own + back
     return main, back
-
-
-def _source(call: Any) -> Call | None:
-    """The call whose y a reader need not keep: it keeps its own x, and has that when its y is asked for."""
-    return call if isinstance(call, Call) and call.again is None and gives_again(call.op, call.needs) else None
 
 
 @forward(ChainConfig, dict)

@@ -8,6 +8,7 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
 from funcops import random
 from funcops.errors import check, describe, fail, in_step, require, require_type
@@ -137,8 +138,9 @@ def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:
         fail(where, "x", f"WithExtras with extras {sorted(extras)}", describe(x), TypeError)
     if tuple(x.extras) != extras and x.extras.keys() != set(extras):
         fail(where, "x.extras", str(sorted(extras)), sorted(x.extras))
-    for name in cfg.keys:
-        check(where, f"x.extras.{name} (a random key)", x.extras[name], (2,), torch.int64)
+    main = x.main if isinstance(x.main, Tensor) else None
+    for name in cfg.keys:  # here, as a key is folded before the step that reads it
+        check(where, f"x.extras.{name} (a random key)", x.extras[name], (2,), torch.int64, main)
     return x.main, x.extras
 
 

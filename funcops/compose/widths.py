@@ -1,7 +1,8 @@
 """Widths, the last dimension of main, followed from step to step: those of two steps that cannot fit are refused with the config.
 
 An op's config says what it knows: `widths(width)` gives the width that its x must have (None: any) and that of its y for an x of
-`width` (None: not known). A combinator's config has `follow` instead. A config with neither is a step behind which nothing is known.
+`width` (None: not known). A combinator's config has `follow` instead. A config with neither is a step behind which nothing is
+known.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Width(NamedTuple):
 
 
 def follow(where: str, path: str, cfg: Any, width: Width | None) -> Width | None:
-    """The width behind the step at `path`, whose x has `width`; None where it is not known. Raises `ValueError` where it cannot fit."""
+    """The width behind the step at `path`, whose x has `width`; None where it is not known. Raises `ValueError` where it cannot
+    fit."""
     if hasattr(cfg, "follow"):
         return cfg.follow(where, path, width)  # type: ignore[no-any-return]
     if not hasattr(cfg, "widths"):

@@ -45,3 +45,18 @@ def adamw(
             weight_decay=weight_decay if decays else 0.0, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
     torch.autograd.graph.increment_version([*params, *exp_avg, *exp_avg_sq])  # torch's fused ops count no write
+
+
+@adamw.plain
+def plain_adamw(
+    params: list[Tensor], grads: list[Tensor], exp_avg: list[Tensor], exp_avg_sq: list[Tensor], steps: list[Tensor],
+    decayed: list[bool], lr: float, lr_tensor: Optional[Tensor], beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:  # fmt: skip
+    rate = lr if lr_tensor is None else lr_tensor
+    m = [beta1 * m + (1 - beta1) * g for m, g in zip(exp_avg, grads, strict=True)]
+    v = [beta2 * v + (1 - beta2) * g**2 for v, g in zip(exp_avg_sq, grads, strict=True)]
+    new = []
+    for p, m_p, v_p, t, decays in zip(params, m, v, steps, decayed, strict=True):
+        unbiased_m, unbiased_v = m_p / (1 - beta1**t), v_p / (1 - beta2**t)
+        new.append(p - rate * weight_decay * p * decays - rate * unbiased_m / (unbiased_v**0.5 + eps))
+    return new, m, v

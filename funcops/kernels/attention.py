@@ -1,7 +1,8 @@
 """Attention on torch's own kernels, with logsumexp as a value. q: [B, T, H, D]; k, v: [B, S, K, D]; out: [B, T, H, D].
 
-CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for float32
-and for longer heads, written out for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S] matrix is kept.
+CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for
+float32 and for longer heads, written out for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S] matrix
+is kept.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ LONGEST = 256  # the head size of flash attention
 
 
 class Way(NamedTuple):
-    """How CUDA computes it: by "flash", "efficient" or "math"; the head size, to which zeros are added; and whether k and v must have a
-    head for each of q's."""
+    """How CUDA computes it: by "flash", "efficient" or "math"; the head size, to which zeros are added;
+    and whether k and v must have a head for each of q's."""
 
     kernel: str
     size: int
@@ -126,7 +127,9 @@ def _math_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     p = (_scores(q, k, causal, scale) - logsumexp.unsqueeze(-1)).exp()
-    ds = p * (torch.matmul(dy, v.mT) - (dy * y).sum(-1, keepdim=True)) * scale
+    dp = torch.matmul(dy, v.mT)  # term 1 of ds: through the score's own exp
+    along = (dy * y).sum(-1, keepdim=True)  # term 2: through logsumexp; it is the sum of p dp over a row
+    ds = p * (dp - along) * scale
     return torch.matmul(ds, k), torch.matmul(ds.mT, q), torch.matmul(p.mT, dy)
 
 
@@ -148,8 +151,8 @@ def _heads(t: Tensor) -> Tensor:
 
 
 def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
-    """[B, T, H, D] as [B, H, T, size]: zeros after each head, in vectors; with `heads` each head repeated for its group, where it must
-    be."""
+    """[B, T, H, D] as [B, H, T, size]: zeros after each head, in vectors; with `heads` each head repeated for its group,
+    where it must be."""
     if t.shape[-1] != how.size:
         t = torch.nn.functional.pad(t, (0, how.size - t.shape[-1]))
     elif how.kernel != "math" and not in_vectors(t):

@@ -24,7 +24,20 @@ def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Te
     return _backward(dy, ids, vocab, padding_idx, False)
 
 
+@embedding_wgrad.plain
+def plain_embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
+    """Of y = onehot w: onehot^T dy."""
+    onehot = ids.reshape(-1, 1) == torch.arange(vocab, device=ids.device)
+    onehot &= ids.reshape(-1, 1) != padding_idx
+    return onehot.to(dy.dtype).T @ dy.reshape(-1, dy.shape[-1])
+
+
 @kernel(mutates=("dw",))
 def embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) -> None:
     """dw [V, D], contiguous and in the wide dtype, plus that sum, unrounded. Rows that no id has are left alone."""
     dw += _backward(dy.to(dw.dtype), ids, dw.shape[0], padding_idx, False)
+
+
+@embedding_wgrad_into.plain
+def plain_embedding_wgrad_into(dy: Tensor, ids: Tensor, padding_idx: int, dw: Tensor) -> Tensor:
+    return dw + plain_embedding_wgrad(dy, ids, dw.shape[0], padding_idx)

@@ -69,10 +69,29 @@ def glu_bwd(
     return _dx(dy if scales is None else dy * scales.unsqueeze(-1), x, f, first, False), d_scales
 
 
+@glu_bwd.plain
+def plain_glu_bwd(
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], kind: str, first: bool, dx: bool, dscales: bool
+) -> tuple[Tensor, Tensor]:
+    """Of y = f(gate) * linear * scale, each factor's own."""
+    gate, linear = _halves(x, first)
+    f, scale = ACTIVATIONS[GATES[kind]], 1.0 if scales is None else scales.unsqueeze(-1)
+    active = f.forward(gate)
+    slope = f.backward(torch.ones_like(gate), gate, active)
+    d_gate, d_linear, d_scales = dy * slope * linear * scale, dy * active * scale, (dy * active * linear).sum(-1)
+    return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), d_scales
+
+
 @kernel(mutates=("dy",))
 def glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> Tensor:
     """dx; y is written over dy, which is contiguous: f(gate) is computed once for both."""
     return _dx(dy, x, ACTIVATIONS[GATES[kind]], first, True)
+
+
+@glu_bwd_again.plain
+def plain_glu_bwd_again(dy: Tensor, x: Tensor, kind: str, first: bool) -> tuple[Tensor, Tensor]:
+    gate, linear = _halves(x, first)
+    return plain_glu_bwd(dy, x, None, kind, first, True, False)[0], ACTIVATIONS[GATES[kind]].forward(gate) * linear
 
 
 def _dx(dy: Tensor, x: Tensor, f: Activation, first: bool, again: bool) -> Tensor:
@@ -121,6 +140,13 @@ def clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: 
     return (y if scales is None else y.mul_(scales.unsqueeze(-1))).to(x.dtype)
 
 
+@clamped_swiglu_fwd.plain
+def plain_clamped_swiglu_fwd(x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float) -> Tensor:
+    gate, linear = _halves(x, first)
+    g, l = gate.clamp(max=limit), linear.clamp(-limit, limit)  # noqa: E741 (as in the math)
+    return g / (1 + (-alpha * g).exp()) * (l + offset) * (1.0 if scales is None else scales.unsqueeze(-1))
+
+
 @kernel()
 def clamped_swiglu_bwd(
     dy: Tensor,
@@ -147,6 +173,21 @@ def clamped_swiglu_bwd(
     d_gate = torch.ops.aten.silu_backward.default(linear.mul_(d), saturated_(gate.mul_(alpha))).mul_(raw_gate <= limit).to(x.dtype)
     d_linear = active.mul_(d).mul_(raw_linear.abs() <= limit).to(x.dtype)
     return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), d_scales
+
+
+@clamped_swiglu_bwd.plain
+def plain_clamped_swiglu_bwd(
+    dy: Tensor, x: Tensor, scales: Optional[Tensor], first: bool, limit: float, alpha: float, offset: float, dx: bool, dscales: bool
+) -> tuple[Tensor, Tensor]:
+    """Of y = g s (l + offset) scale with s = sigmoid(alpha g)."""
+    gate, linear = _halves(x, first)
+    g, l = gate.clamp(max=limit), linear.clamp(-limit, limit)  # noqa: E741 (as in the math)
+    s, scale = 1 / (1 + (-alpha * g).exp()), 1.0 if scales is None else scales.unsqueeze(-1)
+    along_g = s  # term 1: through g itself
+    along_s = g * alpha * s * (1 - s)  # term 2: through s
+    d_gate = dy * scale * (l + offset) * (along_g + along_s) * (gate <= limit)
+    d_linear = dy * scale * g * s * (linear.abs() <= limit)
+    return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), (dy * g * s * (l + offset)).sum(-1)
 
 
 def _row_sums(dy: Tensor, y: Tensor) -> Tensor:

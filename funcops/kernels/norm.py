@@ -46,6 +46,12 @@ def rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tenso
     return _to(y.mul_(_scale(w, centred, dtype)), x.dtype), rstd
 
 
+@rms_norm_fwd.plain
+def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple[Tensor, Tensor]:
+    rstd = (x.square().mean(-1, keepdim=True) + eps) ** -0.5
+    return x * rstd * (w + centred), rstd
+
+
 def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
     """y of `rms_norm_fwd` once more, the same bits: of rstd, where its kernel does not run."""
     if wants_triton(x):
@@ -72,7 +78,7 @@ def rms_norm_bwd(
     rstd = rstd.contiguous()  # aten walks the memory of statistics, whatever the strides
     zero = torch.zeros_like(rstd)
     d_x, d_w, _ = _backward(dy, x, [size], zero, rstd, scale, None, [dx, dw, False])
-    if dx:
+    if dx:  # plus rstd * mean(g)
         if d_x.numel() < FEW:
             d_x.addcmul_((dy * scale).sum(-1, True), rstd, value=1.0 / size)
         else:
@@ -82,6 +88,15 @@ def rms_norm_bwd(
     return d_x if dx else None, d_w.unsqueeze(0) if dw else None
 
 
+@rms_norm_bwd.plain
+def plain_rms_norm_bwd(dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool) -> tuple[Tensor, Tensor]:
+    """Of y = n w with n = x * rstd."""
+    n, g = x * rstd, dy * (w + centred)
+    along_x = rstd * g  # term 1: through x itself
+    along_rstd = -rstd * n * (g * n).mean(-1, keepdim=True)  # term 2: through rstd
+    return along_x + along_rstd, _over_rows(dy * n)
+
+
 @kernel()
 def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
     """y = (x - mean) * rstd * w (or 1 + w) + b. Returns y, mean, rstd."""
@@ -89,6 +104,14 @@ def layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centre
     shift = None if b is None else _to(b, dtype)
     y, mean, rstd = torch.native_layer_norm(_to(x, dtype), [x.shape[-1]], _scale(w, centred, dtype), shift, eps)
     return _to(y, x.dtype), mean, rstd
+
+
+@layer_norm_fwd.plain
+def plain_layer_norm_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, centred: bool) -> tuple[Tensor, Tensor, Tensor]:
+    mean = x.mean(-1, keepdim=True)
+    rstd = ((x - mean).square().mean(-1, keepdim=True) + eps) ** -0.5
+    y = (x - mean) * rstd * (w + centred)
+    return y if b is None else y + b, mean, rstd
 
 
 @kernel()
@@ -102,6 +125,23 @@ def layer_norm_bwd(
     mean, rstd = mean.contiguous(), rstd.contiguous()  # as above
     d_x, d_w, d_b = _backward(_to(dy, dtype), _to(x, dtype), [size], mean, rstd, scale, scale if db else None, [dx, dw, db])
     return _to(d_x, x.dtype) if dx else None, d_w.unsqueeze(0) if dw else None, d_b.unsqueeze(0) if db else None
+
+
+@layer_norm_bwd.plain
+def plain_layer_norm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, centred: bool, dx: bool, dw: bool, db: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of y = n w + b with n = (x - mean) * rstd."""
+    n, g = (x - mean) * rstd, dy * (w + centred)
+    along_x = rstd * g  # term 1: through x itself
+    along_mean = -rstd * g.mean(-1, keepdim=True)  # term 2: through the mean
+    along_rstd = -rstd * n * (g * n).mean(-1, keepdim=True)  # term 3: through rstd
+    return along_x + along_mean + along_rstd, _over_rows(dy * n), _over_rows(dy)
+
+
+def _over_rows(t: Tensor) -> Tensor:
+    """Their sum [1, D]."""
+    return t.reshape(-1, t.shape[-1]).sum(0, keepdim=True)
 
 
 @kernel()
@@ -123,9 +163,23 @@ def l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return _to(x * rstd, x.dtype), rstd
 
 
+@l2_norm_fwd.plain
+def plain_l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    rstd = (x.square().sum(-1, keepdim=True) + eps) ** -0.5
+    return x * rstd, rstd
+
+
 @kernel()
 def l2_norm_bwd(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     """dx = rstd * (dy - n * sum(dy n)) with n = x * rstd."""
     n = x * rstd
     along = (dy * n).sum(-1, True)
     return _to(torch.addcmul(_to(dy, n.dtype), n, along, value=-1.0).mul_(rstd), x.dtype)
+
+
+@l2_norm_bwd.plain
+def plain_l2_norm_bwd(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
+    n = x * rstd
+    along_x = rstd * dy  # term 1: through x itself
+    along_rstd = -rstd * n * (dy * n).sum(-1, keepdim=True)  # term 2: through rstd
+    return along_x + along_rstd

@@ -1,8 +1,8 @@
 """Rotary position embedding. x: [*, T, N, D]; positions: [T] or [*, T], int64; table: [T, 1, 3R] or [*, T, 1, 3R].
 
 With the partner of every number of x in its place (x_b for x_a, x_a for x_b), a rotation is x cos + partner ∓ sin: no pair
-is taken apart. So the table holds, for each of the R numbers that turn, its cos, its signed sin, and that sin negated. Of the two numbers
-of a pair an implementation may read those of the first alone: the second's are the same, the sign turned.
+is taken apart. So the table holds, for each of the R numbers that turn, its cos, its signed sin, and that sin negated. Of the two
+numbers of a pair an implementation may read those of the first alone: the second's are the same, the sign turned.
 """
 
 from __future__ import annotations

@@ -11,15 +11,14 @@ x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, same_width
-from funcops.schema import AGAIN, DGRAD, residuals, saved
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
 KINDS = tuple(kernels.ACTIVATIONS)
 
@@ -36,29 +35,30 @@ class ActivationConfig:
         require(self.kind in KINDS, "ActivationConfig", "kind", f"one of {', '.join(KINDS)}", repr(self.kind))
 
 
-@residuals
-class ActivationResiduals:
+class ActivationResiduals(Residuals):
     x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
 
 
 @forward(ActivationConfig)
-def activation_fwd(params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def activation_fwd(
+    params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ActivationResiduals | None]:
     """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
     check("activation_fwd", "x", x, (...,), FLOATS)
     return kernels.activation_fwd(x, cfg.kind), ActivationResiduals.keep(cfg, needs, x=x)
 
 
 @again_of(ActivationResiduals)
-def activation_again(residuals: Any, cfg: ActivationConfig) -> Tensor:
+def activation_again(residuals: ActivationResiduals, cfg: ActivationConfig) -> Tensor:
     """y of the forward, the same bits."""
     return kernels.activation_fwd(residuals.x, cfg.kind)
 
 
 @dgrad_of(ActivationResiduals)
-def activation_dgrad(residuals: Any, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor | None, None]:
+def activation_dgrad(residuals: ActivationResiduals, dy: Tensor, cfg: ActivationConfig) -> tuple[Tensor, None]:
     """`dx = dy * f'(x)`. There is no weight gradient: pending is None."""
     if not residuals.needs.x:
-        return None, None
+        return NO_GRADIENT, None
     x = residuals.x
     check("activation_dgrad", "dy", dy, x.shape, x.dtype, x)
     return kernels.activation_bwd(dy, x, cfg.kind), None
@@ -67,4 +67,4 @@ def activation_dgrad(residuals: Any, dy: Tensor, cfg: ActivationConfig) -> tuple
 activation = make_op(
     "activation", ActivationConfig, fwd=activation_fwd, dgrad=activation_dgrad, cheap="elementwise", again=activation_again
 )
-activation_init, activation_bwd, activation_wgrad = activation.init, activation.bwd, activation.wgrad
+activation_init, activation_bwd, activation_wgrad = no_params(activation, activation_dgrad)

@@ -14,8 +14,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import Inputs, residuals, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import Inputs, Residuals
 
 
 @config
@@ -25,15 +25,14 @@ class AddConfig:
     widths = same_width
 
 
-@residuals
-class AddResiduals:
-    inputs: Any = static()
-    shape: Any = static()
-    dtype: Any = static()
+class AddResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(AddConfig)
-def add_fwd(params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def add_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, AddResiduals | None]:
     """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
@@ -45,7 +44,7 @@ def add_fwd(params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Ne
 
 
 @dgrad_of(AddResiduals)
-def add_dgrad(residuals: Any, dy: Any, cfg: AddConfig) -> tuple[Any, None]:
+def add_dgrad(residuals: AddResiduals, dy: Any, cfg: AddConfig) -> tuple[tuple[Tensor, Tensor], None]:
     """`(dy, dy)`. There is no weight gradient: pending is None."""
     needs = residuals.needs
     check("add_dgrad", "dy", dy, residuals.shape, residuals.dtype)
@@ -53,4 +52,4 @@ def add_dgrad(residuals: Any, dy: Any, cfg: AddConfig) -> tuple[Any, None]:
 
 
 add = make_op("add", AddConfig, fwd=add_fwd, dgrad=add_dgrad)
-add_init, add_bwd, add_wgrad = add.init, add.bwd, add.wgrad
+add_init, add_bwd, add_wgrad = no_params(add, add_dgrad)

@@ -14,15 +14,14 @@ zeros. arXiv:2205.14135, arXiv:2305.13245.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import attention as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
 @config
@@ -42,14 +41,12 @@ class AttentionConfig:
         require(not self.packed, "AttentionConfig", "packed", "False (no cu_seqlens in torch's CPU kernel)", self.packed)
 
 
-@residuals
-class AttentionResiduals:
+class AttentionResiduals(Residuals, static=("inputs",)):
     q: Tensor = saved("[B, T, H, D]", alias="x.0", needed_by=DGRAD)
     k: Tensor = saved("[B, S, K, D]", alias="x.1", needed_by=DGRAD)
     v: Tensor = saved("[B, S, K, D]", alias="x.2", needed_by=DGRAD)
     y: Tensor = saved("[B, T, H, D]", alias="y", needed_by=DGRAD, recompute_from=("q", "k", "v"))
     logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, recompute_from=("q", "k"))
-    inputs: Any = static()
 
 
 def _scale(q: Tensor, cfg: AttentionConfig) -> float:
@@ -71,7 +68,7 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], cfg: AttentionConfig) 
 @forward(AttentionConfig)
 def attention_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, AttentionResiduals | None]:
     """x: `(q, k, v)` -> y: [B, T, H, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     if not isinstance(x, tuple) or len(x) != 3:
         fail("attention_fwd", "x", "a tuple (q, k, v)", describe(x), TypeError)
@@ -87,7 +84,7 @@ def attention_fwd(
 
 
 @dgrad_of(AttentionResiduals)
-def attention_dgrad(residuals: Any, dy: Tensor, cfg: AttentionConfig) -> tuple[Any, None]:
+def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
     """`(dq, dk, dv)`. There is no weight gradient: pending is None."""
     needs = residuals.needs
     if not needs.x:
@@ -101,4 +98,4 @@ def attention_dgrad(residuals: Any, dy: Tensor, cfg: AttentionConfig) -> tuple[A
 
 
 attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad)
-attention_init, attention_bwd, attention_wgrad = attention.init, attention.bwd, attention.wgrad
+attention_init, attention_bwd, attention_wgrad = no_params(attention, attention_dgrad)

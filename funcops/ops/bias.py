@@ -18,8 +18,8 @@ from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import WGRAD, pending, residuals, saved, static
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.schema import NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 
@@ -41,16 +41,12 @@ class BiasParams:
     bias: Tensor = leaf("[D]")
 
 
-@residuals
-class BiasResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class BiasResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
-@pending
-class BiasPending:
+class BiasPending(Pending, static=("dtype",)):
     dy: Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)  # or partial sums of it [P, D], in a wider dtype
-    dtype: Any = static()
 
 
 @init_of(BiasConfig)
@@ -60,7 +56,7 @@ def bias_init(cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None,
 
 
 @forward(BiasConfig, BiasParams)
-def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, BiasResiduals | None]:
     """`y = x + b`. x: [*, D] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     check("bias_fwd", "x", x, (..., cfg.dim))
     check("bias_fwd", "params.bias", params.bias, (cfg.dim,), x.dtype, x)
@@ -68,14 +64,14 @@ def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = N
 
 
 @dgrad_of(BiasResiduals)
-def bias_dgrad(residuals: Any, dy: Tensor, cfg: BiasConfig) -> tuple[Any, Any]:
+def bias_dgrad(residuals: BiasResiduals, dy: Tensor, cfg: BiasConfig) -> tuple[Tensor, BiasPending | None]:
     """`dx = dy`, and the pending sum over dy."""
     check("bias_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return dy if residuals.needs.x else None, BiasPending.keep(cfg, residuals.needs, dy=dy, dtype=residuals.dtype)
+    return dy if residuals.needs.x else NO_GRADIENT, BiasPending.keep(cfg, residuals.needs, dy=dy, dtype=residuals.dtype)
 
 
 @wgrad_of(BiasPending, BiasParams)
-def bias_wgrad(pending: Any, cfg: BiasConfig, *, into: BiasParams | None = None) -> BiasParams:
+def bias_wgrad(pending: BiasPending, cfg: BiasConfig, *, into: BiasParams | None = None) -> BiasParams:
     """`db = sum of dy`; added to `into` where that is given."""
     _, db = linear_kernels.linear_wgrad(pending.dy, None, True)
     if db.dtype is not pending.dtype and (into is None or getattr(into.bias, "dtype", None) is not db.dtype):
@@ -84,4 +80,4 @@ def bias_wgrad(pending: Any, cfg: BiasConfig, *, into: BiasParams | None = None)
 
 
 bias = make_op("bias", BiasConfig, init=bias_init, fwd=bias_fwd, dgrad=bias_dgrad, wgrad=bias_wgrad)
-bias_bwd = bias.bwd
+bias_bwd = both_halves(bias, bias_dgrad, bias_wgrad)

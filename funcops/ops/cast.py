@@ -15,8 +15,8 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import residuals, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -31,25 +31,23 @@ class CastConfig:
         require(self.dtype in FLOATS, "CastConfig", "dtype", f"one of {', '.join(map(short, FLOATS))}", self.dtype)
 
 
-@residuals
-class CastResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class CastResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(CastConfig)
-def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, CastResiduals | None]:
     """x: [*] -> y: [*] in `cfg.dtype`."""
     check("cast_fwd", "x", x, (...,), FLOATS)
     return x.to(cfg.dtype), CastResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
 @dgrad_of(CastResiduals)
-def cast_dgrad(residuals: Any, dy: Any, cfg: CastConfig) -> tuple[Any, None]:
+def cast_dgrad(residuals: CastResiduals, dy: Any, cfg: CastConfig) -> tuple[Tensor, None]:
     """dx: [*] in the dtype of x. There is no weight gradient: pending is None."""
     check("cast_dgrad", "dy", dy, residuals.shape, cfg.dtype)
-    return dy.to(residuals.dtype) if residuals.needs.x else None, None
+    return dy.to(residuals.dtype) if residuals.needs.x else NO_GRADIENT, None
 
 
 cast = make_op("cast", CastConfig, fwd=cast_fwd, dgrad=cast_dgrad)
-cast_init, cast_bwd, cast_wgrad = cast.init, cast.bwd, cast.wgrad
+cast_init, cast_bwd, cast_wgrad = no_params(cast, cast_dgrad)

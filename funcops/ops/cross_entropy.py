@@ -11,15 +11,13 @@ The mean over no rows at all is nan, with gradient 0, as in PyTorch.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
 from funcops.kernels import cross_entropy as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
 @config
@@ -35,19 +33,17 @@ class CrossEntropyConfig:
         check_options(self, "CrossEntropyConfig")
 
 
-@residuals
-class CrossEntropyResiduals:
+class CrossEntropyResiduals(Residuals, static=("inputs",)):
     logits: Tensor = saved("[*, V]", alias="x.0", needed_by=DGRAD, of=("x.0",))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
     logsumexp: Tensor = saved("[*]", needed_by=DGRAD, of=("x.0",), recompute_from=("logits",))
     count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
-    inputs: Any = static()
 
 
 @forward(CrossEntropyConfig)
 def cross_entropy_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: CrossEntropyConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, CrossEntropyResiduals | None]:
     """x: `(logits, labels)` -> y. A label outside [0, V) other than ignore_index raises in torch's gather on the CPU.
 
     Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
@@ -62,7 +58,7 @@ def cross_entropy_fwd(
 
 
 @dgrad_of(CrossEntropyResiduals)
-def cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: CrossEntropyConfig) -> tuple[Any, None]:
+def cross_entropy_dgrad(residuals: CrossEntropyResiduals, dy: Tensor, cfg: CrossEntropyConfig) -> tuple[tuple[Tensor, None], None]:
     """`(dlogits, None)`. There is no weight gradient: pending is None."""
     if not residuals.needs.input(0):
         return residuals.nothing(), None
@@ -81,4 +77,4 @@ def cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: CrossEntropyConfig) -> 
 
 
 cross_entropy = make_op("cross_entropy", CrossEntropyConfig, fwd=cross_entropy_fwd, dgrad=cross_entropy_dgrad)
-cross_entropy_init, cross_entropy_bwd, cross_entropy_wgrad = cross_entropy.init, cross_entropy.bwd, cross_entropy.wgrad
+cross_entropy_init, cross_entropy_bwd, cross_entropy_wgrad = no_params(cross_entropy, cross_entropy_dgrad)

@@ -17,8 +17,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
 @config
@@ -34,16 +34,14 @@ class DropoutConfig:
         require(0.0 <= self.p <= 1.0, "DropoutConfig", "p", "in [0, 1]", self.p)
 
 
-@residuals
-class DropoutResiduals:
+class DropoutResiduals(Residuals, static=("inputs", "shape", "dtype")):
     key: Tensor = saved("[2]", alias="x.1", needed_by=DGRAD)
-    inputs: Any = static()
-    shape: Any = static()
-    dtype: Any = static()
 
 
 @forward(DropoutConfig)
-def dropout_fwd(params: None, x: tuple[Tensor, Tensor], cfg: DropoutConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def dropout_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: DropoutConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, DropoutResiduals | None]:
     """x: `(x, key)` -> y: [*]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or key."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail("dropout_fwd", "x", "a tuple (x, key)", describe(x), TypeError)
@@ -61,7 +59,7 @@ def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:
 
 
 @dgrad_of(DropoutResiduals)
-def dropout_dgrad(residuals: Any, dy: Any, cfg: DropoutConfig) -> tuple[Any, None]:
+def dropout_dgrad(residuals: DropoutResiduals, dy: Any, cfg: DropoutConfig) -> tuple[tuple[Tensor, None], None]:
     """`(dx, None)`. There is no weight gradient: pending is None."""
     check("dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
     dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
@@ -69,4 +67,4 @@ def dropout_dgrad(residuals: Any, dy: Any, cfg: DropoutConfig) -> tuple[Any, Non
 
 
 dropout = make_op("dropout", DropoutConfig, fwd=dropout_fwd, dgrad=dropout_dgrad, keyed=True)
-dropout_init, dropout_bwd, dropout_wgrad = dropout.init, dropout.bwd, dropout.wgrad
+dropout_init, dropout_bwd, dropout_wgrad = no_params(dropout, dropout_dgrad)

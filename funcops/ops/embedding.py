@@ -19,8 +19,8 @@ from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import WGRAD, pending, residuals, saved, static
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.schema import WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 
@@ -49,14 +49,11 @@ class EmbeddingParams:
     weight: Tensor = leaf("[V, D]")
 
 
-@residuals
-class EmbeddingResiduals:
+class EmbeddingResiduals(Residuals, static=("dtype",)):
     ids: Tensor = saved("[*]", alias="x", needed_by=WGRAD)
-    dtype: Any = static()
 
 
-@pending
-class EmbeddingPending:
+class EmbeddingPending(Pending):
     ids: Tensor = saved("[*]", alias="residuals.ids", needed_by=WGRAD)
     dy: Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
 
@@ -73,7 +70,9 @@ def embedding_init(
 
 
 @forward(EmbeddingConfig, EmbeddingParams)
-def embedding_fwd(params: EmbeddingParams, x: Tensor, cfg: EmbeddingConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def embedding_fwd(
+    params: EmbeddingParams, x: Tensor, cfg: EmbeddingConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, EmbeddingResiduals | None]:
     """`y = w[ids]`. x: ids [*] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     weight = params.weight
     check("embedding_fwd", "x", x, (...,), torch.int64)
@@ -82,7 +81,7 @@ def embedding_fwd(params: EmbeddingParams, x: Tensor, cfg: EmbeddingConfig, *, n
 
 
 @dgrad_of(EmbeddingResiduals)
-def embedding_dgrad(residuals: Any, dy: Tensor, cfg: EmbeddingConfig) -> tuple[None, Any]:
+def embedding_dgrad(residuals: EmbeddingResiduals, dy: Tensor, cfg: EmbeddingConfig) -> tuple[None, EmbeddingPending | None]:
     """dx is None; the pending weight gradient holds ids and dy, both aliases."""
     ids = residuals.ids
     check("embedding_dgrad", "dy", dy, (..., cfg.dim) if ids is None else (*ids.shape, cfg.dim), residuals.dtype)
@@ -90,8 +89,9 @@ def embedding_dgrad(residuals: Any, dy: Tensor, cfg: EmbeddingConfig) -> tuple[N
 
 
 @wgrad_of(EmbeddingPending, EmbeddingParams)
-def embedding_wgrad(pending: Any, cfg: EmbeddingConfig, *, into: EmbeddingParams | None = None) -> EmbeddingParams:
-    """dw: [V, D]; added to `into` where that is given: unrounded, and to the rows of these ids alone, where `into` is as wide as the sums."""
+def embedding_wgrad(pending: EmbeddingPending, cfg: EmbeddingConfig, *, into: EmbeddingParams | None = None) -> EmbeddingParams:
+    """dw: [V, D]; added to `into` where that is given: unrounded, and to the rows of these ids alone,
+    where `into` is as wide as the sums."""
     pad = -1 if cfg.padding_idx is None else cfg.padding_idx
     dy, ids = pending.dy, pending.ids
     if into is not None:
@@ -110,4 +110,4 @@ embedding = make_op(
     dgrad=embedding_dgrad,
     wgrad=embedding_wgrad,
 )
-embedding_bwd = embedding.bwd
+embedding_bwd = both_halves(embedding, embedding_dgrad, embedding_wgrad)

@@ -14,8 +14,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import residuals, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -25,21 +25,21 @@ class ForkConfig:
     widths = same_width
 
 
-@residuals
-class ForkResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class ForkResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(ForkConfig)
-def fork_fwd(params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def fork_fwd(
+    params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL
+) -> tuple[tuple[Tensor, Tensor], ForkResiduals | None]:
     """`y = (x, x)`, the same tensor twice."""
     check("fork_fwd", "x", x, (...,), FLOATS)
     return (x, x), ForkResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
 @dgrad_of(ForkResiduals)
-def fork_dgrad(residuals: Any, dy: Any, cfg: ForkConfig) -> tuple[Any, None]:
+def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tensor, None]:
     """`dx = dy_0 + dy_1`. There is no weight gradient: pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 2:
         fail("fork_dgrad", "dy", "a tuple of 2 (None for zero)", describe(dy), TypeError)
@@ -48,9 +48,9 @@ def fork_dgrad(residuals: Any, dy: Any, cfg: ForkConfig) -> tuple[Any, None]:
             check("fork_dgrad", f"dy.{i}", part, residuals.shape, residuals.dtype)
     a, b = dy
     if not residuals.needs.x or a is None or b is None:
-        return (b if a is None else a) if residuals.needs.x else None, None
+        return (b if a is None else a) if residuals.needs.x else NO_GRADIENT, None
     return kernels.add(a, b), None
 
 
 fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad)
-fork_init, fork_bwd, fork_wgrad = fork.init, fork.bwd, fork.wgrad
+fork_init, fork_bwd, fork_wgrad = no_params(fork, fork_dgrad)

@@ -8,8 +8,8 @@ quick_geglu x sigmoid(1.702 x), swiglu silu. clamped_swiglu (GPT-OSS): g = min(g
 y = g sigmoid(alpha g) (l + offset). With `scaled`, x is `(x, scales)` and y is multiplied by scales row by row;
 d scales = sum over H of dy times the unscaled y. With `paired`, x is `(gate, linear)`, two tensors of their own.
 
-x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases: no bytes of their own.
-arXiv:2002.05202.
+x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases:
+no bytes of their own. arXiv:2002.05202.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import glu as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op
-from funcops.schema import AGAIN, DGRAD, Inputs, residuals, saved, static
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
+from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
 
 KINDS = (*kernels.GATES, "clamped_swiglu")
 
@@ -60,12 +60,10 @@ class GLUConfig:
         return None, width if self.paired or width is None else width // 2
 
 
-@residuals
-class GLUResiduals:
+class GLUResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN)
     scales: Tensor | None = saved("[*]", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
     linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
-    inputs: Any = static()
 
 
 def _split(x: Any, names: str) -> tuple[Tensor, Tensor]:
@@ -85,7 +83,7 @@ def _pair(x: Any, cfg: GLUConfig, needs: Needs) -> tuple[Tensor, Any]:
 
 
 @forward(GLUConfig)
-def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GLUResiduals | None]:
     """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)` or `(gate, linear)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
     if cfg.paired:
         return _pair(x, cfg, needs)
@@ -105,7 +103,7 @@ def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
 
 
 @again_of(GLUResiduals)
-def glu_again(residuals: Any, cfg: GLUConfig) -> Tensor:
+def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
     """y of the forward, the same bits."""
     if cfg.paired:
         return kernels.glu_pair_fwd(residuals.x, residuals.linear, cfg.kind)
@@ -113,7 +111,7 @@ def glu_again(residuals: Any, cfg: GLUConfig) -> Tensor:
 
 
 @dgrad_of(GLUResiduals)
-def glu_dgrad(residuals: Any, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
+def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
     """dx: [*, 2H], or `(dx, dscales)`. There is no weight gradient: pending is None."""
     x, scales, needs = residuals.x, residuals.scales, residuals.needs
     if not needs.x:
@@ -133,4 +131,4 @@ def glu_dgrad(residuals: Any, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
 
 
 glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)
-glu_init, glu_bwd, glu_wgrad = glu.init, glu.bwd, glu.wgrad
+glu_init, glu_bwd, glu_wgrad = no_params(glu, glu_dgrad)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import residuals, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -24,25 +24,25 @@ class IdentityConfig:
     widths = same_width
 
 
-@residuals
-class IdentityResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class IdentityResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(IdentityConfig)
-def identity_fwd(params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def identity_fwd(
+    params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, IdentityResiduals | None]:
     """`y = x`, the same tensor."""
     check("identity_fwd", "x", x, (...,), FLOATS)
     return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
 @dgrad_of(IdentityResiduals)
-def identity_dgrad(residuals: Any, dy: Any, cfg: IdentityConfig) -> tuple[Any, None]:
+def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -> tuple[Tensor, None]:
     """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
     check("identity_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return dy if residuals.needs.x else None, None
+    return dy if residuals.needs.x else NO_GRADIENT, None
 
 
 identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad)
-identity_init, identity_bwd, identity_wgrad = identity.init, identity.bwd, identity.wgrad
+identity_init, identity_bwd, identity_wgrad = no_params(identity, identity_dgrad)

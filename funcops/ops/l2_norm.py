@@ -8,16 +8,15 @@ x, y, dy, dx: [*, D] of one float dtype; r: [*, 1], float32 (float64 for float64
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.ops._norm import check_eps
-from funcops.schema import AGAIN, DGRAD, residuals, saved
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
 
 @config
@@ -35,14 +34,13 @@ class L2NormConfig:
         return self.dim, self.dim
 
 
-@residuals
-class L2NormResiduals:
+class L2NormResiduals(Residuals):
     x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | AGAIN)
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
 
 
 @forward(L2NormConfig)
-def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, L2NormResiduals | None]:
     """`y = x * rstd`. x: [*, D] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
     check("l2_norm_fwd", "x", x, (..., cfg.dim), FLOATS)
     y, rstd = kernels.l2_norm_fwd(x, cfg.eps)
@@ -50,20 +48,20 @@ def l2_norm_fwd(params: None, x: Tensor, cfg: L2NormConfig, *, needs: Needs = Ne
 
 
 @again_of(L2NormResiduals)
-def l2_norm_again(residuals: Any, cfg: L2NormConfig) -> Tensor:
+def l2_norm_again(residuals: L2NormResiduals, cfg: L2NormConfig) -> Tensor:
     """y of the forward, the same bits."""
     return kernels.l2_norm_fwd(residuals.x, cfg.eps)[0]
 
 
 @dgrad_of(L2NormResiduals)
-def l2_norm_dgrad(residuals: Any, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor | None, None]:
+def l2_norm_dgrad(residuals: L2NormResiduals, dy: Tensor, cfg: L2NormConfig) -> tuple[Tensor, None]:
     """dx: [*, D]. There is no weight gradient: pending is None."""
     if not residuals.needs.x:
-        return None, None
+        return NO_GRADIENT, None
     x = residuals.x
     check("l2_norm_dgrad", "dy", dy, x.shape, x.dtype, x)
     return kernels.l2_norm_bwd(dy, x, residuals.rstd), None
 
 
 l2_norm = make_op("l2_norm", L2NormConfig, fwd=l2_norm_fwd, dgrad=l2_norm_dgrad, cheap="norm", again=l2_norm_again)
-l2_norm_init, l2_norm_bwd, l2_norm_wgrad = l2_norm.init, l2_norm.bwd, l2_norm.wgrad
+l2_norm_init, l2_norm_bwd, l2_norm_wgrad = no_params(l2_norm, l2_norm_dgrad)

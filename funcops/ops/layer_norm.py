@@ -25,9 +25,9 @@ from funcops.accumulators import accumulate
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
-from funcops.schema import AGAIN, DGRAD, WGRAD, pending, residuals, saved, static
+from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -54,22 +54,20 @@ class LayerNormParams:
     bias: Tensor | None = leaf("[*D]")
 
 
-@residuals
-class LayerNormResiduals:
+class LayerNormResiduals(Residuals):
     x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
     weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
     bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=AGAIN)
     mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
     like: Any = static()  # shape and dtype of x where x is not kept
-    weight_dtype: Any = static()
+    weight_dtype: torch.dtype = static()
 
 
-@pending
-class LayerNormPending:  # over blocks of rows; float32 (float64 for float64)
+class LayerNormPending(Pending):  # over blocks of rows; float32 (float64 for float64)
     dw_parts: Tensor | None = saved("[P, D]", needed_by=WGRAD, of=("params.weight",))
     db_parts: Tensor | None = saved("[P, D]", needed_by=WGRAD, of=("params.bias",))
-    weight_dtype: Any = static()
+    weight_dtype: torch.dtype = static()
 
 
 @init_of(LayerNormConfig)
@@ -83,7 +81,9 @@ def layer_norm_init(
 
 
 @forward(LayerNormConfig, LayerNormParams)
-def layer_norm_fwd(params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def layer_norm_fwd(
+    params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, LayerNormResiduals | None]:
     """x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w, b, dim = params.weight, params.bias, cfg.dim
     check_norm("layer_norm_fwd", x, w, dim)
@@ -100,7 +100,7 @@ def layer_norm_fwd(params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, 
 
 
 @again_of(LayerNormResiduals)
-def layer_norm_again(residuals: Any, cfg: LayerNormConfig) -> Tensor:
+def layer_norm_again(residuals: LayerNormResiduals, cfg: LayerNormConfig) -> Tensor:
     """y of the forward, the same bits."""
     x, w, b, dim = residuals.x, residuals.weight, residuals.bias, cfg.dim
     y = kernels.layer_norm_fwd(flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma)[0]
@@ -108,7 +108,7 @@ def layer_norm_again(residuals: Any, cfg: LayerNormConfig) -> Tensor:
 
 
 @dgrad_of(LayerNormResiduals)
-def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[Any, Any]:
+def layer_norm_dgrad(residuals: LayerNormResiduals, dy: Tensor, cfg: LayerNormConfig) -> tuple[Tensor, LayerNormPending | None]:
     """dx: [*, *D], and the pending sums for dw and db."""
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     db = cfg.bias and needs.param("bias")
@@ -134,7 +134,7 @@ def layer_norm_dgrad(residuals: Any, dy: Tensor, cfg: LayerNormConfig) -> tuple[
 
 
 @wgrad_of(LayerNormPending, LayerNormParams)
-def layer_norm_wgrad(pending: Any, cfg: LayerNormConfig, *, into: LayerNormParams | None = None) -> LayerNormParams:
+def layer_norm_wgrad(pending: LayerNormPending, cfg: LayerNormConfig, *, into: LayerNormParams | None = None) -> LayerNormParams:
     """dw and db: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
     dtype, target = pending.weight_dtype, into or LayerNormParams(None, None)
     dw = finish(pending.dw_parts, cfg.dim, dtype, target.weight)
@@ -152,4 +152,4 @@ layer_norm = make_op(
     cheap="norm",
     again=layer_norm_again,
 )
-layer_norm_bwd = layer_norm.bwd
+layer_norm_bwd = both_halves(layer_norm, layer_norm_dgrad, layer_norm_wgrad)

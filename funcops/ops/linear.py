@@ -26,7 +26,7 @@ from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear_wgrads import Product, linear_wgrads
 from funcops.residuals.batch import collect, collecting
-from funcops.schema import DGRAD, WGRAD, derive_pending, residuals, saved, static
+from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -57,15 +57,15 @@ class LinearParams:
     bias: Tensor | None = leaf("[O]")
 
 
-@residuals
-class LinearResiduals:
+class LinearResiduals(Residuals, static=("dtype",)):
     x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
     weight: Tensor = saved("[O, I]", alias="params.weight", needed_by=DGRAD)
-    y_shape: Any = static()
-    dtype: Any = static()
+    y_shape: torch.Size = static()
 
 
-LinearPending = derive_pending("LinearPending", LinearResiduals, dy="[*, O]")
+class LinearPending(Pending):
+    x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
+    dy: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD)
 
 
 @init_of(LinearConfig)
@@ -98,16 +98,16 @@ def linear_fwd(
 
 
 @dgrad_of(LinearResiduals)
-def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Any, Any]:
+def linear_dgrad(residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig) -> tuple[Tensor, LinearPending | None]:
     """`dx = dy w`. dy: [*, O] -> dx: [*, I], and the pending weight gradient (dy and x, both aliases)."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    dx = kernels.linear_dgrad(dy, weight) if needs.x else None
+    dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
     return dx, LinearPending.keep(cfg, needs, x=x, dy=dy)
 
 
 @wgrad_of(LinearPending, LinearParams)
-def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = dy^T x`, `db = sum of dy`; added to `into` where that is given."""
     needs = pending.needs
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
@@ -121,17 +121,17 @@ def linear_wgrad(pending: Any, cfg: LinearConfig, *, into: LinearParams | None =
 @bwd_of(LinearResiduals, LinearParams)
 def linear_bwd(
     residuals: LinearResiduals, dy: Tensor, cfg: LinearConfig, *, into: LinearParams | None = None
-) -> tuple[LinearParams, Any]:
+) -> tuple[LinearParams, Tensor]:
     """The whole backward. Returns `(dparams, dx)`."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check("linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     if into is not None:
-        return _wgrad_into("linear_bwd", dy, x, bias, into), kernels.linear_dgrad(dy, weight) if needs.x else None
+        return _wgrad_into("linear_bwd", dy, x, bias, into), kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
     if needs.x:
         dx, dw, db = kernels.linear_bwd(dy, x, weight, bias)
         return LinearParams(dw, db), dx
-    return LinearParams(*kernels.linear_wgrad(dy, x, bias)), None
+    return LinearParams(*kernels.linear_wgrad(dy, x, bias)), NO_GRADIENT
 
 
 def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> LinearParams:

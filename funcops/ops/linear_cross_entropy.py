@@ -27,7 +27,7 @@ from funcops.kernels import linear as linear_kernels
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
-from funcops.schema import DGRAD, WGRAD, Inputs, pending, residuals, saved, static
+from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 
@@ -69,18 +69,15 @@ class LinearCrossEntropyParams:
     weight: Tensor = leaf("[V, I]")
 
 
-@residuals
-class LinearCrossEntropyResiduals:
+class LinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, I]", alias="x.0", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     weight: Tensor = saved("[V, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     logsumexp: Tensor = saved("[*]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("x", "weight"))
     count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
-    inputs: Any = static()
 
 
-@pending
-class LinearCrossEntropyPending:
+class LinearCrossEntropyPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD)
     labels: Tensor = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
     weight: Tensor = saved("[V, I]", alias="residuals.weight", needed_by=WGRAD)
@@ -105,7 +102,7 @@ def linear_cross_entropy_fwd(
     cfg: LinearCrossEntropyConfig,
     *,
     needs: Needs = Needs.ALL,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, LinearCrossEntropyResiduals | None]:
     """x: `(x, labels)` -> y. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     t, labels = check_pair("linear_cross_entropy_fwd", x, cfg.in_features, "x")
     weight = params.weight
@@ -156,7 +153,9 @@ def _gradients(
 
 
 @dgrad_of(LinearCrossEntropyResiduals)
-def linear_cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Any, Any]:
+def linear_cross_entropy_dgrad(
+    residuals: LinearCrossEntropyResiduals, dy: Tensor, cfg: LinearCrossEntropyConfig
+) -> tuple[tuple[Tensor, None], LinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
     if residuals.x is None:
         return residuals.nothing(), None
@@ -174,13 +173,13 @@ def linear_cross_entropy_dgrad(residuals: Any, dy: Tensor, cfg: LinearCrossEntro
     return residuals.inputs.make((dx, None)), pending
 
 
-def _dloss(where: str, residuals: Any, dy: Tensor, cfg: LinearCrossEntropyConfig) -> Tensor:
+def _dloss(where: str, residuals: LinearCrossEntropyResiduals, dy: Tensor, cfg: LinearCrossEntropyConfig) -> Tensor:
     return row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
 
 
 @wgrad_of(LinearCrossEntropyPending, LinearCrossEntropyParams)
 def linear_cross_entropy_wgrad(
-    pending: Any, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
+    pending: LinearCrossEntropyPending, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
     """dw: [V, I], a chunk of classes at a time; added to `into` where that is given."""
     dparams, dw = _weight_gradient("linear_cross_entropy_wgrad", pending.weight, into)
@@ -190,8 +189,12 @@ def linear_cross_entropy_wgrad(
 
 @bwd_of(LinearCrossEntropyResiduals, LinearCrossEntropyParams)
 def linear_cross_entropy_bwd(
-    residuals: Any, dy: Tensor, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
-) -> tuple[LinearCrossEntropyParams, Any]:
+    residuals: LinearCrossEntropyResiduals,
+    dy: Tensor,
+    cfg: LinearCrossEntropyConfig,
+    *,
+    into: LinearCrossEntropyParams | None = None,
+) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward, which computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
     where, needs, dw = "linear_cross_entropy_bwd", residuals.needs, None
     dparams: Any = into or LinearCrossEntropyParams()  # type: ignore[call-arg]

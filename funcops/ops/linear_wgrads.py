@@ -30,7 +30,8 @@ class Limits(NamedTuple):
     group: int = -1
 
 
-# Measured by `python -m funcops.bench wgrads`; see docs/benchmarks/cpu-wgrads.csv. What is not here was not measured, and runs alone.
+# Measured by `python -m funcops.bench wgrads`; see docs/benchmarks/cpu-wgrads.csv. What is not here was not measured,
+# and runs alone.
 MEASURED = {
     ("cpu", torch.bfloat16): Limits(256, 256, 16),
     ("cpu", torch.float16): Limits(256, 256, 16),

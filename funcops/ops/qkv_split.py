@@ -17,14 +17,15 @@ from torch import Tensor
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
+from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
 @config
 class QKVSplitConfig:
-    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn, if they do."""
+    """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn,
+    if they do."""
 
     heads: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -51,18 +52,14 @@ class QKVSplitConfig:
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 
 
-@residuals
-class QKVSplitResiduals:
-    positions: Tensor | None = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    inputs: Any = static()
-    shape: Any = static()
-    dtype: Any = static()
+class QKVSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    positions: Tensor = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
 
 
 @forward(QKVSplitConfig)
 def qkv_split_fwd(
     params: None, x: Any, cfg: QKVSplitConfig, *, needs: Needs = Needs.ALL
-) -> tuple[tuple[Tensor, Tensor, Tensor], Any]:
+) -> tuple[tuple[Tensor, Tensor, Tensor], QKVSplitResiduals | None]:
     """x: [*, T, (N + 2M) D], or `(x, positions or table)` -> `(q, k, v)`. Raises `ValueError` or `TypeError`."""
     if cfg.rope is not None and (not isinstance(x, tuple) or len(x) != 2):
         fail("qkv_split_fwd", "x", "a tuple (x, positions), as cfg.rope says", describe(x), TypeError)
@@ -81,7 +78,7 @@ def qkv_split_fwd(
 
 
 @dgrad_of(QKVSplitResiduals)
-def qkv_split_dgrad(residuals: Any, dy: Any, cfg: QKVSplitConfig) -> tuple[Any, None]:
+def qkv_split_dgrad(residuals: QKVSplitResiduals, dy: Any, cfg: QKVSplitConfig) -> tuple[Any, None]:
     """dy: `(dq, dk, dv)`, a part that is None being zero -> dx, and None: there is no weight gradient."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("qkv_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
@@ -106,4 +103,4 @@ def _parts(dy: Any, q_shape: Any, kv_shape: Any, dtype: torch.dtype) -> list[Ten
 
 
 qkv_split = make_op("qkv_split", QKVSplitConfig, fwd=qkv_split_fwd, dgrad=qkv_split_dgrad)
-qkv_split_init, qkv_split_bwd, qkv_split_wgrad = qkv_split.init, qkv_split.bwd, qkv_split.wgrad
+qkv_split_init, qkv_split_bwd, qkv_split_wgrad = no_params(qkv_split, qkv_split_dgrad)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, require
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
-from funcops.schema import residuals, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import NO_GRADIENT, Residuals, static
 
 
 @config
@@ -39,15 +39,13 @@ class ReshapeConfig:
         return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
 
-@residuals
-class ReshapeResiduals:
-    x_shape: Any = static()
-    y_shape: Any = static()
-    dtype: Any = static()
+class ReshapeResiduals(Residuals, static=("dtype",)):
+    x_shape: torch.Size = static()
+    y_shape: torch.Size = static()
 
 
 @forward(ReshapeConfig)
-def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ReshapeResiduals | None]:
     """x: [*, *in] -> y: [*, *out]."""
     check("reshape_fwd", "x", x, (..., *cfg.in_shape), FLOATS)
     x_shape = x.shape
@@ -57,11 +55,11 @@ def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = N
 
 
 @dgrad_of(ReshapeResiduals)
-def reshape_dgrad(residuals: Any, dy: Any, cfg: ReshapeConfig) -> tuple[Any, None]:
+def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> tuple[Tensor, None]:
     """dx: [*, *in]. There is no weight gradient: pending is None."""
     check("reshape_dgrad", "dy", dy, residuals.y_shape, residuals.dtype)
-    return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else None, None
+    return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else NO_GRADIENT, None
 
 
 reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad)
-reshape_init, reshape_bwd, reshape_wgrad = reshape.init, reshape.bwd, reshape.wgrad
+reshape_init, reshape_bwd, reshape_wgrad = no_params(reshape, reshape_dgrad)

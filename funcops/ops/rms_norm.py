@@ -25,7 +25,7 @@ from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_norm, check_sizes, finish, flat
-from funcops.schema import AGAIN, DGRAD, WGRAD, pending, residuals, saved, static
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 
@@ -50,18 +50,16 @@ class RMSNormParams:
     weight: Any = leaf("[*D]")
 
 
-@residuals
-class RMSNormResiduals:
+class RMSNormResiduals(Residuals):
     x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
     weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
     rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | AGAIN, of=("x", "params"), recompute_from=("x",))
-    weight_dtype: Any = static()
+    weight_dtype: torch.dtype = static()
 
 
-@pending
-class RMSNormPending:
+class RMSNormPending(Pending):
     parts: Tensor = saved("[P, D]", needed_by=WGRAD)  # of dw, over blocks of rows; float32 (float64 for float64)
-    weight_dtype: Any = static()
+    weight_dtype: torch.dtype = static()
 
 
 @init_of(RMSNormConfig)
@@ -74,7 +72,9 @@ def rms_norm_init(
 
 
 @forward(RMSNormConfig, RMSNormParams)
-def rms_norm_fwd(params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def rms_norm_fwd(
+    params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RMSNormResiduals | None]:
     """`y = x * rstd * w`. x: [*, *D] -> y: [*, *D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     w = params.weight
     check_norm("rms_norm_fwd", x, w, cfg.dim)
@@ -84,7 +84,7 @@ def rms_norm_fwd(params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs:
 
 
 @again_of(RMSNormResiduals)
-def rms_norm_again(residuals: Any, cfg: RMSNormConfig) -> Tensor:
+def rms_norm_again(residuals: RMSNormResiduals, cfg: RMSNormConfig) -> Tensor:
     """y of the forward, the same bits: two products."""
     x, w, dim = residuals.x, residuals.weight, cfg.dim
     if len(dim) == 1:
@@ -94,13 +94,13 @@ def rms_norm_again(residuals: Any, cfg: RMSNormConfig) -> Tensor:
 
 
 @dgrad_of(RMSNormResiduals)
-def rms_norm_dgrad(residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Any, Any]:
+def rms_norm_dgrad(residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor, RMSNormPending | None]:
     """dx: [*, *D], and the pending sums for dw."""
     dx, parts = _dx_and_parts("rms_norm_dgrad", residuals, dy, cfg)
     return dx, RMSNormPending.keep(cfg, residuals.needs, parts=parts, weight_dtype=residuals.weight_dtype)
 
 
-def _dx_and_parts(where: str, residuals: Any, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor | None, Tensor | None]:
+def _dx_and_parts(where: str, residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig) -> tuple[Tensor, Tensor | None]:
     x, w, needs, dim = residuals.x, residuals.weight, residuals.needs, cfg.dim
     check(where, "dy", dy, x.shape, x.dtype, x)
     wanted = cfg.zero_centered_gamma, bool(needs.x), bool(needs.params)
@@ -108,18 +108,20 @@ def _dx_and_parts(where: str, residuals: Any, dy: Tensor, cfg: RMSNormConfig) ->
         return kernels.rms_norm_bwd(dy, x, w, residuals.rstd, *wanted)
     flat_w = None if w is None else flat(w, dim)
     dx, parts = kernels.rms_norm_bwd(flat(dy, dim), flat(x, dim), flat_w, residuals.rstd, *wanted)
-    return None if dx is None else dx.reshape(x.shape), parts
+    return NO_GRADIENT if dx is None else dx.reshape(x.shape), parts
 
 
 @wgrad_of(RMSNormPending, RMSNormParams)
-def rms_norm_wgrad(pending: Any, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> RMSNormParams:
+def rms_norm_wgrad(pending: RMSNormPending, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> RMSNormParams:
     """dw: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
     dw = finish(pending.parts, cfg.dim, pending.weight_dtype, None if into is None else into.weight)
     return accumulate("rms_norm_wgrad", RMSNormParams(dw), into)
 
 
 @bwd_of(RMSNormResiduals, RMSNormParams)
-def rms_norm_bwd(residuals: Any, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None) -> tuple[RMSNormParams, Any]:
+def rms_norm_bwd(
+    residuals: RMSNormResiduals, dy: Tensor, cfg: RMSNormConfig, *, into: RMSNormParams | None = None
+) -> tuple[RMSNormParams, Tensor]:
     """The whole backward, one pass over dy and x. Returns `(dparams, dx)`."""
     dx, parts = _dx_and_parts("rms_norm_bwd", residuals, dy, cfg)
     dw = finish(parts, cfg.dim, residuals.weight_dtype, None if into is None else into.weight, owned=True)

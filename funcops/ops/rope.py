@@ -23,8 +23,8 @@ from funcops.backend import wide
 from funcops.errors import check, check_rows, describe, fail, require, require_type
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op
-from funcops.schema import DGRAD, Inputs, residuals, saved, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 
 @config
@@ -51,12 +51,8 @@ class RopeConfig:
         return self.dim, self.dim
 
 
-@residuals
-class RopeResiduals:
+class RopeResiduals(Residuals, static=("inputs", "shape", "dtype")):
     positions: Tensor = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    inputs: Any = static()
-    shape: Any = static()
-    dtype: Any = static()
 
 
 def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,7 +88,9 @@ def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
 
 
 @forward(RopeConfig)
-def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, Any]:
+def rope_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RopeResiduals | None]:
     """x: `(x, positions or table)` -> y: [*, T, N, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail("rope_fwd", "x", "a tuple (x, positions)", describe(x), TypeError)
@@ -104,7 +102,7 @@ def rope_fwd(params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: 
 
 
 @dgrad_of(RopeResiduals)
-def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
+def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[tuple[Tensor, None], None]:
     """`(dx, None)`: the inverse rotation of dy. There is no weight gradient: pending is None."""
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
     if residuals.needs.x is not True and not residuals.needs.input(0):
@@ -114,4 +112,4 @@ def rope_dgrad(residuals: Any, dy: Tensor, cfg: RopeConfig) -> tuple[Any, None]:
 
 
 rope = make_op("rope", RopeConfig, fwd=rope_fwd, dgrad=rope_dgrad)
-rope_init, rope_bwd, rope_wgrad = rope.init, rope.bwd, rope.wgrad
+rope_init, rope_bwd, rope_wgrad = no_params(rope, rope_dgrad)

@@ -16,8 +16,8 @@ from torch import Tensor
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, same_width
-from funcops.schema import residuals, static
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
 
 
 @config
@@ -32,25 +32,23 @@ class ScaleConfig:
         require(math.isfinite(self.factor), "ScaleConfig", "factor", "finite", self.factor)
 
 
-@residuals
-class ScaleResiduals:
-    shape: Any = static()
-    dtype: Any = static()
+class ScaleResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
 
 
 @forward(ScaleConfig)
-def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ScaleResiduals | None]:
     """`y = c x`. x: [*] -> y: [*]."""
     check("scale_fwd", "x", x, (...,), FLOATS)
     return kernels.scale(x, cfg.factor), ScaleResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 
 
 @dgrad_of(ScaleResiduals)
-def scale_dgrad(residuals: Any, dy: Any, cfg: ScaleConfig) -> tuple[Any, None]:
+def scale_dgrad(residuals: ScaleResiduals, dy: Any, cfg: ScaleConfig) -> tuple[Tensor, None]:
     """`dx = c dy`. There is no weight gradient: pending is None."""
     check("scale_dgrad", "dy", dy, residuals.shape, residuals.dtype)
-    return kernels.scale(dy, cfg.factor) if residuals.needs.x else None, None
+    return kernels.scale(dy, cfg.factor) if residuals.needs.x else NO_GRADIENT, None
 
 
 scale = make_op("scale", ScaleConfig, fwd=scale_fwd, dgrad=scale_dgrad)
-scale_init, scale_bwd, scale_wgrad = scale.init, scale.bwd, scale.wgrad
+scale_init, scale_bwd, scale_wgrad = no_params(scale, scale_dgrad)

@@ -136,8 +136,9 @@ def zeros_like(params: Any) -> Any:
 
 
 def walkable(rows: list[Row]) -> tuple[list[Row], list[tuple[Tensor, Tensor]]]:
-    """The rows, but contiguous copies in the places of other tensors: the fused ops walk memory, whatever the strides. And the pairs
-    (tensor, copy) to be written back. A tracer sees operators that read strides, and rows as they are; gradients stay, too."""
+    """The rows, but contiguous copies in the places of other tensors: the fused ops walk memory, whatever the strides. And the
+    pairs (tensor, copy) to be written back. A tracer sees operators that read strides, and rows as they are; gradients stay,
+    too."""
     if tracing() or all([all(map(Tensor.is_contiguous, row)) for i, row in enumerate(rows) if i != 1]):
         return rows, []
     dense = [row if i == 1 else [t.contiguous() for t in row] for i, row in enumerate(rows)]

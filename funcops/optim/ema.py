@@ -34,8 +34,8 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
         a <- decay a + (1 - decay) p
 
     Leaves that are no float tensors are taken from params. `decay` may be a tensor of one number: there is no host sync. With
-    `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], trees of two structures, or
-    shapes and devices that differ; `TypeError` for a leaf that is a tensor in one of them alone.
+    `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], trees of two structures,
+    or shapes and devices that differ; `TypeError` for a leaf that is a tensor in one of them alone.
 
     >>> ema_update({"w": torch.zeros(2)}, {"w": torch.ones(2)}, 0.75)
     {'w': tensor([0.2500, 0.2500])}

@@ -190,9 +190,8 @@ class Backward(Source):
         if call.place.scope is None:
             self.put(f"n{i} = K; del K")
         else:
-            self.put(
-                f"n{i} = run.part(K{call.place.scope.index}, {call.place.name!r}) if t{call.place.scope.index} else {self._node(call)}"
-            )
+            k = call.place.scope.index
+            self.put(f"n{i} = run.part(K{k}, {call.place.name!r}) if t{k} else {self._node(call)}")
         dy, filled = self._dy(call), self._filling(call)
         ready = self._raw(call, dy, into)
         if ready is not None and self.is_ready(call, f"n{i}", f" and {dy} is not None"):

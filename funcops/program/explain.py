@@ -51,8 +51,8 @@ def path_of(call: Call) -> str:
 
 
 def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Plan:
-    """The calls of a combinator, and which run as one: a pure function of its arguments and of the rules that are registered. Raises
-    `TypeError` for a config of another op."""
+    """The calls of a combinator, and which run as one: a pure function of its arguments and of the rules that are registered.
+    Raises `TypeError` for a config of another op."""
     require_type("plan", "needs", needs, Needs)
     require_type("plan", "device_type", device_type, str)
     require_device("plan", device_type)
@@ -97,8 +97,8 @@ class Explained(NamedTuple):
 
 
 def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
-    """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is shown
-    once, as if all its gradients were asked for, unless `needs` is Needs.NONE."""
+    """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is
+    shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE."""
     if not hasattr(cfg, "with_parts"):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     found: dict[str, Plan] = {}

@@ -25,9 +25,9 @@ MOST_FITTING = 1024
 
 
 def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None, several: bool = False) -> None:
-    """Before anything is added: a float accumulator of its shape, on its device, as wide as it, of its own memory, for every gradient
-    that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals; `several`: of which each part
-    goes to a part of the op, so that the first would add before the last has looked at its own."""
+    """Before anything is added: a float accumulator of its shape, on its device, as wide as it, of its own memory, for every
+    gradient that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals; `several`: of
+    which each part goes to a part of the op, so that the first would add before the last has looked at its own."""
     if several:
         _check_kinds(where, dy)
     want, have = paths(abstract_params(op, cfg)), paths(into)

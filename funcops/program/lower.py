@@ -50,9 +50,9 @@ class Scope:
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """One op: it reads main and what it `takes`, by the `labels` where the op is a combinator, and writes `out` and what it `gives`.
-    `place` is None for the fork and the sum of a skip, which have no trees. `again`: the call that gives main again in the backward,
-    so that the residuals lack the `fields` that hold it."""
+    """One op: it reads main and what it `takes`, by the `labels` where the op is a combinator, and writes `out` and what it
+    `gives`. `place` is None for the fork and the sum of a skip, which have no trees. `again`: the call that gives main again in
+    the backward, so that the residuals lack the `fields` that hold it."""
 
     index: int
     path: str
@@ -75,6 +75,12 @@ class Call:
         """What the forward is asked to keep for."""
         needs = self.needs.dropping(self.fields) if self.fields else self.needs
         return needs.with_again() if self.source else needs
+
+    @property
+    def gives_again(self) -> bool:
+        """Whether y can be had again of what is kept: its x is, and is not itself left out."""
+        of_x = [field for field in self.op.fields().values() if (field.alias or "").partition(".")[0] == "x"]
+        return self.op.again is not None and self.again is None and all(field.wanted(self.needs) for field in of_x)
 
     @property
     def again_in_dgrad(self) -> bool:
@@ -107,7 +113,6 @@ class Lowered(NamedTuple):
     extras: Extras
     output: Value
     origin: dict[int, int]  # of an alias
-    readers: dict[int, int]  # how many rows read a value
     siblings: tuple[tuple[Call, ...], ...]  # the first calls of a parallel's branches, where they read nothing but its x
 
     @property
@@ -121,13 +126,13 @@ class Lowered(NamedTuple):
 
 
 class Lowering:
-    """What a combinator's `lower(cfg, lowering, place, needs, main, extras, again)` writes into; it returns its output and its backward."""
+    """What a combinator's `lower(cfg, lowering, place, needs, main, extras, again)` writes into; it returns its output and its
+    backward."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
         self.scopes: list[Scope] = []
         self.origin: dict[int, int] = {}
-        self.readers: dict[int, int] = {}
         self.siblings: list[tuple[Call, ...]] = []
         self._values = 0
 
@@ -142,7 +147,6 @@ class Lowering:
             return tuple(value for value, _ in pairs), [row for _, rows in pairs for row in rows]
         value = self.value()
         self.origin[value] = of
-        self._read(of)
         return value, [Alias(value, of)]
 
     def aliases(self, extras: Extras) -> tuple[Extras, list[Alias]]:
@@ -164,7 +168,6 @@ class Lowering:
             if name in step.keys:
                 given[name] = self.value()
                 self.rows.append(Fold(given[name], extras[name], step.fold))
-                self._read(extras[name])
         place = scope.at(step.name)
         out, back = self.body(step.op, step.cfg, place, needs, main, given, again, step.gives, getattr(scope.cfg, "fuse", True))
         gives = scope.parts[step.name].gives if step.gives else ()
@@ -192,21 +195,12 @@ class Lowering:
         labels: tuple[str, ...] = (), gives: int = 0, fuse: bool = True, path: str = "",
     ) -> Call:  # fmt: skip
         takes = tuple(takes)
-        for value in (main, *takes):
-            self._read(value)
         out, given = self.value(), tuple(self.value() for _ in range(gives))
         found = Call(len(self.rows), place.path if place else path, place, op, cfg, needs, main, takes, labels, out, given, fuse)
         self.rows.append(found)
         if place is not None and place.scope is not None:
             place.scope.parts[place.name] = found
         return found
-
-    def _read(self, value: Value) -> None:
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, tuple):
-                self._read(one)
-            else:
-                self.readers[one] = self.readers.get(one, 0) + 1
 
 
 def calls_below(part: Scope | Call) -> list[Call]:
@@ -220,6 +214,4 @@ def lower(op: Op, cfg: Any, needs: Needs) -> Lowered:
     main = rows.value()
     extras = {name: rows.value() for name in cfg.extras}
     output, back = op.lower(cfg, rows, Place(None, None, ""), needs, main, extras, None)
-    return Lowered(
-        tuple(rows.rows), tuple(back), tuple(rows.scopes), main, extras, output, rows.origin, rows.readers, tuple(rows.siblings)
-    )
+    return Lowered(tuple(rows.rows), tuple(back), tuple(rows.scopes), main, extras, output, rows.origin, tuple(rows.siblings))

@@ -42,8 +42,8 @@ class Rule:
 
         forward:   run(calls, params, main, values) -> (y, residuals of each call); what a call takes is in `values`, by number, and
                    what it gives is put there
-        backward:  run(calls, residuals, dy, gradients) -> (dmain, pending of each call); `gradients`, by number of the value, are taken
-                   from and added to
+        backward:  run(calls, residuals, dy, gradients) -> (dmain, pending of each call); `gradients`, by number of the value, are
+                   taken from and added to
 
     The fork and the sum of a `skip` are calls without params, residuals and pending. For the first calls of the branches of a
     `parallel`, which read the same x (`match` must cover all of them):
@@ -52,8 +52,8 @@ class Rule:
         siblings backward:  run(calls, residuals, dys) -> (dmain, pending of each call)
 
     or returns NotImplemented for inputs that the calls one by one must take, or refuse. `everywhere`: on the CPU too, for a dy of
-    at least FEW elements. `whole`: for a backward that goes on with the weight gradients at once; its pendings hold what is computed
-    again.
+    at least FEW elements. `whole`: for a backward that goes on with the weight gradients at once; its pendings hold what is
+    computed again.
     """
 
     name: str
@@ -159,7 +159,7 @@ def _runs(lowered: Lowered, taken: set[int]) -> list[tuple[Call, ...]]:
             found.append([])
             continue
         last = found[-1][-1] if found and found[-1] else None
-        if last is not None and call.main == last.out and lowered.readers.get(last.out) == 1:
+        if last is not None and call.main == last.out:
             found[-1].append(call)
         else:
             found.append([call])

@@ -1,7 +1,8 @@
 """The functions of a program, written as straight-line Python: a few lines a call, no loop, no lookup.
 
-A local falls right after its last reader. Names, with the number of their value, call or scope: v value, g its gradient; n residuals
-of a call, p pending, q gradient of params, a y computed again; P params, K residuals, W pending, I accumulators of a scope.
+A local falls right after its last reader. Names, with the number of their value, call or scope: v value, g its gradient; n
+residuals of a call, p pending, q gradient of params, a y computed again; P params, K residuals, W pending, I accumulators of a
+scope.
 
 What the ops' own functions check at every call is tested here by source that only says yes or no. Where it says no, and while a
 compiler traces, the ops' own functions run, and they say what is wrong.
@@ -77,17 +78,16 @@ class Source:
         return self.lowered.scopes[0] if self.lowered.scopes else next(call for call in self.lowered.calls if call.place)
 
     def is_ready(self, call: Call, node: str, also: str = "") -> bool:
-        """Put a test into `ok`: whether the residuals `node` pass all checks of the call's op. False where there is no such test."""
+        """Put a test into `ok`: whether the residuals `node` pass all checks of the call's op. False where there is no such
+        test."""
         cls = call.op.residuals
         if self.traced or not isinstance(cls, type) or not issubclass(cls, Saved):
             return False
         names = self.const("C", call.index, cls), self.const("c", call.index, call.cfg)
         marks = f"type(m) is tuple and m == ({cls.marks_source})" if cls.guarded else "type(m) is tuple and not m"
         marks = marks.replace("n.", f"{node}.")
-        self.put(
-            f"try: ok = fast and type({node}) is {names[0]} and {node}.cfg is {names[1]}{also} and ((m := {node}._marks) is None or {marks})",
-            "except Exception: ok = False",
-        )
+        own = f"type({node}) is {names[0]} and {node}.cfg is {names[1]}{also}"
+        self.put(f"try: ok = fast and {own} and ((m := {node}._marks) is None or {marks})", "except Exception: ok = False")
         return True
 
     def accumulators(self, scope: Scope, where: str) -> None:

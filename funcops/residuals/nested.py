@@ -103,15 +103,16 @@ class Nested(dict):  # type: ignore[type-arg]
 
 
 # Every other method of a dict, but for what a launch calls (`node[name]` finds nothing in a node that was given away, and asks
-# `__missing__`), with that check before. Written out as source, with `super`, as a tracer follows no method that is called by its class.
+# `__missing__`), with that check before. Written out as source, with `super`, as a tracer follows no method that is called by its
+# class.
 _SOURCE = """
 def {name}(self, *args, **options):
     if self.gone:
         self._open()
     return super(Nested, self).{name}(*args, **options)
 """
-for _name in ("get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ __or__ "
-              "__ror__ __ior__ __delitem__").split():  # fmt: skip
+for _name in ("get keys values items pop popitem update setdefault clear __iter__ __reversed__ __len__ __contains__ __eq__ __ne__ "
+              "__or__ __ror__ __ior__ __delitem__").split():  # fmt: skip
     _scope: dict[str, Any] = {"Nested": Nested}
     exec(_SOURCE.format(name=_name), _scope)
     setattr(Nested, _name, _scope[_name])

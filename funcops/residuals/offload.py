@@ -1,8 +1,8 @@
 """Tensors that wait in the host's memory, and come and go while the device computes.
 
-Copies run on a stream of their own, one a device, in both directions: what goes out waits for the stream that computes, and that waits
-for what comes back. The memory that is copied from is not used again before its copy is done (`record_stream`); the host's is pinned, and
-torch's allocator of it keeps it for the next one. `ahead` begins to bring a tree back that a later backward will read.
+Copies run on a stream of their own, one a device, in both directions: what goes out waits for the stream that computes, and that
+waits for what comes back. The memory that is copied from is not used again before its copy is done (`record_stream`); the host's is
+pinned, and torch's allocator of it keeps it for the next one. `ahead` begins to bring a tree back that a later backward will read.
 
 Under capture the copies are nodes in the order of the computation: a stream that is not waited for again would end the capture.
 """

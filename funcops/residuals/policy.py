@@ -60,9 +60,10 @@ Action = Save | Recompute | Offload | Compress | Drop
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """`rules`: a dict, or pairs, of glob and action. `outputs`: which steps' outputs a chain computes again: "cheap" (norms,
-    activations, GLUs), "norms", or "none". `blocks`: what is kept of a repeat's body (of the op itself where it has no
-    repeat): "residuals", or its "inputs" alone, or these "offloaded"; the rest is computed again."""
+    """`rules`: a dict, or pairs, of glob and action; one that is a path, not a glob, beats `outputs`. `outputs`: which steps'
+    outputs a chain computes again: "cheap" (norms, activations, GLUs), "norms", or "none". `blocks`: what is kept of a repeat's
+    body (of the op itself where it has no repeat): "residuals", or its "inputs" alone, or these "offloaded"; the rest is computed
+    again."""
 
     rules: Any = ()
     outputs: str = "cheap"
@@ -85,6 +86,11 @@ class Policy:
         """What the last matching rule says."""
         found = [action for pattern, action in self.rules if fnmatch.fnmatchcase(path, pattern)]
         return found[-1] if found else None
+
+    def names(self, path: str) -> bool:
+        """Whether the last rule for the path is for it alone, no glob: it then beats what a chain does by itself."""
+        found = [pattern for pattern, _ in self.rules if fnmatch.fnmatchcase(path, pattern)]
+        return bool(found) and found[-1] == path
 
 
 _ACTIVATIONS = "*[xqkvy]"  # not the statistics, which are few and matter

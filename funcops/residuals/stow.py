@@ -27,7 +27,8 @@ def stow(kept: T, action: Offload | Compress) -> T:
 
 
 def fetch(stowed: T) -> T:
-    """The tree as a backward reads it. What was never stowed is the same object. Raises `StaleResidualError` for what was written to."""
+    """The tree as a backward reads it. What was never stowed is the same object.
+    Raises `StaleResidualError` for what was written to."""
     _check_fresh("fetch", stowed)
     return tree_map(unpack, stowed, is_leaf=lambda value: type(value) is Packed)
 

@@ -16,8 +16,8 @@ from funcops.schedule.generators import check_sizes
 
 
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
-    """1F1B with stages r, r + p, r + 2 p, ... on rank r. With m a multiple of p the idle time is (p - 1)(F + B) a rank, where F and B
-    are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473."""
+    """1F1B with stages r, r + p, r + 2 p, ... on rank r. With m a multiple of p the idle time is (p - 1)(F + B) a rank, where F and
+    B are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473."""
     check_sizes("interleaved_1f1b", ranks, microbatches)
     require(is_count(chunks, 1), "interleaved_1f1b", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
@@ -34,8 +34,8 @@ def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
 
 
 def _interleaved(rank: int, ranks: int, microbatches: int, chunks: int, lead: int, put_off: int | None) -> Iterator[Action]:
-    """Groups of p microbatches go through all chunks in turn. `lead`: forwards ahead for each rank behind this one; `put_off`: dgrads
-    before the first weight gradient, None for whole backwards."""
+    """Groups of p microbatches go through all chunks in turn. `lead`: forwards ahead for each rank behind this one; `put_off`:
+    dgrads before the first weight gradient, None for whole backwards."""
     groups = [range(first, first + ranks) for first in range(0, microbatches, ranks)]
     forwards = [(c * ranks + rank, m) for group in groups for c in range(chunks) for m in group]
     backwards = [(c * ranks + rank, m) for group in groups for c in reversed(range(chunks)) for m in group]
@@ -103,8 +103,8 @@ class _Rank:
 
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Two stages a rank, placed as a V, so that the first rank has the last stage too and no gradient waits for a way back. With
-    equal times of F, I and W no rank waits between its first action and its last; keeps up to 2 p chunks, each half of a stage of 1F1B:
-    its memory on every rank. arXiv:2405.15362."""
+    equal times of F, I and W no rank waits between its first action and its last; keeps up to 2 p chunks, each half of a stage of
+    1F1B: its memory on every rank. arXiv:2405.15362."""
     check_sizes("zb_v", ranks, microbatches)
     whole = max(2 * ranks - 1, microbatches)
     return _kept("zb_v", microbatches, [_zb_v(_Rank(r, ranks), r, ranks, whole).actions for r in range(ranks)])

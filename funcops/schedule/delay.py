@@ -14,9 +14,10 @@ from funcops.schedule.simulate import Costs, Model, Network, simulate
 def delay_w(
     schedule: Schedule, budget_bytes: float, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None
 ) -> Schedule:
-    """The schedule with its weight gradients put elsewhere: forwards and dgrads keep their order; whole backwards are split, pairs come apart; a weight
-    gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of residuals and pendings, on each
-    rank). Of several placements, and the schedule itself where it is within the budget, the fastest by `simulate` is returned.
+    """The schedule with its weight gradients put elsewhere: forwards and dgrads keep their order; whole backwards are split, pairs
+    come apart; a weight gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of
+    residuals and pendings, on each rank). Of several placements, and the schedule itself where it is within the budget, the fastest
+    by `simulate` is returned.
 
     Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
     """

@@ -15,9 +15,9 @@ MOST = 100_000
 
 
 def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None) -> Any:
-    """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch, and
-    fainter for the later stages of its rank, as the legend says. Raises `ImportError` without matplotlib (the extra `docs`), `ValueError` for more than
-    100,000 actions, which no picture shows."""
+    """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch,
+    and fainter for the later stages of its rank, as the legend says. Raises `ImportError` without matplotlib (the extra `docs`),
+    `ValueError` for more than 100,000 actions, which no picture shows."""
     require_type("draw", "simulated", simulated, Simulated)
     if path is not None:
         require_type("draw", "path", path, str, os.PathLike)

@@ -11,7 +11,8 @@ from funcops.schedule.simulate import Costs, simulate
 
 def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None = None) -> Schedule:
     """The schedule with the stages of neighbouring ranks on one: of n ranks, those from r n / `ranks` on go to rank r, and do their
-    actions in the order of the times at which `simulate` starts them; pairs come apart. Raises `ValueError` where `ranks` does not divide n."""
+    actions in the order of the times at which `simulate` starts them; pairs come apart.
+    Raises `ValueError` where `ranks` does not divide n."""
     require_type("fold", "schedule", schedule, Schedule)
     count = len(schedule.ranks)
     require_count("fold", ranks=ranks)

@@ -35,8 +35,9 @@ def _one_f_one_b(stage: int, in_flight: int, microbatches: int) -> tuple[Action,
 
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
-    """1F1B whose weight gradients wait: rank r has as many microbatches in flight as in 1F1B, and puts off the first r weight gradients.
-    Every rank keeps at most p. At m >= p the idle time is (p - 1)(F + I - W) a rank, where that is positive. arXiv:2401.10241."""
+    """1F1B whose weight gradients wait: rank r has as many microbatches in flight as in 1F1B, and puts off the first r weight
+    gradients. Every rank keeps at most p. At m >= p the idle time is (p - 1)(F + I - W) a rank, where that is positive.
+    arXiv:2401.10241."""
     check_sizes("zb_h1", ranks, microbatches)
     return Schedule("zb_h1", tuple(_delayed(r, ranks - r, r, microbatches) for r in range(ranks)))
 

@@ -17,8 +17,8 @@ from funcops.trees import WithExtras, put
 
 
 class Event(NamedTuple):
-    """An action of a rank; the bytes of residuals and pendings, net of params and of x, that the rank holds after it; when it ended,
-    in seconds from the start of the run (on a GPU: when it had been launched)."""
+    """An action of a rank; the bytes of residuals and pendings, net of params and of x, that the rank holds after it; when it
+    ended, in seconds from the start of the run (on a GPU: when it had been launched)."""
 
     rank: int
     action: Action
@@ -97,7 +97,8 @@ class _Pass:
     """All stages, and what lies between them: main values on their way forward, gradients on their way back."""
 
     def __init__(
-        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, dys: Any, needs: Needs, into: Any,
+        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, dys: Any, needs: Needs,
+        into: Any,
         done: Done | None,
     ) -> None:  # fmt: skip
         self.last, self.count = schedule.stages - 1, schedule.microbatches

@@ -16,8 +16,8 @@ from funcops.schedule.actions import KINDS, Action, Schedule
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Of one microbatch on one stage: times, in any unit; `together`: of a forward and a backward side by side, None for their sum;
-    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y, which goes to the next stage (its gradient comes
-    back)."""
+    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y,
+    which goes to the next stage (its gradient comes back)."""
 
     forward: float = 1.0
     dgrad: float = 1.0
@@ -91,8 +91,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulated:
-    """When each action of each rank starts and ends, in the order of the schedule; the time of the step; the most bytes of residuals
-    and pendings that each rank holds."""
+    """When each action of each rank starts and ends, in the order of the schedule; the time of the step; the most bytes of
+    residuals and pendings that each rank holds."""
 
     schedule: Schedule
     starts: tuple[array[float], ...]
@@ -209,8 +209,8 @@ def _side_by_side(
     ends: list[array[float]],
     forward: array[float],
 ) -> tuple[float, float]:
-    """Times of a backward whose gradient comes at `arrival`, and of the forward right before it, which is moved: both begin when both
-    can, and end together."""
+    """Times of a backward whose gradient comes at `arrival`, and of the forward right before it, which is moved:
+    both begin when both can, and end together."""
     before = schedule.ranks[rank][len(starts[rank]) - 1]
     own = model.costs[action.stage]
     time = own.together if own.together is not None else model.costs[before.stage].forward + own.time(action.kind)

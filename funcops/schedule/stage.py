@@ -27,7 +27,8 @@ Done = Callable[[int, Any], None]
 
 class Stage:
     """Stage `index` of `cfg`. What waits is in `ledger`; the gradients of all microbatches are summed in `dparams`: the given
-    accumulators, or else zeros like params, made when the first comes. `done(index, dparams)` is called after the last of `count`."""
+    accumulators, or else zeros like params, made when the first comes.
+    `done(index, dparams)` is called after the last of `count`."""
 
     def __init__(
         self,
@@ -123,8 +124,8 @@ def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None
 
 
 def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Needs) -> tuple[Any, Any]:
-    """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs; the
-    accumulators are made where there are none and a gradient is needed."""
+    """Params, and accumulators, in which tied paths hold their sources' leaves, so that each gradient is added where it belongs;
+    the accumulators are made where there are none and a gradient is needed."""
     here = [tie for tie in cfg.ties if tie[0].partition(".")[0] in params]
     if not here:
         return params, into

@@ -48,8 +48,9 @@ def run(case: Case, dtype: torch.dtype, needs: Needs = Needs.ALL) -> tuple[Any, 
 
 @contextlib.contextmanager
 def poisoned_empties() -> Iterator[None]:
-    """`torch.empty` and its like give NaN (or the largest integer), so that memory which nobody writes shows. torch fills only under
-    deterministic algorithms; what it says of operators that have none (on CUDA: attention, cuBLAS) is not what is asked here."""
+    """`torch.empty` and its like give NaN (or the largest integer), so that memory which nobody writes shows. torch fills only
+    under deterministic algorithms; what it says of operators that have none (on CUDA: attention, cuBLAS) is not what is asked
+    here."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic
     filled = settings.fill_uninitialized_memory

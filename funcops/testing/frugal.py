@@ -129,8 +129,8 @@ def _under(name: str, field: Any, value: Any) -> Iterator[str]:
 
 
 def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
-    """Of outputs that steps of a chain leave out: what they are computed again of where the producer keeps its x anyway, otherwise the
-    output itself."""
+    """Of outputs that steps of a chain leave out: what they are computed again of where the producer keeps its x anyway,
+    otherwise the output itself."""
     cfg, found, left_out = full.cfg, set[str](), False
     for before, step in itertools.pairwise(cfg.steps):
         places = {f"{step.name}.{place}" for place in _reads_main(step.op, step.cfg, full[step.name], parts[step.name])}

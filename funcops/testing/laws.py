@@ -73,13 +73,22 @@ def law_pure(case: Case, dtype: torch.dtype) -> None:
     dy = float_like(y, 7)
     dy_before = tree_map_tensors(torch.clone, dy)
     y_before = tree_map_tensors(torch.clone, y)
+    kept = _objects(residuals)
     first = case.op.bwd(residuals, dy, case.cfg)
+    _, pending = case.op.dgrad(residuals, dy, case.cfg)
+    waiting = _objects(pending)
+    case.op.wgrad(pending, case.cfg)
+    assert _objects(residuals) == kept and _objects(pending) == waiting, "a backward changes residuals or pending"
     same_bits(first, case.op.bwd(residuals, dy, case.cfg), "a second backward")
     same_bits((params, x), before, "arguments of the forward")
     same_bits((dy, y), (dy_before, y_before), "dy and y")
     with poisoned_empties():
         y2, residuals = case.op.fwd(params, x, case.cfg)
         same_bits((y, first), (y2, case.op.bwd(residuals, dy, case.cfg)), "a run with NaN in fresh memory")
+
+
+def _objects(tree: Any) -> dict[str, int]:
+    return {path: id(t) for path, t in paths(tree).items()}
 
 
 def law_mirror(case: Case, dtype: torch.dtype) -> None:
@@ -234,8 +243,8 @@ def check_op(
 
     x: a function of a `Draw` that makes x (or a tree of tensors, cast to each dtype); reference: plain differentiable
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
-    free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves whose
-    gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
+    free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves
+    whose gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
     """
 
     def maker(value: Any) -> Any:

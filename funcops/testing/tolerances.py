@@ -5,10 +5,10 @@ A result that sums n terms in a dtype with unit roundoff u carries an error of a
 
     |got - want| <= u * factor * sqrt(n) * (scale + |want|)
 
-where scale is the largest absolute value in the whole tree `want` (a leaf's terms may cancel down to nothing), or with `by_leaf` that of
-the leaf (but for leaves under the paths of `cancels`, whose terms come to little by nature: softmax over one class), n the reduction
-length and factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded once a
-kernel, so n is 1 for them and an op that chains kernels rounds a few times: factor 16.
+where scale is the largest absolute value in the whole tree `want` (a leaf's terms may cancel down to nothing), or with `by_leaf`
+that of the leaf (but for leaves under the paths of `cancels`, whose terms come to little by nature: softmax over one class), n the
+reduction length and factor 8 leaves room for the few roundings of one formula. 16-bit results are computed in float32 and rounded
+once a kernel, so n is 1 for them and an op that chains kernels rounds a few times: factor 16.
 """
 
 from __future__ import annotations

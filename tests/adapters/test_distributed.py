@@ -1,5 +1,7 @@
 """Data parallelism of modules on two Gloo processes: the same parameters as one process gets."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("two_processes.py")
+ROOT = SCRIPT.parents[2]
 
 
 MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed")
@@ -15,20 +18,14 @@ MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed")
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """What each of two processes prints of all modes: to import torch takes longer than a mode."""
-    folder, running = tmp_path_factory.mktemp("two"), []
-    for rank in range(2):
-        with open(folder / f"out{rank}", "w") as out:
-            command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(MODES), str(rank), str(folder / "store")]
-            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT))
-    try:
-        codes = [process.wait(timeout=600) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    texts = [(folder / f"out{rank}").read_text() for rank in range(2)]
-    assert codes == [0, 0], texts
-    return texts
+    folder = tmp_path_factory.mktemp("two")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(MODES), str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    texts = [(folder / f"rank{rank}{suffix}").read_text() for rank in range(2) for suffix in (".out", ".err")]
+    assert json.loads(done.stdout) == {"rank0": 0, "rank1": 0}, texts
+    return texts[::2]
 
 
 @pytest.mark.slow

@@ -1,15 +1,19 @@
-"""Ten steps of the example's decoder on two processes: `python two_processes.py MODES RANK FILE`. Prints for each mode its distance
-from one process.
+"""Ten steps of the example's decoder on two processes: `python two_processes.py MODES FOLDER`. Each prints for each mode its
+distance from one process; their exit codes are printed last.
 
 MODES, with commas between: ddp, ddp-delayed, fsdp, fsdp-delayed.
 """
 
 import copy
+import functools
+import json
 import sys
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked import codes
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -89,7 +93,7 @@ def compare(mode, rank):
     print(f"{mode} {error:.3e} {curve:.3e} {moved:.3e}")
 
 
-def main(modes, rank, path):
+def work(modes, rank, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=timedelta(minutes=10))
     for mode in modes.split(","):
@@ -97,5 +101,9 @@ def main(modes, rank, path):
     dist.destroy_process_group()
 
 
+def main(modes, folder):
+    print(json.dumps(codes({f"rank{rank}": functools.partial(work, modes, rank, folder / "store") for rank in range(2)}, folder)))
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]))

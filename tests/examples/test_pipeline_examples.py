@@ -8,6 +8,7 @@ import pytest
 from programs import run
 
 ROOT = Path(__file__).parents[2]
+PIPELINE = "examples/pipeline.py"
 SMALL = "--dim 16 --hidden 24 --context 16 --steps 6 --timeout 600".split()
 USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0,1I0,1W0,3W0,1W1\n"
 
@@ -19,17 +20,25 @@ def text(tmp_path_factory):
     return path
 
 
-def apart(program, *flags):
+def apart(*command):
     """In a process of its own, since it starts others."""
-    command = [sys.executable, str(ROOT / "examples" / program), *map(str, flags)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=600)
+    done = subprocess.run([sys.executable, *map(str, command)], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
+FORKED = """
+import functools, runpy, sys, torch.multiprocessing as processes
+processes.spawn = functools.partial(processes.start_processes, start_method="fork")
+sys.argv[:1], sys.path[0] = [], "examples"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 def test_pipeline_matches_one_process(text, tmp_path):
+    """Its ranks are forks, which need not import torch again."""
     flags = "--schedule", "zb_v", "--tied", "--plot", tmp_path / "plot.png"
-    said = apart("pipeline.py", *SMALL, "--text", text, "--check", *flags)
+    said = apart("-c", FORKED, PIPELINE, *SMALL, "--text", text, "--check", *flags)
     assert "largest relative error against one process: gradients" in said and "step 6: loss" in said
     assert (tmp_path / "plot.png").stat().st_size > 5000
 
@@ -37,7 +46,7 @@ def test_pipeline_matches_one_process(text, tmp_path):
 @pytest.mark.slow
 def test_a_schedule_of_ones_own(text, tmp_path):
     (tmp_path / "mine.csv").write_text(USER)
-    said = apart("pipeline.py", *SMALL, "--text", text, "--check", "--schedule", tmp_path / "mine.csv", "--microbatches", 2)
+    said = apart(PIPELINE, *SMALL, "--text", text, "--check", "--schedule", tmp_path / "mine.csv", "--microbatches", 2)
     assert "mine: 4 stages, 2 microbatches, 2 processes" in said and "largest relative error" in said
 
 
@@ -46,7 +55,8 @@ def test_a_schedule_of_ones_own(text, tmp_path):
     [
         (
             ["--schedule", "zbv"],
-            "--schedule: expected one of gpipe, one_f_one_b, zb_h1, zb_h2, interleaved_1f1b, interleaved_zb, zb_v, dualpipe_v, or a CSV file, got 'zbv'",
+            "--schedule: expected one of gpipe, one_f_one_b, zb_h1, zb_h2, interleaved_1f1b, interleaved_zb, zb_v, dualpipe_v, "
+            "or a CSV file, got 'zbv'",
         ),
         (["--batch", "6"], "--batch: expected a multiple of --microbatches 8, got 6"),
         (["--stages", "5"], "--stages: expected 2 to 4, as there are --layers 4, got 5"),

@@ -1,4 +1,5 @@
-"""examples/train_lm.py against a loop of plain PyTorch that shares no code with it: losses, norms, weights, validation and samples."""
+"""examples/train_lm.py against a loop of plain PyTorch that shares no code with it: losses, norms, weights,
+validation and samples."""
 
 import math
 import re
@@ -142,7 +143,8 @@ def test_a_sample_is_drawn_byte_by_byte_from_the_last_context(corpus):
 
 
 OTHER = {
-    "dim": 32, "layers": 1, "heads": 1, "kv-heads": 2, "hidden": 8, "context": 4, "batch": 3, "steps": 7, "warmup": 1, "eval-every": 2,
+    "dim": 32, "layers": 1, "heads": 1, "kv-heads": 2, "hidden": 8, "context": 4, "batch": 3, "steps": 7, "warmup": 1,
+    "eval-every": 2,
     "lr": 0.01, "weight-decay": 0.2, "clip": 1, "seed": 1, "dtype": "float32", "text": "other.txt",
 }  # fmt: skip
 FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None}

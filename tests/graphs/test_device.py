@@ -18,8 +18,8 @@ from funcops.errors import CaptureError
 
 
 class Cuda:
-    """Notes every call, and keeps what torch keeps: the current device and stream, which pools the allocators take from, whether the
-    generator is capturing. A capture whose work raised CUDA's error raises at its end, before any of it is put back."""
+    """Notes every call, and keeps what torch keeps: the current device and stream, which pools the allocators take from, whether
+    the generator is capturing. A capture whose work raised CUDA's error raises at its end, before any of it is put back."""
 
     def __init__(self, monkeypatch):
         self.calls, self.stream_now, self.device_now, self.pools = [], "main", 0, itertools.count(7)

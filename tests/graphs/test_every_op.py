@@ -1,4 +1,5 @@
-"""Every operator and combinator, in its first case: nothing to complain of, and the same bits by graph, in any order of two slots."""
+"""Every operator and combinator, in its first case: nothing to complain of, and the same bits by graph,
+in any order of two slots."""
 
 import importlib.util
 from pathlib import Path

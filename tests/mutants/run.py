@@ -13,8 +13,8 @@ A fault is an exact piece of a file's text, what stands there instead, and the t
     why = "not divided by calls"                            # optional
     equivalent = "..."                                      # optional: why no test can notice; it is not run
 
-Each worker has a copy of the tree in a temporary folder, from which funcops is imported; the checkout is never written to. The tests
-must pass without the fault. One that then fails, or does not end in time, has noticed it.
+Each worker has a copy of the tree in a temporary folder, from which funcops is imported; the checkout is never written to. The
+tests must pass without the fault. One that then fails, or does not end in time, has noticed it.
 """
 
 from __future__ import annotations

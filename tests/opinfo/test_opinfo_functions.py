@@ -1,5 +1,6 @@
 """torch's functions (OpInfo) as ops: y and dx against autograd in float64, whatever strides x and dy come in."""
 
+import numpy
 import pytest
 import torch
 import torch.utils._pytree as pytree
@@ -9,6 +10,12 @@ from funcops import Needs, TorchConfig, op_from_torch
 
 pytestmark = pytest.mark.slow
 SEED = 42  # OpInfo's functions that draw numbers seed themselves with it
+
+
+def seed():
+    """As `torch.manual_seed`, which notes the stack for each kind of device that is not there."""
+    torch.default_generator.manual_seed(SEED)
+    numpy.random.seed(SEED)
 
 
 def transposed(t):
@@ -60,7 +67,8 @@ INFOS = {
 
 def sampled(info):
     """The function of info's first sample, and its tensors, which require grad where torch differentiates them."""
-    for sample in info.sample_inputs("cpu", torch.float64, requires_grad=True):
+    seed()
+    for sample in info.sample_inputs_func(info, "cpu", torch.float64, True):  # `sample_inputs` looks through the stack for its test
         values, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
         places = [i for i, value in enumerate(values) if isinstance(value, torch.Tensor)]
 
@@ -75,7 +83,7 @@ def sampled(info):
 
 def by_autograd(fn, x, dys):
     """dx as autograd has it, of cotangents that are contiguous."""
-    torch.manual_seed(SEED)
+    seed()
     own = [t.detach().requires_grad_(t.requires_grad) for t in x]
     pairs = [(y, dy.contiguous()) for y, dy in zip(fn(None, own, None), dys, strict=True) if y.requires_grad]
     asked = [t for t in own if t.requires_grad]
@@ -86,8 +94,8 @@ def by_autograd(fn, x, dys):
 
 
 def cases(name):
-    """`(fn, x, ys, dys, dx)` for an x that is contiguous, and for one that lies in another way, where torch itself serves that. With each
-    x, dy lies in one way: which of the two, and which of the six, is another function's turn."""
+    """`(fn, x, ys, dys, dx)` for an x that is contiguous, and for one that lies in another way, where torch itself serves that.
+    With each x, dy lies in one way: which of the two, and which of the six, is another function's turn."""
     fn, leaves = sampled(INFOS[name])
     draw = torch.Generator().manual_seed(1)
     place = sorted(INFOS).index(name)
@@ -95,7 +103,7 @@ def cases(name):
     for turn, lay_x in ((place, contiguous), (place // 2 + 1, others[place % 2])):
         x = tuple(lay_x(t.detach()).requires_grad_() if t.requires_grad else t for t in leaves)
         try:
-            torch.manual_seed(SEED)
+            seed()
             with torch.no_grad():
                 ys = fn(None, x, None)
             drawn = [torch.randn(y.shape, dtype=y.dtype, generator=draw) if _able(y) else None for y in ys]
@@ -115,7 +123,7 @@ def check(name):
     for fn, x, ys, dys, want in cases(name):
         op, cfg = op_from_torch(fn, name=name), TorchConfig()
         needs = Needs(x=[str(i) for i, t in enumerate(x) if t.requires_grad])
-        torch.manual_seed(SEED)
+        seed()
         given = tuple(t.detach() for t in x)
         got, residuals = op.fwd(None, given, cfg, needs=needs)
         dx = op.bwd(residuals, dys, cfg)[1] if residuals is not None else [None] * len(x)

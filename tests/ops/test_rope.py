@@ -34,8 +34,10 @@ X, CFG = torch.ones(2, 5, 3, 8), RopeConfig(8)
     [
         (lambda: rope_table(torch.ones(5), CFG), TypeError, "rope_table: positions must be int64, got float32"),
         (lambda: rope_table(torch.arange(5), CFG, dtype=torch.bfloat16), TypeError, "rope_table: dtype must be float32 or float64"),
-        (lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG), ValueError, r"rope_fwd: x.1 \(table\) must be \[5, 1, 24\], got \[5, 6\]"),
-        (lambda: rope_fwd(None, (X, torch.ones(3, 5, 1, 24)), CFG), ValueError, r"x.1 \(table\) must be \[2, 5, 1, 24\], got \[3, 5, 1, 24\]"),
+        (lambda: rope_fwd(None, (X, torch.ones(5, 6)), CFG), ValueError,
+            r"rope_fwd: x.1 \(table\) must be \[5, 1, 24\], got \[5, 6\]"),
+        (lambda: rope_fwd(None, (X, torch.ones(3, 5, 1, 24)), CFG), ValueError,
+            r"x.1 \(table\) must be \[2, 5, 1, 24\], got \[3, 5, 1, 24\]"),
         (lambda: rope_fwd(None, (X, torch.ones(5, 1, 24).double()), CFG), TypeError, r"x.1 \(table\) must be float32, got float64"),
         (lambda: rope_fwd(None, (X, [1]), CFG), TypeError, r"x.1 \(positions\) must be a tensor"),
     ],

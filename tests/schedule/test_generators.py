@@ -1,21 +1,16 @@
 """The generators against the formulas that were published for them."""
 
+import functools
+
 import pytest
 
-from funcops.schedule import (
-    Costs,
-    Schedule,
-    dualpipe_v,
-    gpipe,
-    interleaved_1f1b,
-    interleaved_zb,
-    one_f_one_b,
-    simulate,
-    zb_h1,
-    zb_h2,
-    zb_v,
-)
+from funcops import schedule
+from funcops.schedule import Costs, Schedule, simulate
 
+NAMES = ("gpipe", "one_f_one_b", "interleaved_1f1b", "interleaved_zb", "zb_h1", "zb_h2", "zb_v", "dualpipe_v")
+gpipe, one_f_one_b, interleaved_1f1b, interleaved_zb, zb_h1, zb_h2, zb_v, dualpipe_v = (
+    functools.lru_cache(maxsize=None, typed=True)(getattr(schedule, name)) for name in NAMES
+)  # a schedule does not depend on the costs
 ONE_STAGE = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
 CHUNKED = {
     "interleaved_1f1b": interleaved_1f1b,
@@ -92,7 +87,8 @@ def test_bubble_of_zb_v(grid):
 @pytest.mark.parametrize("together", [None, 1.5, 2.25])
 @pytest.mark.parametrize("costs", COSTS, ids=str)
 def test_bubble_of_dualpipe(costs, together, grid):
-    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards; a longer dgrad hides more."""
+    """DeepSeek's table: (p - 1)(F&B + B - 3 W) for DualPipeV on p ranks, where dgrads take as long as forwards;
+    a longer dgrad hides more."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     side_by_side = f + i + w if together is None else together
     for p, m in grid:

@@ -1,6 +1,8 @@
 """Schedules on torch's pipelining runtime: two Gloo processes give what one chain gives, and none hangs when one goes wrong."""
 
+import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,44 +20,42 @@ from funcops.testing.tolerances import assert_close
 from funcops.trees import cast, tree_map_tensors
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
+ROOT = SCRIPT.parents[2]
 SCHEDULES = 8
 IN_TURN = Schedule.from_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1")
-
-
-def two_ranks(modes, folder, codes=(0, 0)):
-    """What each rank prints, by mode."""
-    running = []
-    for rank in range(2):
-        with open(folder / f"out{rank}", "w") as out, open(folder / f"err{rank}", "w") as err:
-            command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(modes), str(rank), str(folder / "store")]
-            running.append(subprocess.Popen(command, stdout=out, stderr=err))
-    try:
-        found = tuple(process.wait(timeout=600) for process in running)
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    texts = [(folder / f"out{rank}").read_text() for rank in range(2)]
-    assert found == codes, [*texts, *((folder / f"err{rank}").read_text()[-3000:] for rank in range(2))]
-    parts = [dict(zip(modes, text.split("== ")[1:], strict=True)) for text in texts]
-    return {mode: [part[mode].splitlines()[1:] for part in parts] for mode in modes}
 
 
 LINES = {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "reduce": 3, "modules": 12}
 
 
+PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["raise"]}
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """All modes in one pair of processes: to import torch takes longer than most of them."""
-    return two_ranks([*LINES, "nan"], tmp_path_factory.mktemp("ranks"))
+    """What each rank of each pair prints, by mode: of one process that forks them, since to import torch takes longer than most
+    modes."""
+    folder, pairs = tmp_path_factory.mktemp("ranks"), {name: ",".join(modes) for name, modes in PAIRS.items()}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *pairs.values()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    codes, found = json.loads(done.stdout), {}
+    for name, modes in pairs.items():
+        texts = [(folder / f"{modes}-{rank}.out").read_text() for rank in range(2)]
+        errors = [(folder / f"{modes}-{rank}.err").read_text()[-3000:] for rank in range(2)]
+        assert [codes[f"{modes}-{rank}"] for rank in range(2)] == [0, 9 if name == "killed" else 0], [*texts, *errors]
+        parts = [dict(zip(PAIRS[name], text.split("== ")[1:], strict=True)) for text in texts]
+        found[name] = {mode: [part[mode].splitlines()[1:] for part in parts] for mode in PAIRS[name]}
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", LINES)
 def test_two_ranks_are_one_process(mode, ranks):
-    """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches: gradients
-    within 1e-12, and 20 steps of AdamW on the same curve."""
-    for lines in ranks[mode]:
+    """GPipe, 1F1B, interleaved ones, ZB-V, DualPipe-V, a delayed one and a user's own text, four stages and eight microbatches:
+    gradients within 1e-12, and 20 steps of AdamW on the same curve."""
+    for lines in ranks["whole"][mode]:
         assert len(lines) == LINES[mode]
         for line in lines:
             assert float(line.split()[-1]) < 1e-12, line
@@ -63,22 +63,20 @@ def test_two_ranks_are_one_process(mode, ranks):
 
 @pytest.mark.slow
 def test_a_nan_ends_all_ranks(ranks):
-    for lines in ranks["nan"]:
+    for lines in ranks["whole"]["nan"]:
         assert lines[0].startswith("FloatingPointError Pipeline.step: ys and gradients must be finite, got")
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_others(tmp_path):
-    """In the first tier, with the gradients of a schedule of two ranks and its first step."""
-    found = two_ranks(["frozen", "kill"], tmp_path, codes=(0, 9))
-    assert all(float(line.split()[-1]) < 1e-12 for (line,) in found["frozen"])
-    assert found["kill"][0][0].startswith(("RuntimeError", "DistBackendError"))
+def test_a_killed_rank_ends_the_others(ranks):
+    assert all(float(line.split()[-1]) < 1e-12 for (line,) in ranks["killed"]["frozen"])
+    assert ranks["killed"]["kill"][0][0].startswith(("RuntimeError", "DistBackendError"))
 
 
 @pytest.mark.slow
-def test_an_exception_ends_the_others_by_their_timeout(tmp_path):
+def test_an_exception_ends_the_others_by_their_timeout(ranks):
     """The rank that raised stays alive: the other ends by itself. The error says where it was raised."""
-    waiting, raised = two_ranks(["raise"], tmp_path)["raise"]
+    waiting, raised = ranks["raised"]["raise"]
     assert "rms_norm_fwd: params.weight must be [8], got [1]" in raised[0]
     if sys.version_info >= (3, 11):
         assert "in the forward of stage 1 (s1), microbatch 0" in raised[0]

@@ -210,7 +210,8 @@ def test_more_bytes_never_cost_time():
     st.sampled_from((0.5, 1.5, 2)),
 )
 def test_delayed_schedules_keep_their_budget(generator, p, m, budget, drawn, pending):
-    """Whole (a Schedule checks itself), within the budget, not slower than before if that was; or refused by name, if it was not."""
+    """Whole (a Schedule checks itself), within the budget, not slower than before if that was; or refused by name,
+    if it was not."""
     forward, dgrad, wgrad, residual, latency = drawn
     costs, network = (
         Costs(forward, dgrad, wgrad, residual_bytes=residual, pending_bytes=residual * pending),

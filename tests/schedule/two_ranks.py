@@ -1,9 +1,12 @@
-"""A rank of two that run a pipeline: `python two_ranks.py MODES RANK FILE`. Prints a line of numbers a case, or fails.
+"""Pairs of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER MODES...`. Each rank prints a line of numbers a
+case, or fails; their exit codes are printed last.
 
-MODES, with commas between: gradients (for every schedule), curve (for six); tied; frozen; reduce; modules; nan, kill, raise (rank 1
-goes wrong in its second step). Each says `== MODE` first.
+MODES of a pair, with commas between: gradients (for every schedule), curve (for six); tied; frozen; reduce; modules; nan, kill,
+raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
 """
 
+import functools
+import json
 import os
 import sys
 import time
@@ -12,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forked import codes
 from staged import DIM, decoder, microbatches, reference
 from test_run import USER
 from test_split_stage import square_error, stages_of_modules
@@ -80,26 +84,36 @@ def gradients():
             print(name, distance(dparams, want))
 
 
+ADAMW = AdamWConfig(lr=1e-2)
+
+
+@functools.cache
+def trained(count):
+    """20 steps of one process: the loss of each, and the params at the end."""
+    cfg, params, _ = setup(count, decoder(4))
+    state, losses = adamw_init(params, ADAMW), []
+    for step in range(20):
+        found, grads = reference(params, microbatches(count, cfg, seed=step % 2), cfg)
+        params, state = adamw_update(params, grads, state, ADAMW)
+        losses.append(float(torch.stack(found).mean()))
+    assert losses[-1] < losses[0] - 0.05, "the model learns"
+    return losses, params
+
+
 def curve():
     cfg = decoder(4)
     for name in CURVES:
         schedule = SCHEDULES[name]
-        _, whole, xs = setup(schedule.microbatches, cfg)
+        _, params, xs = setup(schedule.microbatches, cfg)
         pipeline = Pipeline(schedule, cfg, xs[0], dtype=torch.float64)
-        own, adamw = local(pipeline, whole), AdamWConfig(lr=1e-2)
-        states = [adamw_init(whole, adamw), adamw_init(own, adamw)]
-        far, first, last = 0.0, None, None
-        for step in range(20):
-            xs = microbatches(schedule.microbatches, cfg, seed=step % 2)
-            losses, want = reference(whole, xs, cfg)
-            ys, dparams, *_ = pipeline.step(own, xs)
-            whole, states[0] = adamw_update(whole, want, states[0], adamw)
-            own, states[1] = adamw_update(own, dparams, states[1], adamw)
-            last = float(torch.stack(losses).mean())
-            first = last if first is None else first
+        own = local(pipeline, params)
+        state, (losses, whole) = adamw_init(own, ADAMW), trained(schedule.microbatches)
+        far = 0.0
+        for step, loss in enumerate(losses):
+            ys, dparams, *_ = pipeline.step(own, microbatches(schedule.microbatches, cfg, seed=step % 2))
+            own, state = adamw_update(own, dparams, state, ADAMW)
             if ys is not None:
-                far = max(far, abs(float(torch.stack(ys).mean()) - last))
-        assert last < first - 0.05, "the model learns"
+                far = max(far, abs(float(torch.stack(ys).mean()) - loss))
         print(name, max(far, distance(own, whole)))
 
 
@@ -162,7 +176,7 @@ def kill():
     os._exit(0)
 
 
-def raise_():
+def raise_(path):
     """Rank 0 must end by its timeout: rank 1, which raised, is alive until it has."""
     cfg, params, xs = setup(cfg=decoder(4))
     dist.barrier()
@@ -173,7 +187,7 @@ def raise_():
         own["s1"] = tree_map(lambda t: None if t is None else t[:1], own["s1"])
     for _ in range(2):
         fails(pipeline, own, xs)
-    ended = Path(f"{sys.argv[3]}.ended")
+    ended = path.with_suffix(".ended")
     if dist.get_rank() == 0:
         ended.touch()
     while not ended.exists():
@@ -225,17 +239,20 @@ def modules():
                 print(name, static, distance(got, want))
 
 
-def main(modes, rank, path):
+def work(modes, rank, path):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2, timeout=LONG)
     for mode in modes.split(","):
         print("==", mode, flush=True)
-        globals().get(mode, raise_)()
+        raise_(path) if mode == "raise" else globals()[mode]()
         dist.barrier()
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it
+
+
+def main(folder, *pairs):
+    ranks = {(modes, rank): functools.partial(work, modes, rank, folder / f"{modes}.store") for modes in pairs for rank in range(2)}
+    print(json.dumps(codes({f"{modes}-{rank}": call for (modes, rank), call in ranks.items()}, folder)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(Path(sys.argv[1]), *sys.argv[2:])

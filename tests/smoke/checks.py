@@ -1,7 +1,7 @@
 """What only a device can tell, a function each. A check returns what it measured, and raises where something is wrong.
 
-`run.py` runs each in a process of its own on the device. On the CPU, at small sizes and with Triton interpreted, those run that are not
-marked `device_only`: a rehearsal of the code, not of what it asks.
+`run.py` runs each in a process of its own on the device. On the CPU, at small sizes and with Triton interpreted, those run that are
+not marked `device_only`: a rehearsal of the code, not of what it asks.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python tests/smoke/gpu_tests.py [--json FILE] [--jobs N] [--seconds S] [PYTEST'S ARGUMENTS]
 
-A line of JSON each as it ends: `passed`, `failed`, `skipped`, `out of time`, or `no device`. Exits as pytest does, with 2 where a package is
-missing. The file is pytest's plugin, too.
+A line of JSON each as it ends: `passed`, `failed`, `skipped`, `out of time`, or `no device`. Exits as pytest does, with 2 where a
+package is missing. The file is pytest's plugin, too.
 """
 
 from __future__ import annotations

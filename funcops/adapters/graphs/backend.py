@@ -196,8 +196,8 @@ def _pools(pool: Any) -> list[Any]:
 
 
 def _mend(graph: Any, pool: Any, stream: Any) -> None:
-    """Put right what torch leaves where the end of a capture raises: the device's allocator still takes from the pool, the host's too
-    (nothing can end that, so the pool has a successor), and the generator is still capturing, until a capture ends well."""
+    """Put right what torch leaves where the end of a capture raises: the device's allocator still takes from the pool, the host's
+    too (nothing can end that, so the pool has a successor), and the generator is still capturing, until a capture ends well."""
     _broken.append(graph)
     _successors[pool] = torch.cuda.graph_pool_handle()
     device = torch.cuda.current_device()

@@ -56,8 +56,8 @@ def _plain(value: Any) -> Any:
 
 
 class Outputs:
-    """The results of a captured function. A result that is an input, donated and written in place, is given back as the caller's own
-    tensor; None and other values as they were."""
+    """The results of a captured function. A result that is an input, donated and written in place, is given back as the caller's
+    own tensor; None and other values as they were."""
 
     def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool) -> None:
         if policy not in POLICIES:

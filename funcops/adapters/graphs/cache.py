@@ -16,8 +16,8 @@ from funcops.trees import tree_map_tensors
 
 
 class CacheReport(NamedTuple):
-    """Calls that found a captured size, calls that had to capture, captures thrown away; the sizes held, least recently used first; bytes
-    of their inputs and outputs, and of the pool that they share."""
+    """Calls that found a captured size, calls that had to capture, captures thrown away; the sizes held, least recently used first;
+    bytes of their inputs and outputs, and of the pool that they share."""
 
     hits: int
     misses: int
@@ -35,13 +35,15 @@ class GraphCache:
         cache.warm(params, x)
         y = cache(params, x)
 
-    `pad(trees, size)` gives the padded arguments, `cut(result, size)` what of the result belongs to the first `size`; `pad_rows` and
-    `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest first, so that the others
-    fit into its memory. At most `capacity` are held, the least recently used is thrown away. Other arguments are `graphed`'s.
+    `pad(trees, size)` gives the padded arguments, `cut(result, size)` what of the result belongs to the first `size`; `pad_rows`
+    and `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest first, so that the
+    others fit into its memory. At most `capacity` are held, the least recently used is thrown away. Other arguments are
+    `graphed`'s.
     """
 
     def __init__(
-        self, fn: Callable[..., Any], *, sizes: Sequence[int], size_of: Callable[..., int], pad: Callable[[tuple[Any, ...], int], tuple[Any, ...]],
+        self, fn: Callable[..., Any], *, sizes: Sequence[int], size_of: Callable[..., int],
+        pad: Callable[[tuple[Any, ...], int], tuple[Any, ...]],
         cut: Callable[[Any, int], Any], capacity: int | None = None, **options: Any,
     ) -> None:  # fmt: skip
         require_callable("GraphCache", fn=fn, size_of=size_of, pad=pad, cut=cut)

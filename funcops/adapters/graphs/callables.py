@@ -187,18 +187,19 @@ def make_graphed_callables(
     stream: Any = None,
     capture_error_mode: str = "global",
 ) -> Any:
-    """As `torch.cuda.make_graphed_callables`: a module or function, or a tuple of them, each run as one autograd node whose forward and
-    backward are graphs; on machines without CUDA, recordings.
+    """As `torch.cuda.make_graphed_callables`: a module or function, or a tuple of them, each run as one autograd node whose forward
+    and backward are graphs; on machines without CUDA, recordings.
 
-    `sample_args`: a tuple of pytrees for each callable, `sample_kwargs` a dict for each; leaves that are no tensors must be the same at
-    every call. `order`: of forwards (k) and backwards (-k) of the callables, counted from 1, as `[1, 2, 1, 2, -2, -1, -2, -1]`: as many
-    calls of each as it has in flight get graphs of their own, and another order raises `GraphOrderError`. `delayed_wgrad`: backwards
-    leave the weight gradients of `funcops.nn` modules to `module.backward_dw()`, a third graph. Parameter gradients are the caller's
-    own unless `clone_param_grads=False`; outputs and input gradients unless `outputs="borrow"`. A module in another training mode than
-    it was captured in runs uncaptured. At every call shapes, dtypes, strides, devices, and the addresses of parameters are checked.
+    `sample_args`: a tuple of pytrees for each callable, `sample_kwargs` a dict for each; leaves that are no tensors must be the
+    same at every call. `order`: of forwards (k) and backwards (-k) of the callables, counted from 1, as
+    `[1, 2, 1, 2, -2, -1, -2, -1]`: as many calls of each as it has in flight get graphs of their own, and another order raises
+    `GraphOrderError`. `delayed_wgrad`: backwards leave the weight gradients of `funcops.nn` modules to `module.backward_dw()`, a
+    third graph. Parameter gradients are the caller's own unless `clone_param_grads=False`; outputs and input gradients unless
+    `outputs="borrow"`. A module in another training mode than it was captured in runs uncaptured. At every call shapes, dtypes,
+    strides, devices, and the addresses of parameters are checked.
 
-    Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused inputs
-    unless they are allowed; `CaptureError` for what a graph cannot hold.
+    Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused
+    inputs unless they are allowed; `CaptureError` for what a graph cannot hold.
     """
     where = "make_graphed_callables"
     require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))
@@ -346,7 +347,8 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
 
 
 def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:
-    """The aliases by the names of the params that they stand for, each module once: one that is shared is swapped and put back once."""
+    """The aliases by the names of the params that they stand for, each module once:
+    one that is shared is swapped and put back once."""
     found = {}
     for path, part in module.named_modules():
         own = part.named_parameters(path, recurse=False, remove_duplicate=False)

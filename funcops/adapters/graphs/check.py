@@ -1,7 +1,7 @@
 """`check_capturable`: what in a function a CUDA graph cannot hold, and on which line; on any machine.
 
-The function runs on copies of its inputs, under a watch of every torch call and every operator; then once more on other values, and both
-runs must have done the same; last as a recording, replayed on the other values, which must give what the function gives.
+The function runs on copies of its inputs, under a watch of every torch call and every operator; then once more on other values, and
+both runs must have done the same; last as a recording, replayed on the other values, which must give what the function gives.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class Step(NamedTuple):
 
 
 class _Calls(TorchFunctionMode):
-    """Watches what the function asks of torch: transfers between host and device look like nothing on a machine without a device."""
+    """Watches what the function asks of torch: on a machine without a device, transfers between host and device look like
+    nothing."""
 
     def __init__(self, faults: list[Fault]) -> None:
         super().__init__()
@@ -85,7 +86,8 @@ class _Calls(TorchFunctionMode):
         ):
             return (
                 COPY,
-                f"{name}() takes values from the host to the device: make them there (torch.full, arange), or give them to the function",
+                f"{name}() takes values from the host to the device: make them there (torch.full, arange), "
+                "or give them to the function",
             )
         return None
 
@@ -162,9 +164,10 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
         for fault in check_capturable(step, params, state, x):
             print(fault)          # train.py:41: host sync: item of a tensor waits for the device ...
 
-    Found are: waits for the device (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and tensors
-    that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that are baked in:
-    Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is written to.
+    Found are: waits for the device (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and
+    tensors that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that
+    are baked in: Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is
+    written to.
     """
     require_callable("check_capturable", fn=fn)
     faults: list[Fault] = []

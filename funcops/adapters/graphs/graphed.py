@@ -14,8 +14,8 @@ from funcops.errors import require_callable, require_count, require_flag, requir
 
 
 class Report(NamedTuple):
-    """Bytes of the buffers that inputs are copied to, of outputs, of residuals and pendings between graphs, of the whole pool; and how
-    many kernels (on the recorder: operators) a replay launches, where that is known."""
+    """Bytes of the buffers that inputs are copied to, of outputs, of residuals and pendings between graphs, of the whole pool; and
+    how many kernels (on the recorder: operators) a replay launches, where that is known."""
 
     backend: str
     input_bytes: int
@@ -40,15 +40,16 @@ class _Slot(NamedTuple):
 
 
 class Graphed:
-    """A captured function. Call it as the function; `report`, `reset`, `dot`, `raw_graph` and `instantiate` are those of its graphs."""
+    """A captured function. Call it as the function; `report`, `reset`, `dot`,
+    `raw_graph` and `instantiate` are those of its graphs."""
 
     def __init__(self, fn: Callable[..., Any], slots: list[_Slot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
         self._slots, self._next = slots, 0
 
     def __call__(self, *trees: Any) -> Any:
-        """Replay with these inputs. Raises `ValueError` or `TypeError`, before anything runs, where a leaf's structure, shape, strides,
-        dtype, device, or (pinned, donated) address is not what was captured."""
+        """Replay with these inputs. Raises `ValueError` or `TypeError`, before anything runs, where a leaf's structure, shape,
+        strides, dtype, device, or (pinned, donated) address is not what was captured."""
         if not self._slots:
             raise RuntimeError("graphed: must not be called after reset()")
         inputs, outputs, captured, written = self._slots[self._next]
@@ -109,12 +110,12 @@ def graphed(
         step = graphed(train_step, params, state, x, lr, inputs={"0": "donated", "1": "donated"})
         params, state, loss = step(params, state, x, lr)
 
-    `inputs`, for all leaves or by glob over their dotted paths (`"0.blocks.*"`; the first name is the argument's number): "copy" into
-    a buffer of the graph's own (skipped where it is that buffer already), "pinned": the caller's memory, which must stay where it is,
-    "donated": the same, and the function writes to it. `outputs`: "clone", or "borrow" the graph's buffers, which the next call but
-    `slots - 1` writes over; with `debug` any use after that raises `BorrowedError`. `warmup` runs come first; what they write to
-    donated leaves is undone. `pool`: of another graphed function, to share its memory; the two must not run at the same time.
-    Everything that should change from call to call must be a tensor: keys, learning rates, counters.
+    `inputs`, for all leaves or by glob over their dotted paths (`"0.blocks.*"`; the first name is the argument's number): "copy"
+    into a buffer of the graph's own (skipped where it is that buffer already), "pinned": the caller's memory, which must stay where
+    it is, "donated": the same, and the function writes to it. `outputs`: "clone", or "borrow" the graph's buffers, which the next
+    call but `slots - 1` writes over; with `debug` any use after that raises `BorrowedError`. `warmup` runs come first; what they
+    write to donated leaves is undone. `pool`: of another graphed function, to share its memory; the two must not run at the same
+    time. Everything that should change from call to call must be a tensor: keys, learning rates, counters.
 
     Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
     """

@@ -87,7 +87,8 @@ class GraphedOp:
         if index is None:
             held = ", ".join(f"{i}: {slot.state}" for i, slot in enumerate(self._slots))
             raise GraphOrderError(
-                f"graphed {self.op.name}_fwd: a slot must be free, got {len(self._slots)} in flight ({held or 'none, after reset()'})"
+                f"graphed {self.op.name}_fwd: a slot must be free, "
+                f"got {len(self._slots)} in flight ({held or 'none, after reset()'})"
             )
         slot = self._slots[index]
         given = slot.inputs.take((params, x))
@@ -212,10 +213,10 @@ def graphed_op(
         dx, pending = graph.dgrad(residuals, dy)
         dparams = graph.wgrad(pending)
 
-    Params are pinned: an optimiser writes to them in place. x and dy are copied, `inputs` says otherwise for leaves of x, by glob over
-    its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, pinned too, to which every
-    weight gradient is added (main_grad); without them dparams are the caller's own, never a buffer of the graph. `outputs` (of y and
-    dx), `warmup`, `pool` and the rest are as for `graphed`.
+    Params are pinned: an optimiser writes to them in place. x and dy are copied, `inputs` says otherwise for leaves of x, by glob
+    over its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, pinned too, to which
+    every weight gradient is added (main_grad); without them dparams are the caller's own, never a buffer of the graph. `outputs`
+    (of y and dx), `warmup`, `pool` and the rest are as for `graphed`.
 
     Raises `CaptureError`; later `GraphOrderError` for a wrong order, `StaleResidualError` where params were written to between a
     forward and its backward, `BorrowedError` where a buffer in flight was.

@@ -1,7 +1,8 @@
 """Capture without CUDA: the operators of a function, recorded over static buffers, and run again at each replay.
 
 What a graph does with memory is done here with values: inputs and outputs stay where they are, everything else exists only while a
-replay runs. A tensor of an earlier recording that a later one reads (autograd's saved tensors, say) becomes an output of the earlier.
+replay runs. A tensor of an earlier recording that a later one reads (autograd's saved tensors, say)
+becomes an output of the earlier.
 
 As a CUDA graph does not own the memory that it reads, neither does a recording own what other recordings of its pool made: where
 nobody held it after capture, the pool may have given it to others, and a replay raises.
@@ -62,7 +63,8 @@ class Lent(NamedTuple):
 
 
 class Call(NamedTuple):
-    """An operator, its arguments with tensors replaced (`Value`, `View`, `Lent`, or a static tensor), and the numbers of its results."""
+    """An operator, its arguments with tensors replaced (`Value`, `View`, `Lent`, or a static tensor),
+    and the numbers of its results."""
 
     func: Any
     args: Any
@@ -241,7 +243,8 @@ def _resolve(value: Any, values: dict[int, Tensor]) -> Any:
         found = value.get()
         if found is None:
             raise BorrowedError(
-                "a graph reads memory that was given back to its pool after capture, and may be another's by now: hold what was captured"
+                "a graph reads memory that was given back to its pool after capture, and may be another's by now: "
+                "hold what was captured"
             )
         return found
     if isinstance(value, (list, tuple)):

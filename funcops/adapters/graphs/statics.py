@@ -95,7 +95,8 @@ class Inputs:
         for leaf, before, now in zip(self.leaves, self._versions, self.versions(), strict=True):
             if before != now and leaf.policy != "donated":
                 raise CaptureError(
-                    f"{self.where}: input {leaf.path} must not be written to unless it is donated, got an input of policy {leaf.policy!r}"
+                    f"{self.where}: input {leaf.path} must not be written to unless it is donated, "
+                    f"got an input of policy {leaf.policy!r}"
                 )
 
     @property
@@ -114,7 +115,8 @@ def _leaf(path: str, policy: str, value: Any) -> Leaf:
 
 
 def policies_of(where: str, examples: Any, policies: str | Mapping[str, str]) -> dict[str, str]:
-    """The policy of each leaf: one for all, or by glob over dotted paths, of which the last that matches decides ("copy" where none)."""
+    """The policy of each leaf: one for all, or by glob over dotted paths,
+    of which the last that matches decides ("copy" where none)."""
     rules = {"*": policies} if isinstance(policies, str) else dict(policies)
     for pattern, policy in rules.items():
         if policy not in POLICIES:

@@ -11,8 +11,8 @@ from funcops.errors import describe, fail
 
 
 class Chosen:
-    """Modules that patterns find. A pattern is a class, or a glob for a module's path, for the end of it after a dot, or for the name
-    of its class. It finds a module and all that is in it."""
+    """Modules that patterns find. A pattern is a class, or a glob for a module's path, for the end of it after a dot, or for the
+    name of its class. It finds a module and all that is in it."""
 
     def __init__(self, where: str, name: str, given: Any, model: nn.Module, others: tuple[str, ...]) -> None:
         """`others`: paths that are no module's, as that of a loss function. Raises `TypeError` for what is no pattern, `ValueError`

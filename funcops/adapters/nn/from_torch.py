@@ -15,8 +15,8 @@ from funcops.adapters.nn.parts import ORIGINALS
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.compose.chain import chain
-from funcops.compose.policy import with_policy
 from funcops.errors import describe, fail, require_type
+from funcops.memory.policy import with_policy
 from funcops.residuals.policy import Policy
 
 LOSS = "loss_function"  # the attribute of a model of transformers
@@ -43,8 +43,8 @@ def from_torch(
     one.
 
     `policy`: what MLPs keep, as in `with_policy`; "minimal" keeps their inputs and runs them again. A second call gives it to MLPs
-    that the first has swapped. `only`, `skip`: a pattern or several: a class, or a glob for a module's path ("model.layers.0.*"), for
-    the end of it ("lm_head") or for the name of its class ("*RMSNorm"). A pattern finds a module and all that is in it.
+    that the first has swapped. `only`, `skip`: a pattern or several: a class, or a glob for a module's path ("model.layers.0.*"),
+    for the end of it ("lm_head") or for the name of its class ("*RMSNorm"). A pattern finds a module and all that is in it.
 
     Raises `TypeError` for a model that is no module and for what is no pattern, `ValueError` for a pattern that finds no module, an
     unknown policy, one whose rules match nothing, and one for a model without an MLP that is known. The model is then as it was, as

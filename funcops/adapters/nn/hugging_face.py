@@ -15,9 +15,9 @@ from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind
 from funcops.adapters.nn.sequential import KEY
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
-from funcops.compose.policy import with_policy
 from funcops.compose.step import Step
 from funcops.errors import fail, require
+from funcops.memory.policy import with_policy
 from funcops.op import Op
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
@@ -29,7 +29,8 @@ from funcops.trees import WithExtras
 
 
 class RMSNorm(OpModule):
-    """LlamaRMSNorm and those that are like it: `weight` and `variance_epsilon`. Where x and weight have two dtypes, y has the wider."""
+    """LlamaRMSNorm and those that are like it: `weight` and `variance_epsilon`. Where x and weight have two dtypes,
+    y has the wider."""
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("variance_epsilon",)
     zero_centered = False
@@ -106,8 +107,8 @@ class Conv1D(OpModule):
 
 
 class ChainModule(OpModule):
-    """A module that is a chain of its layers, as long as they are what they were: each call looks, and goes through the layers where
-    one was replaced, hooked, sharded or given a forward of its own. `policy` says what the chain keeps.
+    """A module that is a chain of its layers, as long as they are what they were: each call looks, and goes through the layers
+    where one was replaced, hooked, sharded or given a forward of its own. `policy` says what the chain keeps.
 
     Of a kind of MLP, a class says the names: `layers`, the linear ones (of `layer_kind`); `act_name`; `drop_name`, a Dropout before
     the last layer; `last_name`, one after it, which is called.
@@ -258,8 +259,8 @@ class FusedMLP(ChainModule):
 
 
 class PlainMLP(ChainModule):
-    """ViTMLP and those that are like it: last(act(first(x))), as one chain. A Dropout after a ReLU is one before it: it multiplies by
-    no negative number, and the ReLU is computed again."""
+    """ViTMLP and those that are like it: last(act(first(x))), as one chain. A Dropout after a ReLU is one before it: it multiplies
+    by no negative number, and the ReLU is computed again."""
 
     layers = ("fc1", "fc2")
 
@@ -314,8 +315,8 @@ def causal_lm_loss(
     logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_batch: Any = None, ignore_index: int = -100,
     shift_labels: Tensor | None = None, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """transformers' ForCausalLMLoss: the cross entropy of the next token, in float32, by one op that keeps the logits and a number a
-    row."""
+    """transformers' ForCausalLMLoss: the cross entropy of the next token, in float32,
+    by one op that keeps the logits and a number a row."""
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"

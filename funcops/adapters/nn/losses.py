@@ -44,7 +44,8 @@ class LinearCrossEntropyLoss(OpModule):
     values = ("in_features", "num_classes", "ignore_index", "reduction", "label_smoothing")
 
     def __init__(
-        self, in_features: int, num_classes: int, *, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0,
+        self, in_features: int, num_classes: int, *, ignore_index: int = -100, reduction: str = "mean",
+        label_smoothing: float = 0.0,
         device: Any = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()

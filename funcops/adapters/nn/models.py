@@ -60,7 +60,8 @@ _made: dict[type, type] = {}
 
 
 def swapped(cls: type) -> type | None:
-    """The class that modules of `cls` get: torch's namesake, or one that is a subclass of `cls` and of what a row says that it is."""
+    """The class that modules of `cls` get: torch's namesake,
+    or one that is a subclass of `cls` and of what a row says that it is."""
     found, to = TORCH.get(cls), known(cls, MODELS)
     if found is None and to is not None:
         found = _made.get(cls)

@@ -21,8 +21,8 @@ PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  
 
 
 class Prepared(nn.Module):
-    """A module whose config is made when it is, and made anew when its mode or dtype changes: torch.compile cannot make it, but finds
-    it."""
+    """A module whose config is made when it is, and made anew when its mode or dtype changes: torch.compile cannot make it,
+    but finds it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -71,7 +71,8 @@ class OpModule(Prepared):
 
     @property
     def cfg(self) -> Any:
-        """The op's config, from the module's attributes as they are; absent where the op has none for them, as `known_cfg()` says."""
+        """The op's config, from the module's attributes as they are; absent where the op has none for them,
+        as `known_cfg()` says."""
         return config_or_absent(self)
 
     def known_cfg(self) -> Any:

@@ -21,13 +21,14 @@ def split_stage(
     *,
     group: Any = None,
 ) -> Any:
-    """A `torch.distributed.pipelining.PipelineStage` for any of torch's schedules. Its backward computes input gradients and leaves weight
-    gradients in a store; torch's `dw_builder` takes them out after each, to be run at that microbatch's W (or at once, in a B).
+    """A `torch.distributed.pipelining.PipelineStage` for any of torch's schedules. Its backward computes input gradients and leaves
+    weight gradients in a store; torch's `dw_builder` takes them out after each, to be run at that microbatch's W (or at once, in a
+    B).
 
     Weight gradients are those of `funcops.nn` modules and `differentiable` ops; those of other modules come with the input
     gradients. `input_args` and `output_args`: examples for one microbatch (with the `requires_grad` that they will have); without
-    them torch finds the shapes in a dry run, forward and backward, on made-up values. The store is open in real backwards alone: what
-    a dry run left there, the first microbatch's W would add to the gradients.
+    them torch finds the shapes in a dry run, forward and backward, on made-up values. The store is open in real backwards alone:
+    what a dry run left there, the first microbatch's W would add to the gradients.
     """
     return SplitStage(module, stage_index, num_stages, device, input_args, output_args, group=group)
 

@@ -45,7 +45,8 @@ class Pipeline:
     """
 
     def __init__(
-        self, schedule: Schedule, cfg: ChainConfig, x: Any, *, dtype: torch.dtype | None = None, device: Any = "cpu", group: Any = None,
+        self, schedule: Schedule, cfg: ChainConfig, x: Any, *, dtype: torch.dtype | None = None, device: Any = "cpu",
+        group: Any = None,
         needs: Needs = Needs.ALL,
     ) -> None:  # fmt: skip
         import torch.distributed as dist
@@ -71,7 +72,8 @@ class Pipeline:
         done: Done | None = None, check_finite: bool = True,
     ) -> Stepped:  # fmt: skip
         """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs, dys,
-        `into` and `done` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage, extras on all.
+        `into` and `done` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage,
+        extras on all.
 
         Raises what a stage raises, on its rank; the others then wait for the process group's timeout. `check_finite`: where a loss
         or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a wait for the device.

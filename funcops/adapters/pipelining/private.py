@@ -20,7 +20,8 @@ USED: dict[str, tuple[str, ...]] = {
     ),
     "PipelineStage": (
         "is_first", "is_last", "has_backward", "clear_runtime_states", "_retrieve_recv_activations", "_retrieve_recv_grads",
-        "args_recv_info", "set_local_fwd_input", "set_local_bwd_input", "fwd_cache", "bwd_cache", "backward_one_chunk", "dw_builder",
+        "args_recv_info", "set_local_fwd_input", "set_local_bwd_input", "fwd_cache", "bwd_cache", "backward_one_chunk",
+        "dw_builder",
     ),
 }  # fmt: skip
 
@@ -35,7 +36,8 @@ def check_names(pipelining: Any) -> None:
         lacking += [f"{owner}.{name}" for name in names if name not in _words(found)]
     if lacking:
         raise RuntimeError(
-            f"funcops.adapters.pipelining: torch must have torch.distributed.pipelining.{', '.join(lacking)}, got {torch.__version__}"
+            f"funcops.adapters.pipelining: torch must have torch.distributed.pipelining.{', '.join(lacking)}, "
+            f"got {torch.__version__}"
         )
     if ".".join(torch.__version__.split(".")[:2]) not in TRIED:
         warnings.warn(

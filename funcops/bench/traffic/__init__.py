@@ -55,10 +55,11 @@ PROVIDERS = tuple(PEERS)
 
 
 class Traffic(NamedTuple):
-    """A kernel as a training step calls it, all of its launches. Bytes moved (`ratio`), asked for (`asked`) and moved in whole sectors
-    of 32 (`sectors`), over the least: inputs and outputs once. `launches` names them, and what torch does between them; `resident` is of
-    each launch, how many programs a multiprocessor holds. Registers, warps, spills, `wide` (the share of bytes in accesses of 128 bits)
-    and `per_byte` (instructions for each byte moved) are those of the launch that moves most. `hash`: what of the source was counted."""
+    """A kernel as a training step calls it, all of its launches. Bytes moved (`ratio`), asked for (`asked`) and moved in whole
+    sectors of 32 (`sectors`), over the least: inputs and outputs once. `launches` names them, and what torch does between them;
+    `resident` is of each launch, how many programs a multiprocessor holds. Registers, warps, spills, `wide` (the share of bytes in
+    accesses of 128 bits) and `per_byte` (instructions for each byte moved) are those of the launch that moves most. `hash`:
+    what of the source was counted."""
 
     kernel: str
     shape: str
@@ -87,8 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(only: str = "", changed: str | None = None, providers: Sequence[str] = PROVIDERS) -> Iterator[Traffic] | list[Traffic]:
-    """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond. With an earlier table its rows of
-    what was not asked for too, and all at once, so that a run that is interrupted leaves that table whole."""
+    """The rows as they come: of a kernel the others' first, then ours, which says what it is beyond. With an earlier table its rows
+    of what was not asked for too, and all at once, so that a run that is interrupted leaves that table whole."""
     if knobs.runtime.interpret:
         raise BenchError("bench traffic: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
     if next(cases(torch.bfloat16, "meta", lambda name, _: only in name), None) is None:
@@ -174,8 +175,8 @@ def row_of(case: Case, provider: str, built: list[Quality], source: str) -> Traf
 
 
 def wide(found: Quality, launch: Counted) -> float:
-    """The share of 128-bit accesses in the bytes that a launch asks for, by the lines where it does. (Those that the compiler moved to
-    another line are left out.)"""
+    """The share of 128-bit accesses in the bytes that a launch asks for, by the lines where it does.
+    (Those that the compiler moved to another line are left out.)"""
     lines = {line: size for line, size in (launch.lines or {}).items() if line in found.widths}
     return sum(size * found.widths[line] for line, size in lines.items()) / sum(lines.values()) if lines else math.nan
 

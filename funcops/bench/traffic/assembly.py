@@ -1,4 +1,5 @@
-"""What a launch became on sm_90: registers, warps, spills, the widths of its accesses and its instructions, read off its assembly."""
+"""What a launch became on sm_90: registers, warps, spills, the widths of its accesses and its instructions,
+read off its assembly."""
 
 from __future__ import annotations
 
@@ -22,9 +23,9 @@ BITS = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 class Quality(NamedTuple):
-    """`widths`: for each line of the kernel that has accesses, a share of their bytes, of those in accesses of 128 bits. `per_byte`:
-    instructions that a thread issues for each byte that it loads or stores in the longest loop that does so, or in all of the kernel
-    where none does; NaN where there are none."""
+    """`widths`: for each line of the kernel that has accesses, a share of their bytes, of those in accesses of 128 bits.
+    `per_byte`: instructions that a thread issues for each byte that it loads or stores in the longest loop that does so, or in all
+    of the kernel where none does; NaN where there are none."""
 
     registers: int
     warps: int

@@ -1,8 +1,8 @@
 """Bytes that launches ask for and move, counted by Triton's interpreter on a sample of each launch's programs.
 
-What a program asks for is moved, but not again while it is near: until the program has asked for `far` further bytes, which are half of
-the level-2 cache over all programs that the device holds at a time. Of a tensor that is `SMALL`, no more is moved in a launch than it
-has. Operators of torch between the launches are counted by their operands.
+What a program asks for is moved, but not again while it is near: until the program has asked for `far` further bytes, which are
+half of the level-2 cache over all programs that the device holds at a time. Of a tensor that is `SMALL`, no more is moved in a
+launch than it has. Operators of torch between the launches are counted by their operands.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Memory:
 
 
 class Counter:
-    """Counts launches as they are intercepted: `programs` of each or so, spread over the longest axis of its grid, and over all of the
-    others. Neither the first nor the last, which may do less."""
+    """Counts launches as they are intercepted: `programs` of each or so, spread over the longest axis of its grid, and over all of
+    the others. Neither the first nor the last, which may do less."""
 
     def __init__(self, residents: Sequence[int], programs: int) -> None:
         self.residents, self.programs = iter(residents), programs

@@ -1,4 +1,5 @@
-"""The same work as ours in torch's own functions, for torch.compile: a function, the tensors it takes, and which of its graphs ours is."""
+"""The same work as ours in torch's own functions, for torch.compile: a function, the tensors it takes,
+and which of its graphs ours is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """What torch.compile makes of a function for sm_90, captured where there is no GPU, and run kernel by kernel in the interpreter.
 
-A function is traced on fake tensors of the CPU, the device is exchanged in its graphs, and inductor lowers them as it would for CUDA.
-Its wrapper then runs on the CPU, where every launch is intercepted. A device would try each kernel's configurations; here the one that
-moves the fewest sectors is taken, of those the one with the largest blocks. Torch's compiler takes seconds to import, so that is done late.
+A function is traced on fake tensors of the CPU, the device is exchanged in its graphs, and inductor lowers them as it would for
+CUDA. Its wrapper then runs on the CPU, where every launch is intercepted. A device would try each kernel's configurations; here the
+one that moves the fewest sectors is taken, of those the one with the largest blocks. Torch's compiler takes seconds to import, so
+that is done late.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ CUDA = torch.device("cuda", 0)
 H100 = types.SimpleNamespace(
     name="H100", type="cuda", index=0, major=9, minor=0, multi_processor_count=PROCESSORS, regs_per_multiprocessor=65536,
     max_threads_per_multi_processor=2048, max_threads_per_block=1024, warp_size=32, shared_memory_per_block=49152,
-    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 * 2**20, total_memory=80 * 2**30,
+    shared_memory_per_block_optin=232448, shared_memory_per_multiprocessor=233472, L2_cache_size=50 * 2**20,
+    total_memory=80 * 2**30,
     gcnArchName="",
 )  # fmt: skip
 DEVICE: dict[str, Any] = {
@@ -62,7 +64,9 @@ OF_INTERFACE = {
 CPU_INSTEAD = {  # in the wrapper's source
     "from torch._C import _cuda_getCurrentRawStream as get_raw_stream": "get_raw_stream = int",
     "async_compile = AsyncCompile()": "async_compile = captured_kernels",
-    "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda": "empty_strided_cuda = lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)",
+    "empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda": (
+        "empty_strided_cuda = lambda size, strides, dtype: torch.empty_strided(size, strides, dtype=dtype)"
+    ),
     "torch.cuda._DeviceGuard(0)": "contextlib.nullcontext()",
     "torch.cuda.set_device(0)": "pass",
     "device='cuda:0'": "device='cpu'",

@@ -1,7 +1,7 @@
 """One program of a launch at a time, run by Triton's interpreter, and every access that it makes.
 
-Values do not matter here, as no kernel's accesses depend on them but for ids: memory need not be filled, CUDA's mathematical library is
-left out, and reductions with functions of their own give any of their operands.
+Values do not matter here, as no kernel's accesses depend on them but for ids: memory need not be filled, CUDA's mathematical
+library is left out, and reductions with functions of their own give any of their operands.
 """
 
 from __future__ import annotations

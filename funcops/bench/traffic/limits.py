@@ -23,16 +23,30 @@ class Reason(NamedTuple):
 
 
 REASONS = (
-    Reason("cross_entropy", "", "moved", "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient"),
     Reason(
-        "bias_activation_bwd", "^gelu_tanh", "instructions",
-        "an exponential, a division and the derivative in float32 of two 16-bit numbers; under the 9.5 that an H100 has time for",
+        "cross_entropy", "", "moved",
+        "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
     Reason("add_layer_norm_bwd", "x16384", "spills", "24 bytes a thread; Liger's layer norm, which adds nothing, spills 240"),
     Reason(
-        "(rms|layer|add_layer)_norm_fwd", "x256$", "wide",
-        "weight, bias and statistics are up to an eighth of what is asked for in rows this short, and are read in narrower accesses",
+        "(rms|layer|l2|add_rms)_norm_bwd", "x32768$", "moved",
+        "rows of 64 KB leave no registers, and their two sums take a pass of their own; "
+        "who keeps them spills 8 to 648 bytes a thread",
     ),
+    Reason(
+        "(rms|layer|l2|add_rms)_norm_bwd", "x4099$", "moved",
+        "of rows at odd addresses each element takes registers for itself and its address: "
+        "over 4,096 their two sums take a pass of their own",
+    ),
+    Reason(
+        ".*norm_(fwd|bwd)|row_sums|sum_parts", "x4099$", "wide",
+        "each row begins at another odd address, apart from weight and partial sums; the others' accesses are as narrow",
+    ),
+    Reason(
+        "(rms|layer|add_layer)_norm_fwd", "x4099$", "instructions",
+        "an access for each element of 16 bits; under the 9.5 that an H100 has time for",
+    ),
+    Reason("_fold_in", "", "wide", "two numbers of 64 bits: a launch is all that it takes"),
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -10,17 +11,19 @@ import torch
 from torch import Tensor
 
 from funcops.backend import backend
-from funcops.bench.samples import Maker, Sample, samples
+from funcops.bench.samples import Maker, Sample, norms, samples
 from funcops.bench.traffic.calls import Call, fingerprint_of, intercepted
 from funcops.kernels import cross_entropy as declared_loss
 from funcops.kernels.norm import sum_parts
 from funcops.trees import leaves, nbytes, tree_map
 
+LONG_AND_ODD = (2048, 32768), (8192, 4099)  # rows of norms, beside those of `samples`
 READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
 
 
 class RoomMaker(Maker):
-    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values, but for ids."""
+    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values,
+    but for ids."""
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         t = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
@@ -43,7 +46,8 @@ class Case(NamedTuple):
 
 def cases(dtype: torch.dtype, device: str, only: Callable[[str, str], bool] = lambda *_: True) -> Iterator[Case]:
     torch.manual_seed(0)
-    for sample in samples(RoomMaker(device, dtype)):
+    make = RoomMaker(device, dtype)
+    for sample in itertools.chain(samples(make), *(norms(make, rows, width) for rows, width in LONG_AND_ODD)):
         if sample.product is None and only(sample.name, sample.shape):
             yield case_of(sample, dtype)
         if sample.name == "cross_entropy_bwd" and only("cross_entropy", sample.shape):

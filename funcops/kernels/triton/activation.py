@@ -30,9 +30,9 @@ def sigmoid(x):
 
 
 @triton.jit
-def saturated(x):
+def saturated(x, MOST: tl.constexpr = 1e4):
     """Within the range beyond which f' does not change, so that no infinity meets a 0; NaN stays."""
-    return tl.where(x > 1e4, 1e4, tl.where(x < -1e4, -1e4, x))
+    return tl.clamp(x, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -92,12 +92,12 @@ def derivative(x, KIND: tl.constexpr):
     elif KIND == "gelu":
         return normal_cdf(x) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     elif KIND == "gelu_tanh":
-        x = saturated(x)
-        w = _twice_inner(x)
-        e = tl.exp(-tl.abs(w))
+        x = saturated(x, 10.0)  # so that e = exp(-2 u) is at most 2^126
+        square = x * x
+        e = tl.exp2(x * (-2.302208198144325 - 0.1029432395800235 * square))
         r = 1.0 / (1.0 + e)
-        # sigmoid(w), and its derivative without 1 - sigmoid(w), of which little is left where w is large
-        return r * tl.where(w >= 0, 1.0, e) + r * r * e * x * (1.5957691216057308 + 0.21406444881780074 * x * x)
+        # sigmoid(2 u), and its derivative without 1 - sigmoid(2 u), of which little is left where u is large
+        return r + r * (r * e) * (x * (1.5957691216057308 + 0.21406444881780074 * square))
     elif KIND == "quick_gelu":
         x = saturated(1.702 * x)
         s = sigmoid(x)

@@ -44,7 +44,8 @@ def _step(p_ptr, g_ptr, m_ptr, v_ptr, i, inside, new1, new2, shrink, rate, root,
 
 @triton.jit
 def _adamw(
-    table_ptr, chunks_ptr, p_ptr, g_ptr, m_ptr, v_ptr, t_ptr, lr_ptr, lr: tl.float32, new1: tl.float32, new2: tl.float32, log1: tl.float32,
+    table_ptr, chunks_ptr, p_ptr, g_ptr, m_ptr, v_ptr, t_ptr, lr_ptr, lr: tl.float32, new1: tl.float32, new2: tl.float32,
+    log1: tl.float32,
     log2: tl.float32, eps: tl.float32, weight_decay: tl.float32, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):  # fmt: skip

@@ -1,5 +1,5 @@
-"""Rows of any length read 16 bytes at a time: alone, as the whole groups of the tensor's elements in a row, and its two ends; or so many
-together, a span, that the next begins with a group."""
+"""Rows of any length read 16 bytes at a time: alone, as the whole groups of the tensor's elements in a row, and its two ends; or so
+many together, a span, that the next begins with a group."""
 
 from __future__ import annotations
 

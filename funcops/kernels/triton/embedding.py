@@ -1,8 +1,8 @@
 """The embedding's weight gradient without atomics: tokens sorted by id, and each id's rows summed in that order.
 
 A program walks RUN sorted tokens. It writes the ids that begin and end there; of one that goes on beyond, it leaves a part, and
-a second launch sums the parts in order. So an id that fills the batch takes no program longer than another. A third writes zeros, where
-no token has the id: no row is written twice.
+a second launch sums the parts in order. So an id that fills the batch takes no program longer than another. A third writes zeros,
+where no token has the id: no row is written twice.
 """
 
 from __future__ import annotations

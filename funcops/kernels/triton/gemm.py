@@ -52,8 +52,10 @@ def _row_sum(
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """sums[split, share, m] (+)= the sum of A over a share of k in [first, last): the bias gradient, where A is dy^T. The first
-    `shares` tiles of a row of tiles take one each, so that none is much later than the others. What they read is still in the cache."""
-    # as much in flight as a program can hold, now that it holds no tile; but elements at odd addresses take a register each, and more
+    `shares` tiles of a row of tiles take one each, so that none is much later than the others.
+    What they read is still in the cache."""
+    # as much in flight as a program can hold, now that it holds no tile; but elements at odd addresses take a register
+    # each, and more
     STEP: tl.constexpr = BLOCK_K * (4 if BLOCK_K * a_ptr.dtype.element_ty.primitive_bitwidth >= 1024 else 1)
     k = tl.arange(0, STEP)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -136,7 +138,8 @@ def product(
 @triton.jit
 def _descriptor(
     a_desc, b_desc, c_desc, bias_ptr, z_ptr, add_ptr, a_ptr, sums_ptr, M, N, K, a_m, a_k, per_split, splits, slice_rows,
-    shares, per_share, scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr, SUMS: tl.constexpr,
+    shares, per_share, scale: tl.float32, BIAS: tl.constexpr, Z: tl.constexpr, KIND: tl.constexpr, ADD: tl.constexpr,
+    SUMS: tl.constexpr,
     A_FLIPPED: tl.constexpr, B_FLIPPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip

@@ -22,8 +22,8 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`library`: torch's own kernels serve, unless Triton is asked for (for an epilogue: where float32 is to be exact). `descriptor`: the tile of the kernel by TMA, where
-    device and strides allow that one; `pointer`: of the other."""
+    """`library`: torch's own kernels serve, unless Triton is asked for (for an epilogue: where float32 is to be exact).
+    `descriptor`: the tile of the kernel by TMA, where device and strides allow that one; `pointer`: of the other."""
 
     library: bool
     descriptor: Tile | None
@@ -67,8 +67,8 @@ TABLE = {
 
 
 def choose(epilogue: str, dtype: torch.dtype, m: int, n: int, aligned: bool) -> Choice:
-    """`aligned`: whether the strides of A and B, but for the one that is 1, are multiples of 16 elements; n tells the output's. Output
-    rows that are none take registers, too."""
+    """`aligned`: whether the strides of A and B, but for the one that is 1, are multiples of 16 elements; n tells the output's.
+    Output rows that are none take registers, too."""
     if dtype is torch.float32:
         choice = TABLE[epilogue, "float32", "any"]
         return choice if aligned and n % 16 == 0 else choice._replace(pointer=FP32_UNALIGNED)

@@ -115,7 +115,8 @@ def number_of_splits(tiles: int, k: int) -> int:
 
 
 def number_of_shares(columns: int, per_split: int) -> int:
-    """Into how many parts the row sums of A go, each to a tile of its row: none may take long, at the end, for what all of them can."""
+    """Into how many parts the row sums of A go, each to a tile of its row: none may take long, at the end,
+    for what all of them can."""
     return max(1, min(MOST_SHARES, columns, per_split // SHARE))
 
 

@@ -15,6 +15,7 @@ LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of
 LONGEST_BYTES = 32768  # of the rows that a backward takes whole
 CHUNK = 2048  # elements of a longer row
 FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows where they are short
+ODD_WHOLE = 4096  # elements of such a row at odd addresses
 TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # of a backward: what a program loads at a time, of dy and of x
 PARTS = 128  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
 PROGRAMS = 512  # of a backward of longer rows, over parts and chunks of columns
@@ -45,7 +46,7 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     odd = width % 16 != 0
     tile = (ODD_TILE_BYTES if odd else TILE_BYTES) // itemsize
     block = block_of(width, 2 * LONGEST_BYTES)
-    if block * itemsize > LONGEST_BYTES or (odd and block > tile):
+    if block > ODD_WHOLE if odd else block * itemsize > LONGEST_BYTES:
         return None
     at_once = max(1, tile // block)
     return Whole(at_once, block, block > tile, max(8, warps_of(at_once * block)))
@@ -111,7 +112,8 @@ def gradients(
     if whole is not None:
         again = whole.again and dx
         kernels.launch_backward(
-            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again, whole.at_once, whole.block,
+            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again, whole.at_once,
+            whole.block,
             num_warps=most_warps() if again and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
         )  # fmt: skip
         return d_x, d_w, d_b

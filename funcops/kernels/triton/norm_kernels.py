@@ -23,9 +23,9 @@ def _forward(
     """y = (x - mean) * rstd * (w or 1 + w) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), of ROWS whole rows. With ADD
     x is first the sum of x and residual, rounded, which goes to stream."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    i = tl.arange(0, BLOCK)
-    at = row[:, None] * width + i[None, :]
-    inside = (row < rows)[:, None] & (i < width)[None, :]
+    i = tl.arange(0, BLOCK)[None, :]
+    at = row[:, None] * width + i
+    inside = (row < rows)[:, None] & (i < width)
     x = load_wide(x_ptr + at, inside)
     if ADD:
         x = add_rounded(x, residual_ptr, stream_ptr, at, inside)
@@ -37,10 +37,11 @@ def _forward(
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) * alpha + eps)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     y = centred * rstd[:, None]
+    each = tl.broadcast_to(i, [ROWS, BLOCK])  # else the threads share short rows of w and b, in narrow accesses
     if WEIGHT:
-        y *= (load_wide(w_ptr + i, i < width) + (1.0 if SHIFTED else 0.0))[None, :]
+        y *= load_wide(w_ptr + each, each < width) + (1.0 if SHIFTED else 0.0)
     if BIAS:
-        y += load_wide(b_ptr + i, i < width)[None, :]
+        y += load_wide(b_ptr + each, each < width)
     store_rounded(y_ptr + at, y, inside)
 
 

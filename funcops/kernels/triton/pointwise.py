@@ -49,7 +49,8 @@ def _scale(x_ptr, y_ptr, n, factor: tl.float32, BLOCK: tl.constexpr):
 
 @triton.jit
 def words_from(first, seed, stream, BLOCK: tl.constexpr):
-    """The random words of 4 BLOCK elements: element 4 b + j gets word j of the Philox block b, b from `first`; key = (seed, stream)."""
+    """The random words of 4 BLOCK elements: element 4 b + j gets word j of the Philox block b, b from `first`;
+    key = (seed, stream)."""
     block = first + tl.arange(0, BLOCK)
     w0, w1, w2, w3 = tl.philox_impl(
         block.to(tl.uint32), (block >> 32).to(tl.uint32), stream.to(tl.uint32), (stream >> 32).to(tl.uint32),

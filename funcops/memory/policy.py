@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.joint import joined, joint_of
-from funcops.compose.packed import packed
-from funcops.compose.remat import remat
 from funcops.compose.repeat import RepeatConfig
 from funcops.errors import fail, require, require_type
 from funcops.memo import remember
+from funcops.memory.forms import packed
+from funcops.memory.joint import joined, joint_of
+from funcops.memory.remat import remat
 from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.program.lower import lower
@@ -146,7 +146,8 @@ def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[st
 
 def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
     """The steps of a chain whose outputs it computes again, those of the policy's kind unless a rule says Save and others where
-    a rule says Recompute; the fields that therefore are not kept; and the steps that are joined with the one before for it."""
+    a rule says Recompute or names the fields; the fields that therefore are not kept; and the steps that are joined with the one
+    before for it."""
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
@@ -161,6 +162,9 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
             joints.append(step.name)
             absent += fields
+        elif not any(asked) and (named := [field for field in fields if policy.names(field)]):
+            wanted = f"one for each field that holds the output of {_joined(path, before.name)} ({', '.join(fields)})"
+            require(len(named) == len(fields), "with_policy", "rules", wanted, f"one for {', '.join(named)} alone")
         elif any(asked) or (kind and again and not any(isinstance(a, Save) for a in actions)):
             found.append(before.name)
             absent += fields

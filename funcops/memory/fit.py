@@ -12,10 +12,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from funcops.compose.policy import part_paths, serves, with_policy
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
 from funcops.errors import in_html, on_screen, require, require_dtype, size_of
+from funcops.memory.policy import part_paths, serves, with_policy
 from funcops.op import Op
 from funcops.program.values import abstract_params, parts_of
 from funcops.residuals.policy import POLICIES, Policy, Recompute
@@ -68,7 +68,8 @@ class Fitted(NamedTuple):
 
     def __str__(self) -> str:
         lines = [
-            f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  {100 * one.extra_flops:5.1f} % more"
+            f"{'>' if one is self.picked else ' '} {one.name:<40} {size_of(one.kept_bytes):>12}  "
+            f"{100 * one.extra_flops:5.1f} % more"
             for one in self.tried
         ]
         return "\n".join(lines)
@@ -78,8 +79,8 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     """The policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
 
     Tried are the presets that lose no digit, and every subset of a block's parts computed again. Nothing is run: shapes alone
-    are followed, and of a repeat two layers, so that depth costs nothing. `dtype`: that of the params (by default torch's). Raises `ValueError`, with the least bytes found, where no
-    policy fits.
+    are followed, and of a repeat two layers, so that depth costs nothing. `dtype`: that of the params (by default torch's).
+    Raises `ValueError`, with the least bytes found, where no policy fits.
 
         print(fit(chain, cfg, x, 2**30))
     """
@@ -113,8 +114,8 @@ def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy]]:
 
 
 def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Bytes kept, and the floating-point operations of matrix products in forward and backward. Of the layers of a repeat all but the
-    first are alike, so two are followed however many there are."""
+    """Bytes kept, and the floating-point operations of matrix products in forward and backward. Of the layers of a repeat all but
+    the first are alike, so two are followed however many there are."""
     times = list(_times(cfg))
     once = [1] * len(times)
     try:

@@ -1,0 +1,28 @@
+"""Processes that share one import of torch, which takes longer than what most of them do: forks of a process that ran nothing
+yet."""
+
+import os
+import sys
+import traceback
+
+
+def codes(calls, folder):
+    """The exit code of each call, by its name: all run at once, each in a fork of this process, and print to `NAME.out` and
+    `NAME.err` in the folder."""
+    running = {name: os.fork() or _child(call, folder / name) for name, call in calls.items()}
+    return {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in running.items()}
+
+
+def _child(call, path):
+    code = 1
+    try:
+        for number, suffix in ((1, ".out"), (2, ".err")):
+            os.dup2(os.open(path.with_suffix(suffix), os.O_WRONLY | os.O_CREAT), number)
+        call()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a thread of Gloo may still hold a tensor: Python's own end would not wait for it
