@@ -21,9 +21,8 @@ from funcops.errors import describe, fail, require, require_type
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
-from funcops.program import programs, run
+from funcops.program import programs
 from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
-from funcops.program.run import tied as tied
 from funcops.residuals.nested import Nested, nested
 from funcops.trees import paths, put
 
@@ -82,6 +81,7 @@ class ChainConfig:
         steps = tuple(step.with_op(*replace(step.name, step.op, step.cfg)) for step in self.steps)
         return dataclasses.replace(self, steps=steps, **changes)
 
+    part: ClassVar[str] = "step"  # what an error calls one
     keys: ClassVar[tuple[str, ...]]
     known: ClassVar[tuple[str, ...]]  # the paths of params that are there
     names: ClassVar[dict[str, None]]
@@ -196,11 +196,6 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
     for path, _ in cfg.ties:
         params = put(params, path, None)
     return params
-
-
-def check_names(where: str, what: str, tree: Any, cfg: ChainConfig) -> None:
-    """A dict by step name."""
-    run.check_names(where, what, tree, cfg.names, "chain")
 
 
 def _lower(

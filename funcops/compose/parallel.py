@@ -60,6 +60,7 @@ class ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""
         return ParallelConfig(branches=tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches), fuse=self.fuse)
 
+    part: ClassVar[str] = "branch"  # what an error calls one
     names: ClassVar[dict[str, None]]
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]

@@ -11,10 +11,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from funcops.compose.chain import ChainConfig, chain, check_names
+from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
 from funcops.needs import Needs
 from funcops.op import Op, wrap
+from funcops.program.run import check_names
 from funcops.schema import Saved
 
 

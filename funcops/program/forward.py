@@ -68,11 +68,11 @@ class Forward(Source):
         self._open(scope.place)
         self.opened.add(scope.index)
         i, names, where = scope.index, self.const("names", scope.index, scope.cfg.names), f"{scope.kind}_fwd"
+        self.names[f"k{i}"] = scope.cfg
         self.at(scope.place.path)
         self.put(
             f"P{i} = {self.part('P', scope.place)}",
-            f"if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): "
-            f"run.check_names({where!r}, 'params', P{i}, {names}, {scope.kind!r})",
+            f"if type(P{i}) is not dict or P{i}.keys() != {names}.keys(): run.check_names({where!r}, 'params', P{i}, k{i})",
         )
         if scope.ties:
             self.put(f"P{i} = run.tied({where!r}, P{i}, {self.const('ties', i, scope.ties)})")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import linecache
+import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from funcops.accumulators import check_apart
-from funcops.backend import tracing, wants_triton
+from funcops.backend import wants_triton
 from funcops.errors import describe, fail
 from funcops.memo import remember
 from funcops.needs import Mask, Needs
@@ -34,7 +34,7 @@ def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
 
 
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
-    """ "backward" or "dgrad"; on the CPU its rules hold for a dy that is not small."""
+    """The whole backward or, where `which` is "dgrad", its first half. On the CPU rules hold for a dy that is not small."""
     first = dy[0] if type(dy) is tuple and dy else dy
     device_type = dtype = None
     if type(first) is Tensor:
@@ -78,6 +78,7 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     scope = dict(names)
     exec(compile(text, file, "exec"), scope)
+    weakref.finalize(scope[which], linecache.cache.pop, file, None).atexit = False
     return scope[which]
 
 
@@ -145,10 +146,8 @@ def _scope_in(cfg: Any) -> Any:
 
 def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = None) -> Any:
     """`into`, every leaf checked before any is written; a tied path shares its source's accumulator."""
-    names = getattr(cfg, "names", None)
-    kind = "parallel" if op.name == "parallel" else "chain"
-    if names is not None:
-        run.check_names(where, "into", into, names, kind)
+    if hasattr(cfg, "names"):
+        run.check_names(where, "into", into, cfg)
     check_into_tree(where, into, op, cfg, node, dy, several=isinstance(dy, tuple))
     ties = getattr(cfg, "ties", ())
     seen: dict[tuple[str, str], str] = {}
@@ -158,6 +157,3 @@ def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = N
             got = f"memory of into.{first}, which is in the same step"
             fail(where, f"into.{path}", "a tensor of its own", got)
     return run.tied(where, into, ties) if ties else into
-
-
-__all__ = ["accumulators", "backward", "check_apart", "forward", "tracing"]

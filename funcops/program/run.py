@@ -13,11 +13,9 @@ from funcops.op import Op
 from funcops.program.lower import Call
 from funcops.program.rules import Rule
 from funcops.program.values import add
-from funcops.residuals.nested import part
+from funcops.residuals.nested import part as part
 from funcops.schema import Donated, Saved, open_node
 from funcops.trees import at, put
-
-__all__ = ["part"]
 
 
 def in_path(error: Exception, path: str) -> None:
@@ -25,9 +23,9 @@ def in_path(error: Exception, path: str) -> None:
         in_step(error, path)
 
 
-def check_names(where: str, what: str, tree: Any, names: dict[str, None], kind: str) -> None:
-    """A dict with these names."""
-    noun = "step" if kind == "chain" else "branch"
+def check_names(where: str, what: str, tree: Any, cfg: Any) -> None:
+    """A dict with the names of the config's parts."""
+    names, noun = cfg.names, cfg.part
     if not isinstance(tree, dict):
         fail(where, what, f"a dict by {noun} name: {', '.join(names)}", describe(tree), TypeError)
     if tree.keys() != names.keys():

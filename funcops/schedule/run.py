@@ -6,10 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from funcops.compose.chain import ChainConfig, check_names
+from funcops.compose.chain import ChainConfig
 from funcops.errors import fail, require_callable, require_type
 from funcops.needs import Needs
 from funcops.op import check_needs
+from funcops.program.run import check_names
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
 from funcops.schedule.stage import Done, Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs

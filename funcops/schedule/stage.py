@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.compose.chain import ChainConfig, check_names, needs_of_steps, tied
+from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
 from funcops.program.into import check_into_tree
+from funcops.program.run import check_names, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
 from funcops.trees import tree_map_with_path

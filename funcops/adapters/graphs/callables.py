@@ -218,9 +218,8 @@ def make_graphed_callables(
         for i, of in enumerate(zip(fns, samples, kwargs, strict=True))
     ]
     counts = _in_flight(where, order, len(fns))
-    capturer = Capturer(
-        where, (samples, kwargs, [c.params for c in made]), pool, Options(stream, capture_error_mode), num_warmup_iters
-    )
+    options = Options(stream, capture_error_mode)
+    capturer = Capturer(where, (samples, kwargs, [c.params for c in made]), pool, options, num_warmup_iters)
     for c, count in zip(made, counts, strict=True):
         buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
         try:

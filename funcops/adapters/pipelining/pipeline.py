@@ -10,11 +10,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.adapters.pipelining.runtime import Runtime, Values
-from funcops.compose.chain import ChainConfig, chain, tied
+from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import split_x
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
 from funcops.precision import nonfinite
+from funcops.program.run import tied
 from funcops.program.values import abstract_params
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
