@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from funcops.compose.step import Replace, Step, init_parts, live_inputs, split_x
+from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, require, require_type
 from funcops.memo import remember
@@ -59,7 +59,7 @@ class ChainConfig:
         object.__setattr__(self, "entries", ((self.steps[0].name, self.steps[0].op, self.steps[0].cfg),))
         object.__setattr__(self, "step_needs", {})
         object.__setattr__(self, "programs", {})
-        known = paths(init_parts(self.steps, None, "meta", None))
+        known = paths(abstract_parts(self.steps))
         object.__setattr__(self, "ties", resolved_ties("ChainConfig", self.ties, known))
         object.__setattr__(self, "known", tuple(path for path, t in known.items() if t is not None))
         needs_of_steps(self, Needs.ALL)
@@ -75,6 +75,13 @@ class ChainConfig:
         for step in self.steps:
             width = follow(where, inside(path, step.name), step.cfg, width)
         return width
+
+    def abstract(self) -> Any:
+        """See `funcops.program.values.abstract_params`."""
+        params = abstract_parts(self.steps)
+        for path, _ in self.ties:
+            params = put(params, path, None)
+        return params
 
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
         """The config with `replace(name, op, cfg)` for each step's op and config."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, Step, init_parts, live_inputs, split_x
+from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import require, require_type
 from funcops.memo import remember
@@ -55,6 +55,10 @@ class ParallelConfig:
         """See `funcops.compose.widths`: y is a tuple, which has none."""
         for branch in self.branches:
             follow(where, inside(path, branch.name), branch.cfg, width)
+
+    def abstract(self) -> Any:
+        """See `funcops.program.values.abstract_params`."""
+        return abstract_parts(self.branches)
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""

@@ -23,7 +23,7 @@ from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
-from funcops.program.values import add, has_params
+from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import Nested, nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
@@ -56,6 +56,11 @@ class RepeatConfig:
         for _ in range(min(self.times, 2)):
             width = follow(where, inside(path, "*"), self.cfg, width)
         return width
+
+    def abstract(self) -> Any:
+        """See `funcops.program.values.abstract_params`."""
+        layers = (abstract_params(self.op, self.cfg),) * self.times
+        return _stack(layers) if self.stacked else layers
 
     def with_parts(self, replace: Replace) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""

@@ -20,6 +20,7 @@ from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
 from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
+from funcops.program.values import abstract_params
 
 
 @config
@@ -40,6 +41,10 @@ class SkipConfig:
     @property
     def lowered_by(self) -> Op:
         return skip
+
+    def abstract(self) -> Any:
+        """See `funcops.program.values.abstract_params`."""
+        return abstract_params(self.op, self.cfg)
 
     def with_parts(self, replace: Replace) -> SkipConfig:
         """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""

@@ -14,7 +14,7 @@ from funcops import random
 from funcops.errors import check, describe, fail, in_step, require, require_type
 from funcops.needs import Mask, Needs, sub_mask
 from funcops.op import Op, config
-from funcops.program.values import add, has_params
+from funcops.program.values import abstract_params, add, has_params
 from funcops.trees import WithExtras
 
 Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and config
@@ -121,6 +121,19 @@ def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict
             name = step.name
             own = None if key is None else random.fold_in(key, step.fold)
             params[name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+    except Exception as error:
+        in_step(error, name)
+        raise
+    return params
+
+
+def abstract_parts(steps: Sequence[Step]) -> dict[str, Any]:
+    """`abstract_params` of every step by name."""
+    params, name = {}, ""
+    try:
+        for step in steps:
+            name = step.name
+            params[name] = abstract_params(step.op, step.cfg)
     except Exception as error:
         in_step(error, name)
         raise

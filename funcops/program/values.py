@@ -24,8 +24,9 @@ def has_params(op: Op, cfg: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def abstract_params(op: Op, cfg: Any) -> Any:
-    """The op's params on the meta device: their structure and shapes. Not to be changed."""
-    return op.init(cfg, key=None, device="meta")
+    """The op's params on the meta device: their structure and shapes. Not to be changed. A combinator's config makes them of those
+    of its parts, so that equal layers share theirs."""
+    return cfg.abstract() if hasattr(cfg, "abstract") else op.init(cfg, key=None, device="meta")
 
 
 def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:
