@@ -434,8 +434,7 @@ class Wgrad(Source):
                 self._open(source.place)
                 self.at(source.path)
                 self.names |= {f"y{k}": source.op.again, f"c{k}": source.cfg}
-                recipe = f"{tree}.get({run.recipe_of(source.place.name)!r})"
-                self.put(f"a{k} = None if {tree} is None else run.again(y{k}, {recipe}, c{k})")
+                self.put(f"a{k} = run.again(y{k}, {tree}, {source.place.name!r}, c{k})")
                 self.at(call.path)
             self.names[f"u{i}"] = call.needs
             self.put(f"if p{i} is not None and a{k} is not None: p{i} = run.filled(p{i}, {call.fields!r}, a{k}, u{i})")

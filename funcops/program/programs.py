@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcops.backend import wants_triton
 from funcops.errors import describe, fail
-from funcops.memo import remember
+from funcops.memo import reading, remember
 from funcops.needs import Mask, Needs
 from funcops.op import Op
 from funcops.program import rules, run, traced
@@ -54,15 +54,19 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, 
 _traced: dict[Any, str] = {}
 
 
-@torch.compiler.assume_constant_result
 def _made_while_tracing(which: str, op: Op, cfg: Any, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
     """The name of a program in the module: a tracer reads an attribute of a module, where it would find a dict as it was before."""
     key = which, op, cfg, x, params, device_type, dtype, len(changes)
     if key not in _traced:
         name = f"{which}_{len(_traced)}"
-        setattr(traced, name, _made(which, op, cfg, Needs(x, params), device_type, dtype, True))
+        with reading():
+            setattr(traced, name, _made(which, op, cfg, Needs(x, params), device_type, dtype, True))
         _traced[key] = name
     return _traced[key]
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
+_made_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:

@@ -112,8 +112,15 @@ def recipe(op: Op, node: Any) -> Any:
     return type(node).keep(node.cfg, _ONLY, **given)
 
 
-def again(compute: Any, node: Any, cfg: Any) -> Any:
-    return None if node is None else compute(node, cfg)
+def again(compute: Any, pending: Any, name: Any, cfg: Any) -> Any:
+    """The y of a step, of what lies in the pending of its scope; given away with it where that was."""
+    key = recipe_of(name)
+    node = None if pending is None else pending.get(key)
+    if node is None:
+        return None
+    if pending.donated:
+        pending[key] = None
+    return compute(node, cfg)
 
 
 def filled(node: Any, fields: tuple[str, ...], value: Any, needs: Needs) -> Any:
