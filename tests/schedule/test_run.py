@@ -4,7 +4,20 @@ import pytest
 import torch
 from staged import DIM, decoder, gated, microbatches, reference
 
-from funcops import ChainConfig, ForkConfig, LinearConfig, Needs, Step, chain, fork, linear, random
+from funcops import (
+    AddConfig,
+    ChainConfig,
+    ForkConfig,
+    LinearConfig,
+    Needs,
+    Step,
+    WithExtras,
+    add,
+    chain,
+    fork,
+    linear,
+    random,
+)
 from funcops.errors import LedgerError
 from funcops.residuals import Ledger
 from funcops.schedule import (
@@ -64,6 +77,19 @@ def test_inputs_get_gradients_and_dys_are_taken():
     y, residuals = chain.fwd(params, xs, cfg)
     dparams, dx = chain.bwd(residuals, dys, cfg)
     assert_close((torch.stack(ran.ys), ran.dparams, torch.stack(ran.dxs)), (y, dparams, dx), dtype=torch.float64)
+
+
+def test_an_extra_that_several_stages_read_gets_the_sum_of_their_gradients():
+    up = (Step("up", linear, LinearConfig(3, 3)), Step("more", add, AddConfig(), takes=("given",)))
+    stage = ChainConfig(steps=up, extras=("given",))
+    cfg = ChainConfig(steps=tuple(Step(name, chain, stage) for name in "ab"), extras=("given",))
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    data, given, dys = torch.randn(3, 4, 6, 3, dtype=torch.float64)
+    xs = [WithExtras(x, {"given": g}) for x, g in zip(data, given, strict=True)]
+    ran = run(zb_h1(2, 4), params, xs, cfg, list(dys))
+    for x, dy, dx in zip(xs, dys, ran.dxs, strict=True):
+        _, want = chain.bwd(chain.fwd(params, x, cfg)[1], dy, cfg)
+        assert_close(dx, want, dtype=torch.float64)
 
 
 def test_accumulators_and_frozen_stages():
