@@ -35,6 +35,7 @@ from funcops import (
     skip,
 )
 from funcops.backend import backend
+from funcops.op import make_op
 from funcops.program.lower import Call, lower
 from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors
@@ -64,6 +65,14 @@ def test_y_again_has_the_bits_of_the_forward(name):
                     assert torch.equal(case.op.again(kept, case.cfg), y), (case, dtype, needs)
                     seen.add(case.op.name)
     assert seen == {"rms_norm", "layer_norm", "l2_norm", "activation", "glu"}
+
+
+def test_a_cheap_op_says_how_its_y_is_had_again():
+    """Without that a chain would keep what it promises not to, and say nothing."""
+    halves = {"fwd": rms_norm.fwd, "dgrad": rms_norm.dgrad, "wgrad": rms_norm.wgrad}
+    for wrong in ({"cheap": "norm"}, {"again": rms_norm.again}):
+        with pytest.raises(ValueError, match=r"make_op 'mine': cheap must be given together with again"):
+            make_op("mine", RMSNormConfig, init=rms_norm.init, **halves, **wrong)
 
 
 def residual_stream(norm):
