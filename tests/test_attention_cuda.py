@@ -36,7 +36,7 @@ def refused(kernel, q, k, v, *others):
     for t in (q, k, v, *others):
         start = t.storage_offset() * t.itemsize if isinstance(t, FakeTensor) else t.data_ptr()
         outer = zip(t.shape[:-1], t.stride()[:-1], strict=True)
-        if t.stride(-1) != 1 or start % 16 or any(n > 1 and s % step for n, s in outer):
+        if t.stride(-1) != 1 or start % 16 or any(s % step for _, s in outer):
             return f"strides {t.stride()} from {start}"
     return None
 

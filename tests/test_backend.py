@@ -13,7 +13,7 @@ from tiny_samples import tiny
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from funcops import ActivationConfig, activation
+from funcops import ActivationConfig, activation, random
 from funcops.adapters.autograd import differentiable
 from funcops.backend import backend, gemm, kernel, select
 from funcops.kernels.activation import activation_bwd
@@ -191,6 +191,18 @@ def test_every_triton_kernel_is_an_operator_too():
     pytest.importorskip("triton")
     for sample in {sample.name: sample for sample in tiny(torch.float32)}.values():
         assert sample.kernel.kernel.find_triton() and sample.kernel.kernel.operator()
+
+
+def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):
+    """A key, or params that are moved later: Triton's compiled kernels cannot read them."""
+    key = random.key(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with backend("triton"):
+        for interpreted in ("0", "1"):
+            monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+            random._fold_in.kernel.find_triton()
+            want = random._fold_in.kernel.torch_impl if interpreted == "0" else random._fold_in.kernel.triton_impl
+            assert random._fold_in.kernel.choose(key) is want
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

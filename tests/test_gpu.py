@@ -16,7 +16,7 @@ from funcops.bench.samples import Maker, samples
 from funcops.kernels import cross_entropy, norm, pointwise
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.testing import LAWS
-from funcops.testing.tolerances import FACTOR, ROUNDOFF, assert_close
+from funcops.testing.tolerances import assert_close, relative
 from funcops.trees import leaves, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
@@ -54,7 +54,7 @@ def test_real_sizes(i, dtype):
     """Every benchmark sample against the torch body in float64, at a quarter of its sizes."""
     sample = list(samples(Maker("cuda", dtype, shrink=4)))[i]
     with backend("triton"):
-        assert kernels.relative_error(sample) < FACTOR[dtype] * ROUNDOFF[dtype]
+        assert kernels.relative_error(sample) < relative(dtype, sample.length)
     del sample
     gc.collect()
     torch.cuda.empty_cache()

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcops.errors import require
@@ -79,8 +80,8 @@ def _count(by: int) -> None:
 def backend(name: str) -> AbstractContextManager[None]:
     """Run every kernel in the block on one implementation. It changes speed and rounding, never meaning.
 
-    Raises `ValueError` for another name, at once. "triton" for tensors on the CPU needs Triton's interpreter, which the environment
-    chooses before Triton is imported: TRITON_INTERPRET=1."""
+    Raises `ValueError` for another name, at once. "triton" leaves tensors on the CPU to torch where there is a GPU; where there is
+    none, it needs Triton's interpreter, which the environment chooses before Triton is imported: TRITON_INTERPRET=1."""
     require(name in BACKENDS, "backend", "name", " or ".join(map(repr, BACKENDS)), repr(name))
     return _backend(name)
 
@@ -111,4 +112,12 @@ def forced() -> str | None:
 
 def wants_triton(first: Tensor) -> bool:
     name = choice()[0]
-    return first.is_cuda if name is None else name == "triton"
+    return first.is_cuda or (name is not None and not _left_on_the_cpu()) if name != "torch" else False
+
+
+def _left_on_the_cpu() -> bool:
+    """Whether Triton's kernels run on a device here, and not on the CPU: then a key or a table there is torch's work."""
+    return torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET", "0") == "0"
+
+
+_left_on_the_cpu._dynamo_marked_constant = True  # type: ignore[attr-defined]

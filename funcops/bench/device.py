@@ -18,11 +18,13 @@ REPLAY_US, MOST_CALLS, MOST_COPIES = 2000.0, 64, 16
 
 
 class Replay(NamedTuple):
-    """A way to run `calls` calls, and whether it is a CUDA graph."""
+    """A way to run `calls` calls, and whether it is a CUDA graph. `held`: the calls, whose arguments' memory a graph reads and does
+    not own."""
 
     run: Call
     calls: int
     captured: bool
+    held: Any = ()
 
 
 class CudaTimer:
@@ -50,7 +52,7 @@ class CudaTimer:
             graph, _ = DeviceBackend().capture(run, lambda _: [], None, Options(self.stream))
         except CaptureError:
             return Replay(run, len(order), captured=False)
-        return Replay(graph.replay, len(order), captured=True)
+        return Replay(graph.replay, len(order), captured=True, held=order)
 
     def device_us(self, replays: dict[str, Replay], rounds: int = 15) -> dict[str, float]:
         samples: dict[str, list[float]] = {name: [] for name in replays}

@@ -38,7 +38,7 @@ Prepared = Callable[..., Callable[[], Any]]
 class Sample:
     """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
     kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
-    measured by bytes)."""
+    measured by bytes), and of sums of `length` terms."""
 
     kernel: Any
     shape: str
@@ -46,6 +46,7 @@ class Sample:
     torch: Prepared | None = None
     product: Prepared | None = None
     flops: float = 0.0
+    length: int = 1
 
     @property
     def name(self) -> str:
@@ -264,6 +265,7 @@ def _products(make: Maker) -> Iterator[Sample]:
         b, residual, z = make.floats(outer), make.floats(tokens, outer), make.floats(tokens, inner)
         dw, db, into = make.wide(outer, inner), make.wide(outer), make.floats(tokens, inner)
         forward, dgrad, wgrad = _bare_products(x, w, dy)
+        lengths = {forward: inner, dgrad: outer, wgrad: tokens}
         rows: list[tuple[Any, str, tuple[Any, ...], Prepared]] = [
             (linear.linear_fwd, "", (x, w, None), forward),
             (linear.linear_fwd, "bias", (x, w, b), forward),
@@ -281,7 +283,7 @@ def _products(make: Maker) -> Iterator[Sample]:
             (fused_linear.fused_linear_wgrad_into, "bias", (dy, x, 1.0, dw, db), wgrad),
         ]
         for kernel, what, args, product in rows:
-            yield Sample(kernel, f"{shape} {what}".strip(), args, product=product, flops=flops)
+            yield Sample(kernel, f"{shape} {what}".strip(), args, product=product, flops=flops, length=lengths[product])
 
 
 def _siblings(make: Maker) -> Iterator[Sample]:
@@ -293,8 +295,10 @@ def _siblings(make: Maker) -> Iterator[Sample]:
         w, b, dy = ([make.floats(*s) for s in shapes] for shapes in _siblings_shapes(tokens, inner, sizes))
         pad = [None] * (3 - len(sizes))
         forward, dgrad, _ = _bare_products(x, torch.cat(w), torch.cat(dy, -1))
-        yield Sample(sibling_linear.sibling_linear_fwd, shape, (x, *w, *pad, *b, *pad), product=forward, flops=flops)
-        yield Sample(sibling_linear.sibling_linear_dgrad, shape, (*dy, *pad, *w, *pad), product=dgrad, flops=flops)
+        args = x, *w, *pad, *b, *pad
+        yield Sample(sibling_linear.sibling_linear_fwd, shape, args, product=forward, flops=flops, length=inner)
+        args = *dy, *pad, *w, *pad
+        yield Sample(sibling_linear.sibling_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
 
 
 def _siblings_shapes(tokens: int, inner: int, sizes: list[int]) -> tuple[list[tuple[int, ...]], ...]:

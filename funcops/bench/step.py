@@ -85,6 +85,7 @@ def torch_step(
     weights: list[Tensor] = list(master.parameters())
     copies: list[Tensor] = list(compute.parameters())
     optimiser = torch.optim.AdamW(weights, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+    compute.cos_sin(next(compute.parameters()))  # its tables: made by a compiled call they would lie in a graph's memory
     run: Any = torch.compile(compute, dynamic=False, mode=mode) if compiled else compute
 
     def step() -> Tensor:

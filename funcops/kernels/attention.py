@@ -163,10 +163,11 @@ def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
 
 
 def in_vectors(t: Tensor) -> bool:
-    """Whether the last stride is 1, and the others and the address are multiples of a vector. A tracer knows no address."""
+    """Whether the last stride is 1, and the others, which the kernels look at for one head, too, and the address are multiples of a
+    vector. A tracer knows no address."""
     *outer, last = zip(t.shape, t.stride(), strict=True)
     start = t.storage_offset() * t.itemsize if tracing() else t.data_ptr()
-    return last[1] == 1 and start % VECTOR == 0 and all([n == 1 or (s > 0 and s * t.itemsize % VECTOR == 0) for n, s in outer])
+    return last[1] == 1 and start % VECTOR == 0 and all([s * t.itemsize % VECTOR == 0 and (s > 0 or n == 1) for n, s in outer])
 
 
 def _cut(t: Tensor, size: int) -> Tensor:

@@ -25,9 +25,14 @@ ROUNDOFF = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.
 FACTOR = {torch.float64: 8.0, torch.float32: 8.0, torch.bfloat16: 16.0, torch.float16: 16.0}
 
 
-def bound(want: Tensor, scale: float, dtype: torch.dtype, length: int) -> Tensor:
+def relative(dtype: torch.dtype, length: int) -> float:
+    """u * factor * sqrt(n): of a result's size; as it is, of a whole tensor's in the Euclidean norm."""
     n = length if dtype in (torch.float64, torch.float32) else 1
-    return ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5 * (scale + want.abs()) + ROUNDOFF[dtype]
+    return float(ROUNDOFF[dtype] * FACTOR[dtype] * n**0.5)
+
+
+def bound(want: Tensor, scale: float, dtype: torch.dtype, length: int) -> Tensor:
+    return relative(dtype, length) * (scale + want.abs()) + ROUNDOFF[dtype]
 
 
 def assert_close(
