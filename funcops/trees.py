@@ -194,7 +194,23 @@ def cast(tree: T, dtype: torch.dtype) -> T:
     require_type("cast", "dtype", dtype, torch.dtype)
     if not dtype.is_floating_point:
         fail("cast", "dtype", "a floating dtype", dtype, TypeError)
-    return tree_map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+
+    def changes(t: Tensor) -> bool:
+        return t.is_floating_point() and t.dtype is not dtype
+
+    others = [t for t in tensors(tree) if changes(t)]
+    if not all([_copied_at_once(t) for t in others]):
+        return tree_map_tensors(lambda t: t.to(dtype) if changes(t) else t, tree)
+    made = [torch.empty_like(t, dtype=dtype) for t in others]
+    if made:
+        torch._foreach_copy_(made, others)  # a launch for many: on a GPU each would cost the host as much as all
+    ready = iter(made)
+    return tree_map_tensors(lambda t: next(ready) if changes(t) else t, tree)
+
+
+def _copied_at_once(t: Tensor) -> bool:
+    recorded = t.requires_grad and torch.is_grad_enabled()
+    return t.is_cuda and not recorded and type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -193,8 +193,6 @@ def test_exact_float32_is_the_librarys_and_its_epilogue_ours(kind, monkeypatch):
             got = run(*(t.clone() for t in wide))
         assert_close(tree_map_tensors(torch.detach, got), tree_map_tensors(torch.detach, want), dtype=torch.float32)
         assert len(called) == (0 if provider == "cublas" else 9)
-    monkeypatch.setattr(products, "precision", lambda dtype: "tf32")
-    assert not products.library_serves("fused", torch.float32)
 
 
 @pytest.mark.parametrize("rows", [0, 1])

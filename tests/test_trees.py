@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.utils._pytree as torch_pytree
 
-from funcops import LinearConfig, LinearParams, linear_dgrad, linear_fwd
+from funcops import LinearConfig, LinearParams, linear_dgrad, linear_fwd, trees
 from funcops.trees import (
     NAMESPACE,
     at,
@@ -81,6 +81,20 @@ def test_cast_leaves_what_has_the_dtype_and_what_is_no_float():
     made = cast(tree, torch.bfloat16)
     assert made["w"].dtype is torch.bfloat16 and made["i"] is tree["i"]
     assert made["half"] is tree["half"] and made["none"] is None
+
+
+def test_cast_of_many_at_once_is_that_of_each(monkeypatch):
+    """As on a GPU; a tensor in two places is cast for each, one that asks for gradients by an operator that gives them."""
+    shared, strided = torch.randn(3, 4), torch.randn(4, 3).mT
+    tree = {"a": shared, "b": [shared, None, torch.arange(2)], "c": strided, "d": torch.ones(2, dtype=torch.bfloat16)}
+    want = cast(tree, torch.bfloat16)
+    assert not trees._copied_at_once(shared)
+    monkeypatch.setattr(trees, "_copied_at_once", lambda t: not t.requires_grad)
+    got = cast(tree, torch.bfloat16)
+    assert got["d"] is tree["d"] and got["b"][2] is tree["b"][2] and got["a"] is not got["b"][0]
+    for one, other in zip(tensors(got), tensors(want), strict=True):
+        assert one.dtype is other.dtype and one.stride() == other.stride() and torch.equal(one, other)
+    assert cast({"w": shared.clone().requires_grad_()}, torch.float64)["w"].requires_grad
 
 
 def test_at_and_put():

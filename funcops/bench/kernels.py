@@ -1,4 +1,5 @@
-"""Every kernel on this GPU: ours, torch eager, torch.compile, and Liger-Kernel where it imports.
+"""Every kernel on this GPU: ours as a user gets them, our own matrix products ("triton") where the table prefers the library's,
+torch eager, torch.compile, and Liger-Kernel where it imports.
 
 Rates count the compulsory bytes, each argument read once and each result written once, as a share of what a copy reaches
 in the same process; matrix products as a share of cuBLAS's bare product in the same rounds.
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import backend
+from funcops.backend import backend, gemm
 from funcops.bench.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
 from funcops.bench.liger import liger_call, write_liger_csv
 from funcops.bench.measure import NoDevice
@@ -29,7 +30,7 @@ from funcops.trees import leaves, nbytes, tree_map
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NOT_MEASURED: Any = (math.nan,) * 9
-PROVIDERS = ("funcops", "torch", "torch.compile", "liger", "cublas")
+PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas")
 
 
 class Measured(NamedTuple):
@@ -97,9 +98,11 @@ def measured_copy_rate(timer: Any) -> float:
     return 2 * source.nbytes / seconds
 
 
-def using(provider: str) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def using(provider: str) -> Iterator[None]:
     """Our kernels for ours alone: the torch bodies of some kernels call others."""
-    return backend("triton" if provider == "funcops" else "torch")
+    with backend("triton" if provider in ("funcops", "triton") else "torch"), gemm("triton" if provider == "triton" else "auto"):
+        yield
 
 
 def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
@@ -183,6 +186,7 @@ def provided(sample: Sample) -> dict[str, Prepared | None]:
 
     return {
         "funcops": direct(sample.kernel),
+        "triton": direct(sample.kernel) if sample.product else None,
         "torch": sample.torch or direct(body),
         "torch.compile": compiled,
         "liger": liger_call(sample),

@@ -3,6 +3,7 @@ of addresses on the device, which is made when the addresses are new."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Optional
 
@@ -79,7 +80,7 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta else -float("inf")
 
 
-_tables = Tables(KEPT)
+_tables, _chunks = Tables(KEPT), Tables(KEPT)
 
 
 @declared.adamw.triton
@@ -92,7 +93,9 @@ def adamw(
     rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, decayed]
     for _, (p, g, m, v, t, decays) in declared.grouped(rows, [g.dtype for g in grads]):
         g = [one.contiguous() for one in g]
-        (table, chunks), aligned, _ = _table_of(p, g, m, v, t, decays)
+        (table,), aligned, _ = _table_of(p, g, m, v, t, decays)
+        sizes = tuple([one.numel() for one in p])
+        (chunks,), _, _ = _chunks.get(p[0].device, sizes, functools.partial(_chunks_of, sizes))
         if chunks.shape[0]:
             _launch(
                 chunks.shape[0], 1, 1, table, chunks, p[0], g[0], m[0], v[0], t[0], lr_tensor, lr,
@@ -101,7 +104,8 @@ def adamw(
 
 
 def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> Table:
-    """Rows and chunks; the note: whether every distance but the steps' is a multiple of 16."""
+    """Gradients are elsewhere at most steps, so this is made anew; the note: whether every distance but the steps' is a multiple
+    of 16."""
     addresses = tuple([tuple([one.data_ptr() for one in row]) for row in (p, g, m, v, t)])
     sizes = tuple([one.numel() for one in p])
     widths = tuple([row[0].itemsize for row in (p, g, m, v, t)])
@@ -115,8 +119,11 @@ def _new_table(addresses: Any, widths: Any, sizes: tuple[int, ...], decays: Any)
     require(not odd, "adamw", "tensors", "at addresses that are multiples of their element size", "some that are not")
     distances = [[(at - row[0]) // width for at in row] for row, width in zip(addresses, widths, strict=True)]
     rows = torch.tensor(list(zip(*distances, sizes, map(int, decays), strict=True)), dtype=torch.int64, device="cpu")
+    return (rows,), all([at % 16 == 0 for row in distances[:4] for at in row])
+
+
+def _chunks_of(sizes: tuple[int, ...]) -> tuple[tuple[Tensor, ...], None]:
     counts = torch.tensor([cdiv(n, BLOCK * BLOCKS) for n in sizes], dtype=torch.int64, device="cpu")
     tensor = torch.repeat_interleave(torch.arange(len(sizes), device="cpu"), counts)
     before = (counts.cumsum(0) - counts)[tensor]
-    chunks = torch.stack((tensor, torch.arange(tensor.numel(), device="cpu") - before), 1)
-    return (rows, chunks), all([at % 16 == 0 for row in distances[:4] for at in row])
+    return (torch.stack((tensor, torch.arange(tensor.numel(), device="cpu") - before), 1),), None

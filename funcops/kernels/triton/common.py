@@ -59,9 +59,19 @@ def most_warps() -> int:
     return 32 if INTERPRETED else 1024 // _warp_size(driver.active.get_current_device(), driver.active)
 
 
+def copies_by_itself() -> bool:
+    """Whether loads can go to shared memory while a program computes."""
+    return bool(INTERPRETED) or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
+
+
 @functools.lru_cache(maxsize=64)
 def _warp_size(device: int, active: Any) -> int:
-    return int(active.get_current_target().warp_size)
+    return int(_target(device, active).warp_size)
+
+
+@functools.lru_cache(maxsize=64)
+def _target(device: int, active: Any) -> Any:
+    return active.get_current_target()
 
 
 def contiguous(t: Optional[Tensor]) -> Optional[Tensor]:

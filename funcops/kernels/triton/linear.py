@@ -6,21 +6,15 @@ from typing import Optional
 
 from torch import Tensor
 
-from funcops.backend.select import gemm_provider
 from funcops.kernels import linear as declared
 from funcops.kernels.triton.fused_linear import contiguous, rows_of
-from funcops.kernels.triton.gemm_table import choose
-from funcops.kernels.triton.matmul import Epilogue, matmul
-
-
-def _left_to_library(like: Tensor, m: int, n: int) -> bool:
-    return gemm_provider() == "auto" and choose("none", like.dtype, m, n, True).library
+from funcops.kernels.triton.matmul import Epilogue, left_to_library, matmul
 
 
 @declared.linear_fwd.triton
 def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
     rows = x.numel() // max(1, x.shape[-1])
-    if _left_to_library(x, rows, w.shape[0]):
+    if left_to_library("none", x.dtype, rows, w.shape[0]):
         return declared.linear_fwd.kernel.torch_impl(x, w, b)  # type: ignore[no-any-return]
     y = x.new_empty((*x.shape[:-1], w.shape[0]))
     if y.numel():
@@ -31,7 +25,7 @@ def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
 @declared.linear_dgrad.triton
 def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     rows = dy.numel() // max(1, dy.shape[-1])
-    if _left_to_library(dy, rows, w.shape[1]):
+    if left_to_library("none", dy.dtype, rows, w.shape[1]):
         return declared.linear_dgrad.kernel.torch_impl(dy, w)  # type: ignore[no-any-return]
     dx = dy.new_empty((*dy.shape[:-1], w.shape[1]))
     if dx.numel():
@@ -41,7 +35,7 @@ def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
 
 @declared.linear_wgrad.triton
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
-    if x is None or _left_to_library(dy, dy.shape[-1], x.shape[-1]):
+    if x is None or left_to_library("none", dy.dtype, dy.shape[-1], x.shape[-1]):
         return declared.linear_wgrad.kernel.torch_impl(dy, x, bias)  # type: ignore[no-any-return]
     dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
     db = dy.new_empty(dy.shape[-1]) if bias else None

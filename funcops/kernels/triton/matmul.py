@@ -15,7 +15,8 @@ from funcops.backend.select import gemm_provider
 from funcops.kernels.triton.common import INTERPRETED, block_of, cdiv, warps_of
 from funcops.kernels.triton.gemm import launch_after, launch_descriptor, launch_pointer, launch_sum_splits
 from funcops.kernels.triton.gemm_specialised import launch_specialised
-from funcops.kernels.triton.gemm_table import SPECIALISED, TABLE, Choice, Tile, choose
+from funcops.kernels.triton.gemm_table import FUSED, SPECIALISED, Choice, Tile, choose
+from funcops.kernels.triton.norm import add_parts, row_sums
 
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
 SHARE, MOST_SHARES = 1024, 8  # of the inner dimension, that a tile takes the row sums of
@@ -36,7 +37,9 @@ class Epilogue(NamedTuple):
     sums: Optional[Tensor] = None
 
     def family(self, out: Tensor) -> str:
-        if self.bias is not None or self.kind or self.z is not None or (self.add is not None and self.add is not out):
+        if self.add is not None and self.add is not out:
+            return "added"
+        if self.bias is not None or self.kind or self.z is not None:
             return "fused"
         return "none" if self.add is None else "accumulate"
 
@@ -51,7 +54,7 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
         by_specialised(a, b, out, epilogue, SPECIALISED[family != "none"])
         return
     tile = tile_for(split, described)
-    splits = 1 if family == "fused" else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
+    splits = 1 if family in FUSED else number_of_splits(cdiv(m, tile.m) * cdiv(n, tile.n), k)
     run, tile = by_descriptor if described else by_pointer, tile if splits > 1 else tile_for(own, described)
     per_split = max(1, cdiv(cdiv(k, splits), tile.k)) * tile.k
     shares = 1 if epilogue.sums is None else number_of_shares(cdiv(n, tile.n), per_split)
@@ -71,16 +74,19 @@ def matmul(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue, choice: Option
 
 def multiply(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
     """As `matmul`; by the library, and a kernel for the epilogue, where that is faster."""
-    family = epilogue.family(out)
-    served = library_serves(family, a.dtype) and (family == "accumulate" or epilogue.add is not out)
-    (by_library if served else matmul)(a, b, out, epilogue)
+    (by_library if _library_serves(a, b, out, epilogue) else matmul)(a, b, out, epilogue)
 
 
-def library_serves(family: str, dtype: torch.dtype) -> bool:
-    """Of products in float32 that are to be exact, which no matrix unit multiplies: by the table."""
-    if dtype is not torch.float32 or gemm_provider() not in ("auto", "cublas"):
+def _library_serves(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> bool:
+    provider, family = gemm_provider(), epilogue.family(out)
+    if provider not in ("auto", "cublas") or (family == "fused" and epilogue.add is not None):
         return False
-    return TABLE[family, "float32", "any"].library and precision(dtype) == "ieee"
+    return provider == "cublas" or left_to_library(family, a.dtype, *out.shape) or not descriptors_serve(a, b, out)
+
+
+def left_to_library(family: str, dtype: torch.dtype, m: int, n: int) -> bool:
+    """Whether torch's kernels are as fast as any of ours, by the table; false where others were asked for."""
+    return gemm_provider() == "auto" and choose(family, dtype, m, n, True).library
 
 
 @torch.no_grad()
@@ -88,7 +94,12 @@ def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
     (m, n), keep = out.shape, e.mode == "keep"
     t = e.z.view(m, n) if keep and e.z is not None else out
     start = e.bias if e.bias is not None else e.add if e.add is out else None
-    torch.addmm(t if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=t)
+    if out.dtype is not a.dtype:
+        _add_wide(out, a, b, e.scale, 1.0 if e.add is out else 0.0)
+    elif start is None and e.scale == 1.0:
+        torch.mm(a, b, out=t)
+    else:
+        torch.addmm(t if start is None else start, a, b, beta=0.0 if start is None else 1.0, alpha=e.scale, out=t)
     if e.kind or e.z is not None or (e.add is not None and e.add is not out):
         block = block_of(n, AFTER_COLUMNS)
         rows = AFTER_TILE // block
@@ -97,8 +108,15 @@ def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
             "" if keep else e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
         )  # fmt: skip
     if e.sums is not None:
-        total = a.sum(1)
-        e.sums.copy_(total) if e.add is None else e.sums.add_(total)
+        add_parts(row_sums(a.mT), e.sums, e.add is not None)
+
+
+def _add_wide(out: Tensor, a: Tensor, b: Tensor, scale: float, beta: float) -> None:
+    """Into float32, of narrower factors: only CUDA's library takes those as they are."""
+    if a.is_cuda:
+        torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
+    else:
+        torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=scale, out=out)
 
 
 def tile_for(choice: Choice, described: bool) -> Tile:

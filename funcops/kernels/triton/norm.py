@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
-from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, most_warps, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
 
 LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of rows at odd addresses each element takes registers
 LONGEST_BYTES = 32768  # of the rows that a backward takes whole
@@ -52,6 +52,11 @@ def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     return Whole(at_once, block, block > tile, max(8, warps_of(at_once * block)))
 
 
+def stages() -> int:
+    """Of loads on their way, where a device copies to its shared memory by itself."""
+    return 3 if copies_by_itself() else 1
+
+
 def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
     if whole is None:
         return max(1, min(PROGRAMS // cdiv(width, CHUNK), rows))
@@ -88,7 +93,7 @@ def normalise(
         at_once = max(1, FORWARD_TILE // block)
         kernels.launch_forward(
             cdiv(rows, at_once), 1, 1, *tensors, rows, width, how.alpha, how.eps, *flags, at_once, block,
-            num_warps=warps_of(at_once * block) if block <= ODD_LONGEST else most_warps(),
+            num_warps=warps_of(at_once * block) if block <= ODD_LONGEST else most_warps() if block == LONGEST else 8,
         )  # fmt: skip
     return y, mean, rstd, stream
 
@@ -112,8 +117,8 @@ def gradients(
     if whole is not None:
         again = whole.again and dx
         kernels.launch_backward(
-            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again, whole.at_once,
-            whole.block,
+            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again,
+            1 if whole.again else stages(), whole.at_once, whole.block,
             num_warps=most_warps() if again and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
         )  # fmt: skip
         return d_x, d_w, d_b
@@ -190,17 +195,22 @@ def row_sums(dy: Tensor) -> Tensor:
     parts = dy.new_empty((count, width), dtype=torch.float32)
     if not rows:
         return parts.zero_()
-    kernels.launch_column_sums(count, cdiv(width, block), 1, dy, parts, rows, width, at_once, block, num_warps=8)
+    kernels.launch_column_sums(count, cdiv(width, block), 1, dy, parts, rows, width, stages(), at_once, block, num_warps=4)
     return parts
 
 
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = parts.new_empty(parts.shape[1], dtype=dtype)
+    add_parts(parts, total, False)
+    return total
+
+
+def add_parts(parts: Tensor, total: Tensor, add: bool) -> None:
+    """total [D] = the sum of parts [P, D], with `add` to what is there."""
     rows, block = 32, 64
     grid = cdiv(parts.shape[1], block), 1, 1
-    kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, rows, block, num_warps=4)
-    return total
+    kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, add, rows, block, num_warps=4)
 
 
 @declared.l2_norm_fwd.triton

@@ -114,10 +114,10 @@ def _weight(w_ptr, i, inside, SHIFTED: tl.constexpr):
 def _backward(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, add_ptr, dx_ptr, dw_ptr, db_ptr, rows, width, alpha: tl.float32,
     ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, DX: tl.constexpr,
-    DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time. With AGAIN
-    dy, x and w are loaded for the sums, and once more for the rest."""
+    """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time, of which
+    STAGES - 1 are on their way while one is used. With AGAIN dy, x and w are loaded for the sums, and once more for the rest."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.arange(0, BLOCK)[None, :]
     within = tl.arange(0, ROWS)[:, None] * width + i
@@ -125,7 +125,7 @@ def _backward(
     if WEIGHT and not AGAIN:
         w = _weight(w_ptr, i, i < width, SHIFTED)
     dw, db = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    for group in range(part, tl.cdiv(rows, ROWS), parts):
+    for group in tl.range(part, tl.cdiv(rows, ROWS), parts, num_stages=STAGES):
         row, at = group * ROWS + tl.arange(0, ROWS), group * ROWS * width
         inside = (row < rows)[:, None] & (i < width)
         rstd, mean = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None], 0.0
@@ -218,27 +218,30 @@ def _backward_long(
 
 
 @triton.jit
-def _column_sums(dy_ptr, parts_ptr, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of the sums of some columns, ROWS rows at a time."""
+def _column_sums(dy_ptr, parts_ptr, rows, width, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of the sums of some columns, ROWS rows at a time, as in `_backward`."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for group in range(part, tl.cdiv(rows, ROWS), parts):
+    for group in tl.range(part, tl.cdiv(rows, ROWS), parts, num_stages=STAGES):
         row = group * ROWS + tl.arange(0, ROWS)
         total += load_wide(dy_ptr + row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :])
     tl.store(parts_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
 
 
 @triton.jit
-def _sum_parts(parts_ptr, total_ptr, parts, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Every program sums a few columns: there are many parts, and few columns."""
+def _sum_parts(parts_ptr, total_ptr, parts, width, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Every program sums a few columns: there are many parts, and few columns. With ADD to what is there."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
         inside = (row < parts)[:, None] & (i < width)[None, :]
         total += tl.load(parts_ptr + row[:, None] * width + i[None, :], mask=inside, other=0.0)
-    store_rounded(total_ptr + i, tl.sum(total, 0), i < width)
+    found = tl.sum(total, 0)
+    if ADD:
+        found += load_wide(total_ptr + i, i < width)
+    store_rounded(total_ptr + i, found, i < width)
 
 
 launch_forward, launch_forward_long = launcher(_forward), launcher(_forward_long)

@@ -9,13 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from funcops.backend.launch import launcher
-from funcops.backend.select import gemm_provider
 from funcops.kernels import sibling_linear as declared
 from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rounded
 from funcops.kernels.triton.fused_linear import rows_of
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import choose
-from funcops.kernels.triton.matmul import GROUP, aligned, library_serves, precision
+from funcops.kernels.triton.matmul import GROUP, aligned, left_to_library, precision
 
 
 @triton.jit
@@ -69,20 +68,13 @@ def _dgrad(
 _launch_fwd, _launch_dgrad = launcher(_fwd), launcher(_dgrad)
 
 
-def _left_to_library(like: Tensor, m: int, sizes: tuple[int, ...]) -> bool:
-    """Where each product alone fills a device, the library's are faster than one of ours; and where float32 is to be exact."""
-    if library_serves("three", like.dtype):
-        return True
-    return gemm_provider() == "auto" and all([m >= 1024 and n >= 1024 for n in sizes])
-
-
 @declared.sibling_linear_fwd.triton
 def sibling_linear_fwd(
     x: Tensor, w0: Tensor, w1: Tensor, w2: Optional[Tensor], b0: Optional[Tensor], b1: Optional[Tensor], b2: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     m, k = x.numel() // max(1, x.shape[-1]), x.shape[-1]
     n0, n1, n2 = w0.shape[0], w1.shape[0], 0 if w2 is None else w2.shape[0]
-    if _left_to_library(x, m, (n0, n1, n2) if n2 else (n0, n1)):
+    if left_to_library("three", x.dtype, m, n0):
         return declared.sibling_linear_fwd.kernel.torch_impl(x, w0, w1, w2, b0, b1, b2)  # type: ignore[no-any-return]
     y0, y1 = x.new_empty((*x.shape[:-1], n0)), x.new_empty((*x.shape[:-1], n1))
     y2 = x.new_empty((*x.shape[:-1], n2)) if w2 is not None else None
@@ -102,7 +94,7 @@ def sibling_linear_fwd(
 @declared.sibling_linear_dgrad.triton
 def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Tensor, w1: Tensor, w2: Optional[Tensor]) -> Tensor:
     m, n = dy0.numel() // w0.shape[0], w0.shape[1]
-    if _left_to_library(dy0, m, (n,)):
+    if left_to_library("three", dy0.dtype, m, n):
         return declared.sibling_linear_dgrad.kernel.torch_impl(dy0, dy1, dy2, w0, w1, w2)  # type: ignore[no-any-return]
     dx = dy0.new_empty((*dy0.shape[:-1], n))
     if m:
