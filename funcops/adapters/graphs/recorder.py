@@ -5,8 +5,8 @@ replay runs. A tensor of an earlier recording that a later one reads (autograd's
 becomes an output of the earlier.
 
 As a CUDA graph does not own the memory that it reads, neither does a recording own what other recordings of its pool made: where
-nobody held it after capture, the pool may have given it to others, and a replay raises. And as what a graph needs for itself is free in
-the pool once its capture ended, where later ones may keep what they leave, a replay here writes garbage over what they left.
+nobody held it after capture, the pool may have given it to others, and a replay raises. And as later graphs may keep what they
+leave in memory that a graph needs for itself, a replay writes garbage over what later recordings of its pool left.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ class Recording:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run again. What recordings later in the pool left is garbage then, as on a device it may be: they may have been given for
-        it what this one works in."""
+        """Run again. What later recordings of the pool left is garbage then, as on a device it may be: what this one needs for itself
+        was free when they were captured."""
         self._spoil_later()
         values: dict[int, Tensor] = {}
         for call in self.calls:
