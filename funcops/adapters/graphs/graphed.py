@@ -118,9 +118,9 @@ def graphed(
     write to donated leaves is undone. Everything that should change from call to call must be a tensor: keys, learning rates,
     counters.
 
-    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a handle of torch's), whose
-    memory the first slot shares. The two must not run at the same time, and a call of the one that was captured first may write over
-    what the other lent: with `debug` any use after that raises, too.
+    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a handle of torch's),
+    whose memory the first slot shares. The two must not run at the same time, and a call of the one that was captured first may
+    write over what the other lent: with `debug` any use after that raises, too.
 
     Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
     """

@@ -102,8 +102,8 @@ class Recording:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run again. What later recordings of the pool left is garbage then, as on a device it may be: what this one needs for itself
-        was free when they were captured."""
+        """Run again. What later recordings of the pool left is garbage then, as on a device it may be: what this one needs for
+        itself was free when they were captured."""
         self._spoil_later()
         values: dict[int, Tensor] = {}
         for call in self.calls:
