@@ -257,6 +257,18 @@ def test_what_is_borrowed_from_a_shared_pool_complains(device):
     assert float(second(x).sum()) == 12
 
 
+def test_versions_count_what_earlier_graphs_of_a_pool_write_over():
+    """So autograd, and residuals that hold what was borrowed, see it without `debug`, too."""
+    pool, x, lent = None, torch.ones(3), []
+    for i in range(3):
+        pool = graphed(lambda x, i=i: x * 2 + i, x, outputs="borrow", pool=pool)
+        lent.append((pool, pool(x)))
+    for i, (captured, _) in enumerate(lent):
+        before = [y._version for _, y in lent]
+        captured(x)
+        assert [y._version > old for (_, y), old in zip(lent, before, strict=True)] == [j >= i for j in range(3)]
+
+
 @pytest.mark.parametrize("half", ["dgrad", "bwd"])
 def test_a_borrowed_dx_lives_until_the_slots_next_forward(half):
     """The forward's graph was captured first."""
@@ -296,7 +308,12 @@ def test_nothing_is_kept_of_a_pool_whose_graphs_are_gone():
     before = len(timeline._timelines)
     captured = graphed(lambda x: x * 2, torch.ones(3), slots=2, outputs="borrow")
     assert len(timeline._timelines) == before + 2
+    other = graphed(lambda x: x * 3, torch.ones(3), outputs="borrow", pool=captured)
+    (line,) = [one for one in timeline._timelines.values() if len(one.last) == 2]
+    del other
+    gc.collect()
+    assert len(line.last) == len(line.lent) == 1, "nor of a graph that was dropped, where others of its pool live"
     captured.reset()
-    del captured
+    del captured, line
     gc.collect()
     assert len(timeline._timelines) == before

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs import recorder
-from funcops.adapters.graphs.timeline import Timed
+from funcops.adapters.graphs.timeline import Place
 from funcops.backend.tables import holding
 from funcops.errors import CaptureError, fail, require_count
 from funcops.trees import nbytes, tensors
@@ -25,12 +25,13 @@ Outputs = Callable[[Any], list[Tensor]]
 class Captured(Protocol):
     """A captured function, to be run again."""
 
+    place: Place
+
     def replay(self) -> None: ...
     def reset(self) -> None: ...
     def kernels(self) -> int | None: ...
     def dot(self, path: str) -> None: ...
     def instantiate(self) -> None: ...
-    def overwritten(self) -> bool: ...
 
     @property
     def raw_graph(self) -> Any: ...
@@ -106,25 +107,24 @@ class RecorderBackend:
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
         recording, result = recorder.record(fn, pool, outputs)
-        return _Recorded(recording, pool), result
+        return _Recorded(recording, Place(pool)), result
 
     def pool_bytes(self, pool: Any) -> int:
         lent = [one.get() for recording in pool.recordings for _, one in recording.outputs]
         return nbytes([t for t in lent if t is not None])
 
 
-class _Recorded(Timed):
-    def __init__(self, recording: recorder.Recording, pool: Any) -> None:
-        super().__init__(pool)
-        self.recording = recording
+class _Recorded:
+    def __init__(self, recording: recorder.Recording, place: Place) -> None:
+        self.recording, self.place = recording, place
 
     def replay(self) -> None:
         self.recording.replay()
-        self._replayed()
+        self.place.replayed()
 
     def reset(self) -> None:
         self.recording.reset()
-        self._gone()
+        self.place.leave()
 
     def kernels(self) -> int | None:
         return self.recording.operators
@@ -194,7 +194,7 @@ class DeviceBackend:
                 torch.cuda.set_stream(stream)
                 if collected != gc.isenabled():
                     (gc.enable if collected else gc.disable)()
-        return _Graph(graph, options.keep_graph, self.device, held, pool), result
+        return _Graph(graph, options.keep_graph, self.device, held, Place(pool)), result
 
     def pool_bytes(self, pool: Any) -> int:
         segments = [segment for one in _pools(pool) for segment in torch.cuda.memory_snapshot(one)]
@@ -231,22 +231,21 @@ def _mend(graph: Any, pool: Any, stream: Any) -> None:
             pass
 
 
-class _Graph(Timed):
+class _Graph:
     """`held`: what the graph reads at each replay, and nobody else keeps."""
 
-    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], pool: Any) -> None:
-        super().__init__(pool)
-        self.graph, self.kept, self.device, self.held = graph, kept, device, held
+    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], place: Place) -> None:
+        self.graph, self.kept, self.device, self.held, self.place = graph, kept, device, held, place
 
     def replay(self) -> None:
         with torch.cuda.device(self.device):
             self.graph.replay()
-        self._replayed()
+        self.place.replayed()
 
     def reset(self) -> None:
         self.graph.reset()
         self.held.clear()
-        self._gone()
+        self.place.leave()
 
     def kernels(self) -> int | None:
         """The graph's kernel nodes, where it was kept and instantiated and the driver tells them."""

@@ -87,7 +87,7 @@ class _Callable:
         return [value for value in values if isinstance(value, Tensor)]
 
     def check_kept(self, slot: _Slot, what: str, *graphs: str) -> None:
-        if any([slot.graphs[name].overwritten() for name in graphs]):
+        if any([slot.graphs[name].place.overwritten() for name in graphs]):
             raise BorrowedError(
                 f"{self.where}: what {what} kept must be as it was left, got a replay of {SHARED} since: capture without pool="
             )
@@ -354,7 +354,9 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
     if c.outputs == "borrow":
-        slot.written.tensors += slot.out_tensors
+        slot.graphs["fwd"].place.lend(slot.out_tensors)
+    if not c.clone and "bwd" in slot.graphs:
+        slot.graphs["bwd"].place.lend([g for g in slot.grads[len(given) :] if g is not None])
     return slot
 
 

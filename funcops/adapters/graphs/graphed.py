@@ -163,9 +163,8 @@ def _capture(
             before.restore()
     try:
         inputs.check_unwritten()
-        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured)
+        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured.place)
     except Exception:
         captured.reset()
         raise
-    written.tensors += outputs.borrowed
     return _Slot(inputs, outputs, captured, written)

@@ -77,7 +77,7 @@ class _Slot:
 
     def overwritten(self) -> bool:
         """Whether what is in flight here may be gone, by graphs of others in its pool."""
-        return self.graphs["fwd"].overwritten() or (self.state == PENDING and self.graphs["dgrad"].overwritten())
+        return self.graphs["fwd"].place.overwritten() or (self.state == PENDING and self.graphs["dgrad"].place.overwritten())
 
 
 class GraphedOp:
@@ -290,12 +290,10 @@ def _capture(
 
 def _give_outputs(slot: _Slot, y: Any, dx: Any, whole_dx: Any, policy: str, debug: bool) -> None:
     given, dys = ([leaf.static for leaf in of.leaves] for of in (slot.inputs, slot.dy))
-    slot.y = Outputs("graphed_op", y, given, policy, debug, slot.graphs["fwd"])
-    slot.dx, slot.whole_dx = (
-        Outputs("graphed_op", one, dys, policy, debug, slot.graphs[name]) for one, name in ((dx, "dgrad"), (whole_dx, "bwd"))
-    )
-    for name, lent in (("fwd", (slot.y, slot.dx, slot.whole_dx)), ("dgrad", (slot.dx,)), ("bwd", (slot.whole_dx,))):
-        slot.written[name].tensors += [t for outputs in lent for t in outputs.borrowed]
+    of = [("fwd", y, given), ("dgrad", dx, dys), ("bwd", whole_dx, dys)]
+    slot.y, slot.dx, slot.whole_dx = [
+        Outputs("graphed_op", tree, statics, policy, debug, slot.graphs[name].place) for name, tree, statics in of
+    ]
 
 
 def _versions(slot: _Slot) -> tuple[list[int], list[int]]:
@@ -305,15 +303,15 @@ def _versions(slot: _Slot) -> tuple[list[int], list[int]]:
 
 def _check_kept(where: str, kind: str, index: int, slot: _Slot) -> None:
     """Raises where params, or what is in flight, may not be as they were left."""
+    if slot.overwritten():
+        raise BorrowedError(
+            f"{where}: {kind} of slot {index} must be as they were left, got a replay of {SHARED} since: capture without pool="
+        )
     params, buffers = _versions(slot)
     if slot.versions[0] != params:
         raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
     if slot.versions[1] != buffers:
         raise BorrowedError(f"{where}: {kind} of slot {index} must be as the forward left them, got a buffer that was written to")
-    if slot.overwritten():
-        raise BorrowedError(
-            f"{where}: {kind} of slot {index} must be as they were left, got a replay of {SHARED} since: capture without pool="
-        )
 
 
 def _kept_bytes(slot: _Slot) -> int:

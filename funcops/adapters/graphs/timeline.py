@@ -10,40 +10,58 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
+from torch import Tensor
+
 
 class Timeline:
-    """Of one pool: for each graph, in the order of capture, the number of its last replay."""
+    """Of one pool. By graph, in the order of capture: the number of its last replay, and the tensors that it lends."""
 
     def __init__(self) -> None:
         self.captured = self.replays = 0
         self.last: dict[int, int] = {}
+        self.lent: dict[int, list[Tensor]] = {}
 
 
 _timelines: WeakValueDictionary[Any, Timeline] = WeakValueDictionary()  # by pool, for as long as a graph of it lives
 
 
-class Timed:
-    """A graph in the timeline of its pool."""
+class Place:
+    """A graph's place in the timeline of its pool."""
 
     def __init__(self, pool: Any) -> None:
-        self._timeline = _timelines.setdefault(pool, Timeline())
-        self._order = self._timeline.captured = self._timeline.captured + 1
-        self._timeline.last[self._order] = 0
+        self.timeline = _timelines.setdefault(pool, Timeline())
+        self.order = self.timeline.captured = self.timeline.captured + 1
+        self.timeline.last[self.order] = 0
 
-    def _replayed(self) -> None:
-        timeline = self._timeline
-        timeline.last[self._order] = timeline.replays = timeline.replays + 1
+    def __del__(self) -> None:
+        self.leave()
 
-    def _gone(self) -> None:
-        self._timeline.last.pop(self._order, None)
+    def lend(self, tensors: list[Tensor]) -> None:
+        """Of the graph's own buffers, those that callers hold."""
+        if tensors:
+            self.timeline.lent[self.order] = tensors
+
+    def replayed(self) -> None:
+        """It wrote over what it lends, and over what later graphs lend. torch does not see that, so it is counted."""
+        timeline, order = self.timeline, self.order
+        timeline.last[order] = timeline.replays = timeline.replays + 1
+        for other, lent in timeline.lent.items():
+            if other >= order:
+                torch.autograd.graph.increment_version(lent)
 
     def overwritten(self) -> bool:
         """Whether what the last replay left may be gone: a graph captured earlier into the same pool has been replayed since."""
-        last = self._timeline.last
-        since = last.get(self._order, 0)
-        for order, at in last.items():
-            if order >= self._order:
+        last = self.timeline.last
+        since = last.get(self.order, 0)
+        for other, at in last.items():
+            if other >= self.order:
                 break
             if at > since:
                 return True
         return False
+
+    def leave(self) -> None:
+        """The graph is no more."""
+        self.timeline.last.pop(self.order, None)
+        self.timeline.lent.pop(self.order, None)
