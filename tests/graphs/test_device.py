@@ -149,7 +149,8 @@ def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
         assert tuple(g.place.overwritten() for g in graphs) == want
     first.replay()
     second.reset()
-    assert third.place.overwritten() and not first.place.overwritten()
+    first.reset()
+    assert third.place.overwritten() and not first.place.overwritten(), "what a graph wrote over stays so when it is gone"
 
 
 def test_drawing_a_graph_warns_of_nothing(monkeypatch):

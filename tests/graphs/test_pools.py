@@ -303,6 +303,30 @@ def test_a_slot_whose_backward_is_refused_can_be_released():
     graph.fwd(params, x)
 
 
+def test_a_timeline_knows_what_was_written_over():
+    """Fifty drawn lives of a pool: graphs are captured, replayed and dropped, and what is kept of them is bounded."""
+
+    class Pool:
+        pass
+
+    for seed in range(50):
+        draw, pool, places, spoilt = python_random.Random(seed), Pool(), [], set()
+        for _ in range(60):
+            what = draw.choice("CRRRRD") if places else "C"
+            if what == "C":
+                places.append(timeline.Place(pool))
+                continue
+            place = draw.choice(places)
+            if what == "R":
+                place.replayed()
+                spoilt = (spoilt | {one.order for one in places if one.order > place.order}) - {place.order}
+            else:
+                place.leave()
+                places.remove(place)
+            assert [one.overwritten() for one in places] == [one.order in spoilt for one in places]
+            assert not places or len(places[0].timeline.last) <= 2 * len(places) + 1
+
+
 def test_nothing_is_kept_of_a_pool_whose_graphs_are_gone():
     gc.collect()
     before = len(timeline._timelines)
@@ -312,7 +336,7 @@ def test_nothing_is_kept_of_a_pool_whose_graphs_are_gone():
     (line,) = [one for one in timeline._timelines.values() if len(one.last) == 2]
     del other
     gc.collect()
-    assert len(line.last) == len(line.lent) == 1, "nor of a graph that was dropped, where others of its pool live"
+    assert len(line.last) == 2 and len(line.lent) == 1, "nor of a graph that was dropped, where others of its pool live"
     captured.reset()
     del captured, line
     gc.collect()

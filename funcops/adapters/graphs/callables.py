@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -234,12 +234,9 @@ def make_graphed_callables(
     capturer = Capturer(where, (samples, kwargs, [c.params for c in made]), pool, options, num_warmup_iters)
     numbers = itertools.count()
     for c, count in zip(made, counts, strict=True):
-        buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
-        try:
+        with _restored(c.fn):
             for i in range(count):
                 c.slots.append(_capture(c, allow_unused_input, delayed_wgrad, capturer.of_slot(next(numbers)), warm=i == 0))
-        finally:
-            buffers.restore()
     checker = None if order is None else _Order(order)
     for i, c in enumerate(made):
         c.order, c.number = checker, i + 1
@@ -288,6 +285,16 @@ def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]
         most[k] = max(most[k], now[k])
     require(not any(now) and all(most), where, "order", "with every callable, and a backward for each forward", list(order))
     return most
+
+
+@contextlib.contextmanager
+def _restored(fn: Any) -> Iterator[None]:
+    """A module's buffers are after it what they were before."""
+    buffers = Snapshot(list(fn.buffers()) if isinstance(fn, nn.Module) else [])
+    try:
+        yield
+    finally:
+        buffers.restore()
 
 
 def _static(path: str, value: Any) -> Leaf:
@@ -353,11 +360,15 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.weights = [(originals[id(p)], gradient) for p, gradient in slot.weights]
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
+    _lend(c, slot)
+    return slot
+
+
+def _lend(c: _Callable, slot: _Slot) -> None:
     if c.outputs == "borrow":
         slot.graphs["fwd"].place.lend(slot.out_tensors)
     if not c.clone and "bwd" in slot.graphs:
-        slot.graphs["bwd"].place.lend([g for g in slot.grads[len(given) :] if g is not None])
-    return slot
+        slot.graphs["bwd"].place.lend([g for g in slot.grads[len(slot.grads) - len(c.params) :] if g is not None])
 
 
 def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:

@@ -15,11 +15,13 @@ from torch import Tensor
 
 
 class Timeline:
-    """Of one pool. By graph, in the order of capture: the number of its last replay, and the tensors that it lends."""
+    """Of one pool. By graph, in the order of capture: the number of its last replay, and the tensors that it lends. A graph that is
+    `gone` is remembered, as what it wrote over stays so; those with none between them as one."""
 
     def __init__(self) -> None:
         self.captured = self.replays = 0
         self.last: dict[int, int] = {}
+        self.gone: set[int] = set()
         self.lent: dict[int, list[Tensor]] = {}
 
 
@@ -32,7 +34,7 @@ class Place:
     def __init__(self, pool: Any) -> None:
         self.timeline = _timelines.setdefault(pool, Timeline())
         self.order = self.timeline.captured = self.timeline.captured + 1
-        self.timeline.last[self.order] = 0
+        self.timeline.last[self.order] = self.timeline.replays
 
     def __del__(self) -> None:
         self.leave()
@@ -63,5 +65,14 @@ class Place:
 
     def leave(self) -> None:
         """The graph is no more."""
-        self.timeline.last.pop(self.order, None)
+        last, gone = self.timeline.last, self.timeline.gone
+        if self.order in gone or self.order not in last:
+            return
         self.timeline.lent.pop(self.order, None)
+        gone.add(self.order)
+        self.timeline.last, before = {}, 0
+        for order, at in last.items():
+            if order in gone and before in gone:
+                gone.remove(before)
+                at = max(at, self.timeline.last.pop(before))
+            self.timeline.last[order], before = at, order
