@@ -15,42 +15,53 @@ from torch import Tensor
 
 
 class Timeline:
-    """Of one pool. By graph, in the order of capture: the number of its last replay, and the tensors that it lends. A graph that is
-    `gone` is remembered, as what it wrote over stays so; those with none between them as one."""
+    """Of one pool: its graphs in the order of their capture, and the number of each one's last replay. What a graph wrote over
+    stays so when it is gone, so it is remembered; those with none between them as one."""
 
     def __init__(self) -> None:
         self.captured = self.replays = 0
         self.last: dict[int, int] = {}
-        self.gone: set[int] = set()
-        self.lent: dict[int, list[Tensor]] = {}
+        self.alive: WeakValueDictionary[int, Place] = WeakValueDictionary()
+        self.lending: WeakValueDictionary[int, Place] = WeakValueDictionary()
+
+    def enter(self, place: Place) -> int:
+        found: dict[int, int] = {}
+        gone = 0
+        for order, at in self.last.items():
+            if order in self.alive:
+                found[order], gone = at, 0
+            else:
+                found[order], gone = max(at, found.pop(gone, 0)), order
+        self.captured += 1
+        self.last = {**found, self.captured: self.replays}
+        self.alive[self.captured] = place
+        return self.captured
 
 
 _timelines: WeakValueDictionary[Any, Timeline] = WeakValueDictionary()  # by pool, for as long as a graph of it lives
 
 
 class Place:
-    """A graph's place in the timeline of its pool."""
+    """A graph's place in the timeline of its pool. `lent`: those of its buffers that callers hold."""
 
     def __init__(self, pool: Any) -> None:
         self.timeline = _timelines.setdefault(pool, Timeline())
-        self.order = self.timeline.captured = self.timeline.captured + 1
-        self.timeline.last[self.order] = self.timeline.replays
-
-    def __del__(self) -> None:
-        self.leave()
+        self.order = self.timeline.enter(self)
+        self.lent: list[Tensor] = []
 
     def lend(self, tensors: list[Tensor]) -> None:
-        """Of the graph's own buffers, those that callers hold."""
         if tensors:
-            self.timeline.lent[self.order] = tensors
+            self.lent = tensors
+            self.timeline.lending[self.order] = self
 
     def replayed(self) -> None:
         """It wrote over what it lends, and over what later graphs lend. torch does not see that, so it is counted."""
         timeline, order = self.timeline, self.order
         timeline.last[order] = timeline.replays = timeline.replays + 1
-        for other, lent in timeline.lent.items():
-            if other >= order:
-                torch.autograd.graph.increment_version(lent)
+        if timeline.lending:
+            for place in list(timeline.lending.values()):
+                if place.order >= order:
+                    torch.autograd.graph.increment_version(place.lent)
 
     def overwritten(self) -> bool:
         """Whether what the last replay left may be gone: a graph captured earlier into the same pool has been replayed since."""
@@ -65,14 +76,6 @@ class Place:
 
     def leave(self) -> None:
         """The graph is no more."""
-        last, gone = self.timeline.last, self.timeline.gone
-        if self.order in gone or self.order not in last:
-            return
-        self.timeline.lent.pop(self.order, None)
-        gone.add(self.order)
-        self.timeline.last, before = {}, 0
-        for order, at in last.items():
-            if order in gone and before in gone:
-                gone.remove(before)
-                at = max(at, self.timeline.last.pop(before))
-            self.timeline.last[order], before = at, order
+        self.timeline.alive.pop(self.order, None)
+        self.timeline.lending.pop(self.order, None)
+        self.lent = []
