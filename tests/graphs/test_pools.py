@@ -85,7 +85,7 @@ def eager(params, device, calls=5):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("outputs", ["clone", "borrow"])
+@pytest.mark.parametrize("outputs", [pytest.param("clone", marks=pytest.mark.slow), "borrow"])
 def test_graphed_op_in_any_order(outputs, device):
     """Twenty drawn orders of forwards, dgrads, wgrads and backwards over one to four slots."""
     params, _ = init(device)
