@@ -35,7 +35,7 @@ class GraphOrderError(RuntimeError):
 
 
 class BorrowedError(RuntimeError):
-    """An output that was borrowed from a graph was used after the replay that wrote over it, or was written to."""
+    """What a graph lends or keeps was used after a replay that may have written over it, or was written to."""
 
 
 class CheckpointError(ValueError):

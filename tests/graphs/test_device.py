@@ -128,6 +128,31 @@ def test_capture_and_replay(monkeypatch):
     assert captured.kernels() == 2 and captured.raw_graph.keep_graph and backend.pool_bytes(pool) == 1536
 
 
+def test_graphs_of_a_pool_know_what_earlier_ones_wrote_over(monkeypatch):
+    Cuda(monkeypatch)
+    backend = DeviceBackend()
+    pools = [backend.pool(), backend.pool()]
+    first, second, third, alone = (
+        backend.capture(lambda: None, lambda result: [], pool, Options())[0] for pool in (pools[0],) * 3 + (pools[1],)
+    )
+    graphs = (first, second, third, alone)
+    assert [g.place.overwritten() for g in graphs] == [False] * 4
+    for graph, want in [
+        (third, (False, False, False, False)),
+        (second, (False, False, True, False)),
+        (first, (False, True, True, False)),
+        (alone, (False, True, True, False)),
+        (second, (False, False, True, False)),
+        (third, (False, False, False, False)),
+    ]:
+        graph.replay()
+        assert tuple(g.place.overwritten() for g in graphs) == want
+    first.replay()
+    second.reset()
+    first.reset()
+    assert third.place.overwritten() and not first.place.overwritten(), "what a graph wrote over stays so when it is gone"
+
+
 def test_drawing_a_graph_warns_of_nothing(monkeypatch):
     Cuda(monkeypatch)
     captured, _ = DeviceBackend().capture(lambda: None, lambda result: [], None, Options(keep_graph=True))

@@ -82,6 +82,34 @@ def test_memory_that_went_back_to_the_pool_is_not_read():
         two.replay()
 
 
+def test_a_replay_writes_over_what_later_recordings_of_its_pool_left():
+    """On a GPU they may have been given for it what the earlier needs for itself. Inputs, its own results and earlier ones stay."""
+
+    def several(x):
+        y = x * 2 + 1
+        return y, y.to(torch.bfloat16), y.to(torch.complex64), y.long(), y.to(torch.uint8), y > 4, y[1:], y.mT
+
+    def bits(tree):
+        return [t.contiguous().view(torch.uint8).clone() for t in tensors(tree)]
+
+    pool, xs = Pool(), [torch.arange(6.0).reshape(2, 3) for _ in range(3)]
+    made = [recorded(several, x, pool=pool) for x in xs]
+    other = recorded(several, xs[0])[1]
+    want = bits(other)
+    for i, (recording, _) in enumerate(made):
+        for one, _ in made:
+            one.replay()
+        recording.replay()
+        for j, (_, out) in enumerate(made):
+            differ = [not torch.equal(a, b) for a, b in zip(bits(out), want, strict=True)]
+            assert all(differ) if j > i else not any(differ)
+            assert j <= i or all(bool(t.isnan().all()) for t in tensors(out) if t.is_floating_point() or t.is_complex())
+        assert all(torch.equal(a, b) for a, b in zip(bits((other, xs[1])), [*want, *bits(xs[0])], strict=True))
+    last = made.pop()[0]
+    last.reset()
+    last.replay()
+
+
 @pytest.mark.parametrize(
     ("fn", "kind"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import warnings
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs import recorder
+from funcops.adapters.graphs.timeline import Place
 from funcops.backend.tables import holding
 from funcops.errors import CaptureError, fail, require_count
 from funcops.trees import nbytes, tensors
@@ -22,6 +24,8 @@ Outputs = Callable[[Any], list[Tensor]]
 
 class Captured(Protocol):
     """A captured function, to be run again."""
+
+    place: Place
 
     def replay(self) -> None: ...
     def reset(self) -> None: ...
@@ -57,7 +61,8 @@ def backend_of(*trees: Any) -> Backend:
 
 
 class Capturer:
-    """Captures functions into one memory pool: a new one, or that of a graphed function or op, or of a torch `CUDAGraph`."""
+    """Captures functions into one memory pool: a new one, or that of a graphed function or op, or of a torch `CUDAGraph`. `pools`:
+    this and those of its slots."""
 
     def __init__(self, where: str, trees: Any, pool: Any, options: Options, warmup: int) -> None:
         modes = ("global", "thread_local", "relaxed")
@@ -67,6 +72,20 @@ class Capturer:
         self.backend, self.options, self.warmup = backend_of(*trees), options, warmup
         found = self.backend.pool() if pool is None else getattr(pool, "pool", pool)
         self.pool = found() if callable(found) else found
+        self.pools = [self.pool]
+
+    def of_slot(self, i: int) -> Capturer:
+        """The capturer of a slot: slot 0 has this one's pool, every other a new one. What a slot leaves must outlive the replays of
+        others, and a graph writes over what was captured after it into its pool."""
+        if i == 0:
+            return self
+        found = copy.copy(self)
+        found.pool = self.backend.pool()
+        self.pools.append(found.pool)
+        return found
+
+    def pool_bytes(self) -> int:
+        return sum(self.backend.pool_bytes(pool) for pool in self.pools)
 
     def warm_up(self, fn: Callable[[], Any]) -> None:
         self.backend.warm_up(fn, self.warmup, self.options)
@@ -88,7 +107,7 @@ class RecorderBackend:
 
     def capture(self, fn: Callable[[], Any], outputs: Outputs, pool: Any, options: Options) -> tuple[Captured, Any]:
         recording, result = recorder.record(fn, pool, outputs)
-        return _Recorded(recording), result
+        return _Recorded(recording, Place(pool)), result
 
     def pool_bytes(self, pool: Any) -> int:
         lent = [one.get() for recording in pool.recordings for _, one in recording.outputs]
@@ -96,14 +115,16 @@ class RecorderBackend:
 
 
 class _Recorded:
-    def __init__(self, recording: recorder.Recording) -> None:
-        self.recording = recording
+    def __init__(self, recording: recorder.Recording, place: Place) -> None:
+        self.recording, self.place = recording, place
 
     def replay(self) -> None:
         self.recording.replay()
+        self.place.replayed()
 
     def reset(self) -> None:
         self.recording.reset()
+        self.place.leave()
 
     def kernels(self) -> int | None:
         return self.recording.operators
@@ -173,7 +194,7 @@ class DeviceBackend:
                 torch.cuda.set_stream(stream)
                 if collected != gc.isenabled():
                     (gc.enable if collected else gc.disable)()
-        return _Graph(graph, options.keep_graph, self.device, held), result
+        return _Graph(graph, options.keep_graph, self.device, held, Place(pool)), result
 
     def pool_bytes(self, pool: Any) -> int:
         segments = [segment for one in _pools(pool) for segment in torch.cuda.memory_snapshot(one)]
@@ -213,16 +234,18 @@ def _mend(graph: Any, pool: Any, stream: Any) -> None:
 class _Graph:
     """`held`: what the graph reads at each replay, and nobody else keeps."""
 
-    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any]) -> None:
-        self.graph, self.kept, self.device, self.held = graph, kept, device, held
+    def __init__(self, graph: Any, kept: bool, device: Any, held: list[Any], place: Place) -> None:
+        self.graph, self.kept, self.device, self.held, self.place = graph, kept, device, held, place
 
     def replay(self) -> None:
         with torch.cuda.device(self.device):
             self.graph.replay()
+        self.place.replayed()
 
     def reset(self) -> None:
         self.graph.reset()
         self.held.clear()
+        self.place.leave()
 
     def kernels(self) -> int | None:
         """The graph's kernel nodes, where it was kept and instantiated and the driver tells them."""

@@ -7,16 +7,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.adapters.graphs.timeline import Place
 from funcops.errors import BorrowedError, fail
 from funcops.trees import nbytes, paths, structure, unflatten
 
 POLICIES = ("clone", "borrow")
 
 
-class Generation:
-    """How often a graph has been replayed."""
+SHARED = "a graph that was captured earlier into the same memory pool"
 
-    def __init__(self) -> None:
+
+class Generation:
+    """How often the buffers of a graph have been written over."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.now = 0
 
 
@@ -47,6 +52,10 @@ def _check(t: Any) -> None:
         raise BorrowedError(
             f"output {path} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'"
         )
+    if generation.place.overwritten():
+        raise BorrowedError(
+            f"output {path} was borrowed from a graph, and {SHARED} has been replayed since: clone it, or capture without pool="
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -59,15 +68,16 @@ class Outputs:
     """The results of a captured function. A result that is an input, donated and written in place, is given back as the caller's
     own tensor; None and other values as they were."""
 
-    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool) -> None:
+    def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, place: Place) -> None:
         if policy not in POLICIES:
             fail(where, "outputs", " or ".join(map(repr, POLICIES)), repr(policy))
         self.policy, self.debug = policy, debug
-        self.generation = Generation()
+        self.generation = Generation(place)
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}
         self.leaves = list(paths(tree).items())  # held: their memory must not go back to the pool
         self.same_as = [inputs.get(id(t)) for _, t in self.leaves]
         self.structure = structure(tree)
+        place.lend(self.borrowed)
 
     def give(self, given: list[Any]) -> Any:
         """The results of the replay that just ended; `given`: the leaves of its inputs."""
@@ -84,7 +94,7 @@ class Outputs:
 
     @property
     def borrowed(self) -> list[Tensor]:
-        """The buffers that are lent: a replay writes over them."""
+        """The buffers that are lent."""
         found = [t for (_, t), same in zip(self.leaves, self.same_as, strict=True) if same is None and isinstance(t, Tensor)]
         return found if self.policy == "borrow" else []
 

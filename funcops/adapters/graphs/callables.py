@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
 from funcops.adapters.first_order import first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
+from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
-from funcops.errors import GraphOrderError, StaleResidualError, describe, fail, require, require_flag, require_type
+from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError, describe, fail, require, require_flag, require_type
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
 
@@ -84,6 +86,12 @@ class _Callable:
                 fail(self.where, "a parameter", "where it was when it was captured", f"{describe(p)} elsewhere")
         return [value for value in values if isinstance(value, Tensor)]
 
+    def check_kept(self, slot: _Slot, what: str, *graphs: str) -> None:
+        if any([slot.graphs[name].place.overwritten() for name in graphs]):
+            raise BorrowedError(
+                f"{self.where}: what {what} kept must be as it was left, got a replay of {SHARED} since: capture without pool="
+            )
+
     def backward_dw(self) -> None:
         """The weight gradients of every backward since the last call, accumulated as `delayed_wgrad`'s `run` does."""
         while self.waiting:
@@ -92,6 +100,7 @@ class _Callable:
                 raise StaleResidualError(
                     f"{self.where}: parameters must be as the backward left them: backward_dw() before the optimiser"
                 )
+            self.check_kept(slot, "the backward", "fwd", "bwd")
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
                 accumulate(p, gradient.clone())
@@ -154,6 +163,7 @@ def _replayed(ctx: Any, *dys: Tensor) -> Any:
         raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
     if ctx.versions != [p._version for p in of.params]:
         raise StaleResidualError(f"{of.where}: parameters must be as the forward left them, got some that were written to since")
+    of.check_kept(slot, "the forward", "fwd")
     if of.order is not None:
         of.order.take(-of.number)
     wanted = [dy for dy, t in zip(dys, slot.out_tensors, strict=True) if t.requires_grad]
@@ -194,12 +204,14 @@ def make_graphed_callables(
     same at every call. `order`: of forwards (k) and backwards (-k) of the callables, counted from 1, as
     `[1, 2, 1, 2, -2, -1, -2, -1]`: as many calls of each as it has in flight get graphs of their own, and another order raises
     `GraphOrderError`. `delayed_wgrad`: backwards leave the weight gradients of `funcops.nn` modules to `module.backward_dw()`, a
-    third graph. Parameter gradients are the caller's own unless `clone_param_grads=False`; outputs and input gradients unless
-    `outputs="borrow"`. A module in another training mode than it was captured in runs uncaptured. At every call shapes, dtypes,
+    third graph. Parameter gradients are the caller's own unless `clone_param_grads=False`, outputs unless `outputs="borrow"`: then
+    they live until the next forward of that call's graphs. Each call in flight has a memory pool of its own; `pool` is that of the
+    first callable's first. A module in another training mode than it was captured in runs uncaptured. At every call shapes, dtypes,
     strides, devices, and the addresses of parameters are checked.
 
     Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused
-    inputs unless they are allowed; `CaptureError` for what a graph cannot hold.
+    inputs unless they are allowed; `CaptureError` for what a graph cannot hold; later `BorrowedError` where a graph that was
+    captured earlier into `pool` may have written over what a forward or backward kept.
     """
     where = "make_graphed_callables"
     require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))
@@ -220,13 +232,11 @@ def make_graphed_callables(
     counts = _in_flight(where, order, len(fns))
     options = Options(stream, capture_error_mode)
     capturer = Capturer(where, (samples, kwargs, [c.params for c in made]), pool, options, num_warmup_iters)
+    numbers = itertools.count()
     for c, count in zip(made, counts, strict=True):
-        buffers = Snapshot([b for b in c.fn.buffers()] if isinstance(c.fn, nn.Module) else [])
-        try:
+        with _restored(c.fn):
             for i in range(count):
-                c.slots.append(_capture(c, allow_unused_input, delayed_wgrad, capturer, warm=i == 0))
-        finally:
-            buffers.restore()
+                c.slots.append(_capture(c, allow_unused_input, delayed_wgrad, capturer.of_slot(next(numbers)), warm=i == 0))
     checker = None if order is None else _Order(order)
     for i, c in enumerate(made):
         c.order, c.number = checker, i + 1
@@ -275,6 +285,16 @@ def _in_flight(where: str, order: Sequence[int] | None, count: int) -> list[int]
         most[k] = max(most[k], now[k])
     require(not any(now) and all(most), where, "order", "with every callable, and a backward for each forward", list(order))
     return most
+
+
+@contextlib.contextmanager
+def _restored(fn: Any) -> Iterator[None]:
+    """A module's buffers are after it what they were before."""
+    buffers = Snapshot(list(fn.buffers()) if isinstance(fn, nn.Module) else [])
+    try:
+        yield
+    finally:
+        buffers.restore()
 
 
 def _static(path: str, value: Any) -> Leaf:
@@ -340,9 +360,15 @@ def _capture(c: _Callable, allow_unused: bool, delayed: bool, capturer: Capturer
     slot.weights = [(originals[id(p)], gradient) for p, gradient in slot.weights]
     slot.out_tensors = [t.detach().requires_grad_(t.requires_grad) if t.requires_grad else t for t in slot.out_tensors]
     slot.outputs = with_leaves(slot.outputs, _fill(leaves(slot.outputs), slot.out_tensors))
-    if c.outputs == "borrow":
-        slot.written.tensors += slot.out_tensors
+    _lend(c, slot)
     return slot
+
+
+def _lend(c: _Callable, slot: _Slot) -> None:
+    if c.outputs == "borrow":
+        slot.graphs["fwd"].place.lend(slot.out_tensors)
+    if not c.clone and "bwd" in slot.graphs:
+        slot.graphs["bwd"].place.lend([g for g in slot.grads[len(slot.grads) - len(c.params) :] if g is not None])
 
 
 def _standing_in(module: nn.Module, aliases: dict[int, Tensor]) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ from funcops.errors import require_callable, require_count, require_flag, requir
 
 
 class Report(NamedTuple):
-    """Bytes of the buffers that inputs are copied to, of outputs, of residuals and pendings between graphs, of the whole pool; and
+    """Bytes of the buffers that inputs are copied to, of outputs, of residuals and pendings between graphs, of all its pools; and
     how many kernels (on the recorder: operators) a replay launches, where that is known."""
 
     backend: str
@@ -45,6 +45,7 @@ class Graphed:
 
     def __init__(self, fn: Callable[..., Any], slots: list[_Slot], capturer: Capturer) -> None:
         self.fn, self.backend, self.pool = fn, capturer.backend, capturer.pool
+        self._capturer = capturer
         self._slots, self._next = slots, 0
 
     def __call__(self, *trees: Any) -> Any:
@@ -66,7 +67,7 @@ class Graphed:
             sum(slot.inputs.nbytes for slot in self._slots),
             sum(slot.outputs.nbytes for slot in self._slots),
             0,
-            self.backend.pool_bytes(self.pool),
+            self._capturer.pool_bytes(),
             counts[0] if counts else 0,
         )
 
@@ -114,8 +115,12 @@ def graphed(
     into a buffer of the graph's own (skipped where it is that buffer already), "pinned": the caller's memory, which must stay where
     it is, "donated": the same, and the function writes to it. `outputs`: "clone", or "borrow" the graph's buffers, which the next
     call but `slots - 1` writes over; with `debug` any use after that raises `BorrowedError`. `warmup` runs come first; what they
-    write to donated leaves is undone. `pool`: of another graphed function, to share its memory; the two must not run at the same
-    time. Everything that should change from call to call must be a tensor: keys, learning rates, counters.
+    write to donated leaves is undone. Everything that should change from call to call must be a tensor: keys, learning rates,
+    counters.
+
+    Slots whose outputs are borrowed have a memory pool each. `pool`: another graphed function or op (or a handle of torch's),
+    whose memory the first slot shares. The two must not run at the same time, and a call of the one that was captured first may
+    write over what the other lent: with `debug` any use after that raises, too.
 
     Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
     """
@@ -124,7 +129,10 @@ def graphed(
     require_flag("graphed", keep_graph=keep_graph, debug=debug)
     require_type("graphed", "inputs", inputs, str, Mapping)
     capturer = Capturer("graphed", examples, pool, Options(stream, capture_error_mode, keep_graph), warmup)
-    made = [_capture(fn, examples, inputs, outputs, debug, capturer, warm=i == 0) for i in range(slots)]
+    lent = outputs == "borrow"  # what is cloned at once no later replay can reach: its slots do with one pool
+    made = [
+        _capture(fn, examples, inputs, outputs, debug, capturer.of_slot(i) if lent else capturer, warm=i == 0) for i in range(slots)
+    ]
     return Graphed(fn, made, capturer)
 
 
@@ -155,9 +163,8 @@ def _capture(
             before.restore()
     try:
         inputs.check_unwritten()
-        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug)
+        outputs = Outputs("graphed", result, [leaf.static for leaf in inputs.leaves], policy, debug, captured.place)
     except Exception:
         captured.reset()
         raise
-    written.tensors += outputs.borrowed
     return _Slot(inputs, outputs, captured, written)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
-from funcops.adapters.graphs.borrowed import Outputs
+from funcops.adapters.graphs.borrowed import SHARED, Outputs
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones
 from funcops.compose.step import check_body
@@ -71,6 +71,13 @@ class _Slot:
     def replay(self, name: str) -> None:
         self.graphs[name].replay()
         self.written[name].count()
+        if name == "fwd":  # captured first: it may write over what its backwards lent
+            self.dx.generation.now += 1
+            self.whole_dx.generation.now += 1
+
+    def overwritten(self) -> bool:
+        """Whether what is in flight here may be gone, by graphs of others in its pool."""
+        return self.graphs["fwd"].place.overwritten() or (self.state == PENDING and self.graphs["dgrad"].place.overwritten())
 
 
 class GraphedOp:
@@ -78,7 +85,7 @@ class GraphedOp:
 
     def __init__(self, op: Op, cfg: Any, capturer: Capturer, slots: list[_Slot], into: Any) -> None:
         self.op, self.cfg, self.backend, self.pool = op, cfg, capturer.backend, capturer.pool
-        self._slots, self._into = slots, into
+        self._slots, self._into, self._capturer = slots, into, capturer
 
     def fwd(self, params: Any, x: Any) -> tuple[Any, InFlight]:
         """y, and residuals in a free slot. Raises `GraphOrderError` where all slots are in flight, and what a `Graphed` call raises
@@ -139,13 +146,8 @@ class GraphedOp:
             raise GraphOrderError(f"{where}: must be given {kind}, got {kept.kind} of slot {kept.slot}")
         if slot.ticket != kept.ticket:
             raise GraphOrderError(f"{where}: {kind} of slot {kept.slot} must be unused, got some that were used already")
-        params, buffers = _versions(slot)
-        if slot.versions[0] != params:
-            raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
-        if slot.versions[1] != buffers:
-            raise BorrowedError(
-                f"{where}: {kind} of slot {kept.slot} must be as the forward left them, got a buffer that was written to"
-            )
+        if what != "release":
+            _check_kept(where, kind, kept.slot, slot)
         return slot
 
     def report(self) -> Report:
@@ -155,7 +157,7 @@ class GraphedOp:
             sum(slot.inputs.nbytes + slot.dy.nbytes for slot in slots),
             sum(slot.y.nbytes + slot.dx.nbytes for slot in slots),
             sum(_kept_bytes(slot) for slot in slots),
-            self.backend.pool_bytes(self.pool),
+            self._capturer.pool_bytes(),
             _sum(slots[0].graphs[name].kernels() for name in ("fwd", "dgrad", "wgrad")) if slots else 0,
         )
 
@@ -206,7 +208,7 @@ def graphed_op(
     keep_graph: bool = False,
     debug: bool = False,
 ) -> GraphedOp:
-    """Capture `op.fwd`, `op.dgrad`, `op.wgrad` and `op.bwd` as graphs in one memory pool, with `slots` microbatches in flight.
+    """Capture `op.fwd`, `op.dgrad`, `op.wgrad` and `op.bwd` as graphs, with `slots` microbatches in flight.
 
         graph = graphed_op(chain, cfg, params, x, slots=4)
         y, residuals = graph.fwd(params, x)
@@ -216,10 +218,12 @@ def graphed_op(
     Params are pinned: an optimiser writes to them in place. x and dy are copied, `inputs` says otherwise for leaves of x, by glob
     over its dotted paths. dy: an example of y's gradient, by default like y. `into`: accumulators like params, pinned too, to which
     every weight gradient is added (main_grad); without them dparams are the caller's own, never a buffer of the graph. `outputs`
-    (of y and dx), `warmup`, `pool` and the rest are as for `graphed`.
+    (of y and dx), `warmup`, `pool` and the rest are as for `graphed`. Each slot has a memory pool of its own, that of the first is
+    `pool` where it is given. y and dx that are borrowed live until the next `fwd` in their slot.
 
     Raises `CaptureError`; later `GraphOrderError` for a wrong order, `StaleResidualError` where params were written to between a
-    forward and its backward, `BorrowedError` where a buffer in flight was.
+    forward and its backward, `BorrowedError` where a buffer in flight was, or may have been: a graph captured earlier into `pool`
+    was replayed meanwhile.
     """
     check_body("graphed_op", op, cfg)
     require_count("graphed_op", slots=slots)
@@ -237,7 +241,7 @@ def graphed_op(
             for i in range(slots):
                 slot = _Slot()
                 slot.inputs = Inputs(f"graphed {op.name}_fwd", (params, x), rules)
-                found = _capture(op, cfg, slot, dy, needs, into, capturer, warm=i == 0)
+                found = _capture(op, cfg, slot, dy, needs, into, capturer.of_slot(i), warm=i == 0)
                 _give_outputs(slot, *found, outputs, debug)
                 made.append(slot)
     finally:
@@ -286,15 +290,28 @@ def _capture(
 
 def _give_outputs(slot: _Slot, y: Any, dx: Any, whole_dx: Any, policy: str, debug: bool) -> None:
     given, dys = ([leaf.static for leaf in of.leaves] for of in (slot.inputs, slot.dy))
-    slot.y = Outputs("graphed_op", y, given, policy, debug)
-    slot.dx, slot.whole_dx = (Outputs("graphed_op", one, dys, policy, debug) for one in (dx, whole_dx))
-    for name, lent in (("fwd", slot.y), ("dgrad", slot.dx), ("bwd", slot.whole_dx)):
-        slot.written[name].tensors += lent.borrowed
+    of = [("fwd", y, given), ("dgrad", dx, dys), ("bwd", whole_dx, dys)]
+    slot.y, slot.dx, slot.whole_dx = [
+        Outputs("graphed_op", tree, statics, policy, debug, slot.graphs[name].place) for name, tree, statics in of
+    ]
 
 
 def _versions(slot: _Slot) -> tuple[list[int], list[int]]:
     """Of params, and of what the forward leaves: whoever writes to them is noticed."""
     return [t._version for t in slot.params], [t._version for t in slot.kept]
+
+
+def _check_kept(where: str, kind: str, index: int, slot: _Slot) -> None:
+    """Raises where params, or what is in flight, may not be as they were left."""
+    if slot.overwritten():
+        raise BorrowedError(
+            f"{where}: {kind} of slot {index} must be as they were left, got a replay of {SHARED} since: capture without pool="
+        )
+    params, buffers = _versions(slot)
+    if slot.versions[0] != params:
+        raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
+    if slot.versions[1] != buffers:
+        raise BorrowedError(f"{where}: {kind} of slot {index} must be as the forward left them, got a buffer that was written to")
 
 
 def _kept_bytes(slot: _Slot) -> int:

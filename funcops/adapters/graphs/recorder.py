@@ -5,7 +5,8 @@ replay runs. A tensor of an earlier recording that a later one reads (autograd's
 becomes an output of the earlier.
 
 As a CUDA graph does not own the memory that it reads, neither does a recording own what other recordings of its pool made: where
-nobody held it after capture, the pool may have given it to others, and a replay raises.
+nobody held it after capture, the pool may have given it to others, and a replay raises. And as later graphs may keep what they
+leave in memory that a graph needs for itself, a replay writes garbage over what later recordings of its pool left.
 """
 
 from __future__ import annotations
@@ -101,6 +102,9 @@ class Recording:
 
     @torch.no_grad()
     def replay(self) -> None:
+        """Run again. What later recordings of the pool left is garbage then, as on a device it may be: what this one needs for
+        itself was free when they were captured."""
+        self._spoil_later()
         values: dict[int, Tensor] = {}
         for call in self.calls:
             args, kwargs = _resolve(call.args, values), _resolve(call.kwargs, values)
@@ -111,6 +115,13 @@ class Recording:
             target = lent.get()
             if target is not None:
                 target.copy_(_resolve(source, values))
+
+    def _spoil_later(self) -> None:
+        later = self.pool.recordings[self.pool.recordings.index(self) + 1 :] if self in self.pool.recordings else []
+        for lent in {one.storage.cdata: one for recording in later for _, one in recording.outputs}.values():
+            found = lent.get()
+            if found is not None:
+                _spoil(found)
 
     def keep(self, value: Value, t: Tensor) -> None:
         """Let t, a tensor of this recording, hold its value after each replay."""
@@ -228,6 +239,15 @@ class _Recorder(TorchDispatchMode):
         self.alive.clear()
         self.known.clear()
         self.storages.clear()
+
+
+def _spoil(t: Tensor) -> None:
+    """Garbage in the whole storage of t: NaN, numbers that are no index, masks turned round."""
+    if t.dtype is torch.bool:
+        t.new_empty(0).set_(t.untyped_storage()).logical_not_()
+    else:
+        loud = 0xFF if t.dtype.is_floating_point or t.dtype.is_complex else 0x7F
+        torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).fill_(loud)
 
 
 def _over(value: Value, t: Tensor) -> View:
