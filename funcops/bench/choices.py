@@ -61,6 +61,7 @@ def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[
 
     wide, sums = empty(m, n, dtype=torch.float32), empty(m, dtype=torch.float32)
     every = Epilogue(empty(n), empty(m, n), "keep", "gelu_tanh", empty(m, n), 0.5)
+    unkept = every._replace(z=None, mode="")
     plain, accumulate = Epilogue(), Epilogue(add=wide)
     forward, dgrad, wgrad = (FORWARD,) * 3 if n % 16 and not k % 16 else (FORWARD, DGRAD, WGRAD)
     calls = [
@@ -70,7 +71,9 @@ def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[
         (wgrad, wide, accumulate._replace(sums=sums)),
     ]
     if k < LONG:  # which an epilogue never splits
-        calls += [(forward, empty(m, n), every), (dgrad, empty(m, n), Epilogue(z=empty(m, n), mode="derivative", kind="gelu_tanh"))]
+        calls += [(forward, empty(m, n), e) for e in (every, unkept, unkept._replace(add=None))]
+        calls += [(dgrad, empty(m, n), Epilogue(add=empty(m, n)))]
+        calls += [(dgrad, empty(m, n), Epilogue(z=empty(m, n), mode="derivative", kind="gelu_tanh"))]
     for layout, out, epilogue in calls:
         a = empty(k, m).mT if layout.a else empty(m, k)
         b = empty(n, k).mT if layout.b else empty(k, n)

@@ -250,6 +250,8 @@ def test_parameters_written_to_before_backward_dw_are_noticed():
         StaleResidualError, match=r"parameters must be as the backward left them: backward_dw\(\) before the optimiser"
     ):
         module.backward_dw()
+    module.backward_dw()
+    module(given(1, "cpu")).sum().backward()  # its slot is free again
 
 
 def test_functions_and_unused_inputs():

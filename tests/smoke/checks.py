@@ -349,7 +349,10 @@ def offloading_overlaps_with_computing(on: Place) -> Any:
     cfg = RepeatConfig(chain, block_config(dim, 8 if on.real else 2, on.size(2816, 24)), 4)
     op = with_policy(repeat, "offload_block_inputs")
     params = repeat.init(cfg, key=random.key(0), device=on.device, dtype=torch.bfloat16)
-    x = WithExtras(on.randn(8, length, dim, dtype=torch.bfloat16), {"positions": torch.arange(length, device=on.device)})
+    # so many rows that the device, and not the host, takes the time
+    x = WithExtras(
+        on.randn(on.size(64, 2), length, dim, dtype=torch.bfloat16), {"positions": torch.arange(length, device=on.device)}
+    )
 
     def step() -> None:
         y, kept = op.fwd(params, x, cfg)

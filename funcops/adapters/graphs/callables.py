@@ -96,6 +96,7 @@ class _Callable:
         """The weight gradients of every backward since the last call, accumulated as `delayed_wgrad`'s `run` does."""
         while self.waiting:
             slot, versions = self.waiting.pop(0)
+            slot.busy = False  # after an error, too: what it held is of no more use
             if versions != [p._version for p in self.params]:
                 raise StaleResidualError(
                     f"{self.where}: parameters must be as the backward left them: backward_dw() before the optimiser"
@@ -104,7 +105,6 @@ class _Callable:
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
                 accumulate(p, gradient.clone())
-            slot.busy = False
 
 
 class _Order:

@@ -31,7 +31,7 @@ class Choice(NamedTuple):
     pointer: Tile
 
 
-WIDE, SQUARE = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3)
+WIDE, SQUARE, DEEP = Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 3), Tile(128, 128, 64, 8, 4)
 # for gemm("specialised"): wide without an epilogue, square where one takes registers
 SPECIALISED = Tile(128, 256, 64, 4, 3, True), Tile(128, 128, 64, 4, 3, True)
 SMALL, FP32 = Tile(64, 64, 64, 4, 3), Tile(64, 64, 32, 8, 3)  # with 4 warps Triton 3.8 spills on sm_90
@@ -41,10 +41,10 @@ UNALIGNED, UNALIGNED_FUSED, FP32_UNALIGNED = Tile(64, 64, 32, 4, 3), Tile(64, 64
 # three products in one kernel, a branch each: Triton 3.8 gives each branch shared memory of its own, and they must fit together
 THREE, FP32_THREE = SMALL._replace(stages=2), FP32._replace(stages=2)
 
-# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation), "added" (those, and another tensor), "three",
-# "accumulate" (into float32) or "split" (a part of the inner dimension, into a float32 workspace: a wide tile of float32
-# would not fit)
-FUSED = "fused", "added"
+# by (epilogue, dtype, size): the epilogue is "none", "fused" (bias, activation), "added" (those, and another tensor), "kept" (what
+# the activation is taken of is written or read: a wide tile would spill), "three", "accumulate" (into float32) or "split" (a part
+# of the inner dimension, into a float32 workspace: a wide tile of float32 would not fit)
+FUSED = "fused", "added", "kept"
 TABLE = {
     ("none", "16-bit", "large"): Choice(True, WIDE, SQUARE),
     ("none", "16-bit", "medium"): Choice(True, SQUARE, SQUARE),
@@ -58,12 +58,16 @@ TABLE = {
     ("added", "16-bit", "medium"): Choice(False, WIDE, SMALL),
     ("added", "16-bit", "narrow"): Choice(True, None, SMALL),
     ("added", "float32", "any"): Choice(True, None, FP32),
+    ("kept", "16-bit", "large"): Choice(True, DEEP, SMALL),
+    ("kept", "16-bit", "medium"): Choice(True, DEEP, SMALL),
+    ("kept", "16-bit", "narrow"): Choice(True, None, SMALL),
+    ("kept", "float32", "any"): Choice(True, None, FP32),
     ("three", "16-bit", "large"): Choice(True, None, THREE),
     ("three", "16-bit", "medium"): Choice(True, None, THREE),
     ("three", "16-bit", "narrow"): Choice(True, None, THREE),
     ("three", "float32", "any"): Choice(True, None, FP32_THREE),
-    ("accumulate", "16-bit", "large"): Choice(True, SQUARE, SMALL),
-    ("accumulate", "16-bit", "medium"): Choice(True, SQUARE, SMALL),
+    ("accumulate", "16-bit", "large"): Choice(True, DEEP, SMALL),
+    ("accumulate", "16-bit", "medium"): Choice(True, DEEP, SMALL),
     ("accumulate", "16-bit", "narrow"): Choice(True, None, SMALL),
     ("accumulate", "float32", "any"): Choice(True, None, FP32),
     ("split", "16-bit", "large"): Choice(False, SQUARE, SQUARE),

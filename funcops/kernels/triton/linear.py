@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 from funcops.kernels import linear as declared
 from funcops.kernels.triton.fused_linear import contiguous, rows_of
-from funcops.kernels.triton.matmul import Epilogue, left_to_library, matmul
+from funcops.kernels.triton.matmul import Epilogue, left_to_library, matmul, sum_rows
 
 
 @declared.linear_fwd.triton
@@ -36,7 +37,10 @@ def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
 @declared.linear_wgrad.triton
 def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[Tensor], Optional[Tensor]]:
     if x is None or left_to_library("none", dy.dtype, dy.shape[-1], x.shape[-1]):
-        return declared.linear_wgrad.kernel.torch_impl(dy, x, bias)  # type: ignore[no-any-return]
+        rows, db = rows_of(dy), dy.new_empty(dy.shape[-1]) if bias else None
+        if db is not None:
+            sum_rows(rows, db, False)
+        return None if x is None else torch.mm(rows.mT, rows_of(x)), db
     dw = dy.new_empty((dy.shape[-1], x.shape[-1]))
     db = dy.new_empty(dy.shape[-1]) if bias else None
     if dw.numel():

@@ -21,6 +21,7 @@ from funcops.kernels.triton.norm import add_parts, row_sums
 FEW_TILES, LONG, MOST_SPLITS, SUM_BLOCK, GROUP = 128, 4096, 8, 1024, 8
 SHARE, MOST_SHARES = 1024, 8  # of the inner dimension, that a tile takes the row sums of
 AFTER_COLUMNS, AFTER_TILE = 1024, 2048
+MANY = 1 << 22  # elements
 
 
 class Epilogue(NamedTuple):
@@ -37,9 +38,11 @@ class Epilogue(NamedTuple):
     sums: Optional[Tensor] = None
 
     def family(self, out: Tensor) -> str:
+        if self.z is not None:
+            return "kept"
         if self.add is not None and self.add is not out:
             return "added"
-        if self.bias is not None or self.kind or self.z is not None:
+        if self.bias is not None or self.kind:
             return "fused"
         return "none" if self.add is None else "accumulate"
 
@@ -79,7 +82,7 @@ def multiply(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> None:
 
 def _library_serves(a: Tensor, b: Tensor, out: Tensor, epilogue: Epilogue) -> bool:
     provider, family = gemm_provider(), epilogue.family(out)
-    if provider not in ("auto", "cublas") or (family == "fused" and epilogue.add is not None):
+    if provider not in ("auto", "cublas") or (epilogue.add is out and family != "accumulate"):
         return False
     return provider == "cublas" or left_to_library(family, a.dtype, *out.shape) or not descriptors_serve(a, b, out)
 
@@ -108,7 +111,18 @@ def by_library(a: Tensor, b: Tensor, out: Tensor, e: Epilogue) -> None:
             "" if keep else e.mode, e.kind, e.add is not None, rows, block, num_warps=warps_of(AFTER_TILE),
         )  # fmt: skip
     if e.sums is not None:
-        add_parts(row_sums(a.mT), e.sums, e.add is not None)
+        sum_rows(a.mT, e.sums, e.add is not None)
+
+
+def sum_rows(rows: Tensor, total: Tensor, add: bool) -> None:
+    """total [D] = the sum of rows [*, D], with `add` to what is there. Ours takes a launch more than torch's, which shows where
+    there is little to read."""
+    if rows.numel() >= MANY:
+        add_parts(row_sums(rows), total, add)
+    elif add:
+        total.add_(torch.sum(rows, 0, dtype=total.dtype))
+    else:
+        torch.sum(rows, 0, dtype=total.dtype, out=total)
 
 
 def _add_wide(out: Tensor, a: Tensor, b: Tensor, scale: float, beta: float) -> None:

@@ -115,10 +115,11 @@ def gradients(
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
     if whole is not None:
-        again = whole.again and dx
+        # of float32, and where a mean leaves no registers: else a few bytes of spills cost less than to load twice
+        again = whole.again and dx and (how.centre or x.itemsize == 4)
         kernels.launch_backward(
             parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again,
-            1 if whole.again else stages(), whole.at_once, whole.block,
+            1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
             num_warps=most_warps() if again and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
         )  # fmt: skip
         return d_x, d_w, d_b
