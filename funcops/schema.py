@@ -362,11 +362,12 @@ def keep(cfg, needs{parameters}):
         if drop is None:
             return None
         {drops}
-    self = new(cls)
+    compiling = is_compiling()
+    self = object.__new__(cls) if compiling else new(cls)
     {assigns}
     self.cfg = cfg
     self.needs = needs
-    if is_compiling():
+    if compiling:
         self._marks = None
         return self
     try:
@@ -376,7 +377,7 @@ def keep(cfg, needs{parameters}):
     return self
 
 def twin(self):
-    made = new(cls)
+    made = object.__new__(cls)
     {copies}
     made.cfg = self.cfg
     made.needs = self.needs
