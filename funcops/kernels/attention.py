@@ -16,6 +16,7 @@ from torch import Tensor
 from funcops.backend import kernel, operators, tracing
 
 _aten = torch.ops.aten
+_compiling = torch.compiler.is_dynamo_compiling
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 VECTOR = 16  # bytes that the CUDA kernels read at a time: of a head, a stride, an address
 LONGEST = 256  # the head size of flash attention
@@ -156,7 +157,7 @@ def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
     if t.shape[-1] != how.size:
         t = torch.nn.functional.pad(t, (0, how.size - t.shape[-1]))
     elif how.kernel != "math":
-        t = _traced_aligned(t) if torch.compiler.is_dynamo_compiling() else aligned(t)
+        t = _traced_aligned(t) if _compiling() else aligned(t)
     t = t.transpose(1, 2)
     repeats = 1 if heads is None or not how.repeated else heads // t.shape[1]
     return t if repeats == 1 else t.repeat_interleave(repeats, 1)
