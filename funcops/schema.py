@@ -44,9 +44,10 @@ class Field(NamedTuple):
     of: tuple[str, ...]
     recompute_from: tuple[str, ...]
     tree: bool = False
+    again: bool = False  # AGAIN in needed_by, which the tracer of torch 2.11 cannot ask
 
     def wanted(self, needs: Needs) -> bool:
-        if needs.again and AGAIN in self.needed_by:
+        if needs.again and self.again:
             return True
         sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
         for gradient in self.of:
@@ -72,7 +73,7 @@ def saved(
 
     What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
-    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree)
+    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by)
     return dataclasses.field(default=None, metadata={"saved": field})
 
 
@@ -362,11 +363,12 @@ def keep(cfg, needs{parameters}):
         if drop is None:
             return None
         {drops}
-    self = new(cls)
+    compiling = is_compiling()
+    self = object.__new__(cls) if compiling else new(cls)
     {assigns}
     self.cfg = cfg
     self.needs = needs
-    if is_compiling():
+    if compiling:
         self._marks = None
         return self
     try:
@@ -376,7 +378,7 @@ def keep(cfg, needs{parameters}):
     return self
 
 def twin(self):
-    made = new(cls)
+    made = object.__new__(cls)
     {copies}
     made.cfg = self.cfg
     made.needs = self.needs

@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,3 +125,47 @@ def test_the_numbers_are_those_of_the_heads_as_they_came(dtype, monkeypatch):
         want, lse = attention_fwd(q, k, v, causal, size**-0.5)
         want = want, attention_bwd(dy, q, k, v, want, lse, causal, size**-0.5)
         assert_close(got, want, dtype=dtype, what=f"{size} {layout}")
+
+
+def opaque(kernel):
+    """`stands_in` as operators: a tracer looks into none, and they get what the device's kernels would."""
+    pair, name = stands_in(kernel), f"funcops_stands_in::{kernel}"
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return pair.forward(q, k, v, causal, scale)
+
+    def backward(
+        dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return tuple(g.clone() for g in pair.backward(dy, q, k, v, y, lse, causal, scale))
+
+    made = [torch.library.custom_op(f"{name}_{f.__name__}", f, mutates_args=()) for f in (forward, backward)]
+    made[0].register_fake(lambda q, k, v, *_: (torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)))
+    made[1].register_fake(lambda dy, q, k, v, *_: tuple(torch.empty_like(t) for t in (q, k, v)))
+    return attention._Pair(*made)
+
+
+@pytest.fixture(scope="module")
+def opaque_kernels():
+    return {kernel: opaque(kernel) for kernel in ("flash", "efficient")}
+
+
+WHOLE = [row for row in drawn(2, 30) if row[4] % 8 == 0]  # heads of whole vectors, which no padding brings into place
+
+
+@pytest.mark.parametrize("dynamic", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["static", "dynamic"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_it_compiles_to_one_graph(dtype, dynamic, opaque_kernels, monkeypatch):
+    for kernel, pair in opaque_kernels.items():
+        monkeypatch.setitem(attention.WAYS, kernel, pair)
+    torch.manual_seed(0)
+
+    def step(q, k, v, dy, causal, scale):
+        y, lse = cuda_fwd(q, k, v, causal, scale)
+        return y, cuda_bwd(dy, q, k, v, y, lse, causal, scale)
+
+    for b, t, heads, kv_heads, size, layout, causal in WHOLE[: 1 if dynamic else 3]:
+        args = *made(torch.randn, dtype, b, t, heads, kv_heads, size, layout), torch.randn(b, t, heads, size).to(dtype)
+        torch._dynamo.reset()
+        got = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)(*args, causal, size**-0.5)
+        assert_close(got, step(*args, causal, size**-0.5), dtype=dtype, what=f"{size} {layout}")

@@ -175,3 +175,29 @@ def test_explicit_forks_and_those_of_skips_give_the_same_bits():
     assert torch.equal(y, want)
     (dparams, dx), (others, other_dx) = skip.bwd(kept, dy, as_skip), chain.bwd(other, dy, by_hand)
     assert torch.equal(dx, other_dx) and all(torch.equal(a, b) for a, b in zip(tensors(dparams), tensors(others), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["chain", "skip", "parallel"])
+def test_a_compiled_call_runs_the_program_of_the_config_that_it_is_given(of):
+    """Configs of one type, in one place of what is compiled, in turns."""
+    op = {"chain": chain, "skip": skip, "parallel": parallel}[of]
+
+    def call(params, x, cfg):
+        y, residuals = op.fwd(params, x, cfg)
+        return y, op.bwd(residuals, y, cfg)
+
+    torch._dynamo.reset()
+    compiled, x, cfgs = torch.compile(call, fullgraph=True, backend="eager"), torch.linspace(-2, 2, D), []
+    for kind in ("relu", "gelu", "silu"):
+        step = Step("act", activation, ActivationConfig(kind))
+        made = {
+            "chain": ChainConfig(steps=(step,)),
+            "skip": SkipConfig(step.op, step.cfg),
+            "parallel": ParallelConfig(branches=(step,)),
+        }
+        cfgs.append(made[of])
+    for cfg in (*cfgs, cfgs[0]):
+        params = op.init(cfg)
+        got, want = (leaves(f(params, x, cfg)) for f in (compiled, call))
+        assert len(got) == len(want) and all(g is w is None or torch.equal(g, w) for g, w in zip(got, want, strict=True)), cfg

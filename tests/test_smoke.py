@@ -217,3 +217,17 @@ def test_a_check_that_fails_says_why(monkeypatch):
     assert smoke.one("well") | {"torch": "", "triton": ""} == {
         "status": "passed", "measured": {"us": 1.5}, "device": "none", "torch": "", "triton": "",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one process", "many"])
+def test_gpu_tests_run_without_plugins_that_warn_of_many_processes(many, monkeypatch):
+    """pytest-benchmark warns as it is configured under xdist, and a warning is an error."""
+    said: list[str] = []
+    monkeypatch.setattr(gpu_tests, "missing", lambda _: [])
+    monkeypatch.setattr(gpu_tests.importlib.util, "find_spec", lambda _: many)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: many)
+    monkeypatch.setattr(gpu_tests.subprocess, "run", lambda command, **_: said.extend(command) or SimpleNamespace(returncode=3))
+    assert gpu_tests.main(["--jobs", "2", "-x"]) == 3
+    pairs = set(zip(said, said[1:], strict=False))
+    assert ("-p", "no:benchmark") in pairs and ("-m", "gpu") in pairs and said[-1] == "-x"
+    assert (("-n", "2") in pairs) is many

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcops.trees import tensors
 
-LOWER, NORM = "lower", "norm"  # as autocast's lists have them: products; norms
+LOWER = "lower"  # as autocast's lists have them: products
 CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 stays what it is
 any_autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.maybe_current_level
@@ -38,7 +38,16 @@ _HERE = nullcontext()
 
 def is_on(kind: str) -> bool:
     """Whether autocast is on for a kind of device; it never is for one that has none, as "meta"."""
-    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return _available(kind) and torch.is_autocast_enabled(kind)
+
+
+def _available(kind: str) -> bool:
+    return torch._C._is_autocast_available(kind)
+
+
+# torch.compiler.assume_constant_result sets this and imports the compiler. The tracer of torch 2.11 knows neither this function nor
+# what a dispatcher is asked below.
+_available._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def outside(kind: str) -> Any:
@@ -60,12 +69,28 @@ def without_autocast(tree: Any) -> Any:
 
 def casts(rule: str, x: Any, kind: str, own: list[Any]) -> tuple[Any, list[Any]]:
     """x (a tensor, or a tuple that begins with the one that counts) and parameters in the dtypes that autocast gives them: those of
-    a product in its dtype; norms, except on CPUs, in float32."""
-    dtype = torch.get_autocast_dtype(kind) if rule == LOWER else torch.float32 if rule == NORM and kind != "cpu" else None
-    if dtype is None:
+    a product in its dtype; those of a norm, where `rule` names the operator of torch, in float32 where autocast knows that."""
+    if not rule or (rule != LOWER and not _known(rule, kind)):
         return x, own
+    dtype = torch.get_autocast_dtype(kind) if rule == LOWER else torch.float32
     x = (cast(x[0], dtype), *x[1:]) if type(x) is tuple else cast(x, dtype)
     return x, [None if t is None else cast(t, dtype) for t in own]
+
+
+_knows: dict[tuple[str, str], bool] = {}
+
+
+def _known(operator: str, kind: str) -> bool:
+    """Whether autocast has a rule for an operator on a kind of device. Of norms, CPUs have none, and CUDA has one for rms_norm in
+    some versions of torch."""
+    key = operator, kind
+    if key not in _knows:
+        where = "Autocast" + torch._C._dispatch_key_for_device(kind)
+        _knows[key] = torch._C._dispatch_has_kernel_for_dispatch_key(operator, where)
+    return _knows[key]
+
+
+_known._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:

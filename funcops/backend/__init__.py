@@ -1,5 +1,6 @@
 from funcops.backend.declare import Kernel as Kernel
 from funcops.backend.declare import kernel as kernel
+from funcops.backend.declare import operators as operators
 from funcops.backend.declare import tracing as tracing
 from funcops.backend.declare import wide as wide
 from funcops.backend.select import backend as backend

@@ -27,7 +27,7 @@ from funcops.backend import select
 from funcops.errors import require
 
 Implementation = Callable[..., Any]
-_library = torch.library.Library("funcops", "FRAGMENT")
+operators = torch.library.Library("funcops", "FRAGMENT")
 
 
 def tracing() -> bool:
@@ -72,9 +72,9 @@ class Kernel:
         """This kernel's Triton implementation as a `torch.library` operator."""
         if self._operator is None:
             require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
-            _library.define(self.name + _schema(self.torch_impl, self.mutates))
-            _library.impl(self.name, self.triton_impl, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"funcops::{self.name}", functools.partial(_contiguous, self.fake_impl), lib=_library)
+            operators.define(self.name + _schema(self.torch_impl, self.mutates))
+            operators.impl(self.name, self.triton_impl, "CompositeExplicitAutograd")
+            torch.library.register_fake(f"funcops::{self.name}", functools.partial(_contiguous, self.fake_impl), lib=operators)
             self._operator = getattr(torch.ops.funcops, self.name).default
         return self._operator
 

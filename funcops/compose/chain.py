@@ -66,6 +66,8 @@ class ChainConfig:
         needs_of_steps(self, Needs.NONE)
         self.follow("ChainConfig", "", None)
 
+    program_while_tracing = programs.program_while_tracing
+
     @property
     def lowered_by(self) -> Op:
         return chain

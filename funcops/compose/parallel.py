@@ -47,6 +47,8 @@ class ParallelConfig:
         needs_of_branches(self, Needs.NONE)
         self.follow("ParallelConfig", "", None)
 
+    program_while_tracing = programs.program_while_tracing
+
     @property
     def lowered_by(self) -> Op:
         return parallel

@@ -172,7 +172,7 @@ def _backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> t
 def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -> tuple[Any, list[Any]]:
     """The layers in reverse. Returns dx and by layer: dparams, added to `sums` where there is one; without `sums`, pending."""
     gradients: dict[str, Any] = {}
-    results: list[Any] = [None] * cfg.times
+    results: list[Any] = [None for _ in range(cfg.times)]  # no product: torch 2.11 traces no write to one whose size is dynamic
     whole, i = sums is not None, 0
     try:
         for i in reversed(range(cfg.times)):
@@ -203,7 +203,7 @@ def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     _check_cfg("repeat_wgrad", cfg)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
-    found: list[Any] = [None] * cfg.times
+    found: list[Any] = [None for _ in range(cfg.times)]
     i = 0
     try:
         for i in reversed(range(cfg.times)):

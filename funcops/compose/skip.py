@@ -38,6 +38,8 @@ class SkipConfig:
         object.__setattr__(self, "programs", {})
         self.follow("SkipConfig", "", None)
 
+    program_while_tracing = programs.program_while_tracing
+
     @property
     def lowered_by(self) -> Op:
         return skip

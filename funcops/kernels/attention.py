@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel, tracing
+from funcops.backend import kernel, operators, tracing
 
 _aten = torch.ops.aten
+_compiling = torch.compiler.is_dynamo_compiling
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 VECTOR = 16  # bytes that the CUDA kernels read at a time: of a head, a stride, an address
 LONGEST = 256  # the head size of flash attention
@@ -155,11 +156,22 @@ def _for_kernel(t: Tensor, how: Way, heads: int | None = None) -> Tensor:
     where it must be."""
     if t.shape[-1] != how.size:
         t = torch.nn.functional.pad(t, (0, how.size - t.shape[-1]))
-    elif how.kernel != "math" and not in_vectors(t):
-        t = t.clone(memory_format=torch.contiguous_format)
+    elif how.kernel != "math":
+        t = _traced_aligned(t) if _compiling() else aligned(t)
     t = t.transpose(1, 2)
     repeats = 1 if heads is None or not how.repeated else heads // t.shape[1]
     return t if repeats == 1 else t.repeat_interleave(repeats, 1)
+
+
+def aligned(t: Tensor) -> Tensor:
+    """t, or a copy that is `in_vectors`."""
+    return t if in_vectors(t) else t.clone(memory_format=torch.contiguous_format)
+
+
+# Dynamo has no storage_offset; what traces after it, through an operator that is made of others, has.
+operators.define("aligned(Tensor(a) t) -> Tensor(a)")
+operators.impl("aligned", aligned, "CompositeImplicitAutograd")
+_traced_aligned = torch.ops.funcops.aligned.default
 
 
 def in_vectors(t: Tensor) -> bool:

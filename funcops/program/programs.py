@@ -45,7 +45,8 @@ def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
 
 def _found(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any) -> Any:
     if _compiling():
-        return getattr(traced, _made_while_tracing(which, op, cfg, needs.x, needs.params, device_type, dtype))
+        id(cfg)  # the tracer guards on it: a method that it runs has no guard on its object
+        return getattr(traced, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype))
     key = which, needs, device_type, dtype, len(changes)
     found = cfg.programs.get(key)
     return remember(cfg.programs, key, _made(which, op, cfg, needs, device_type, dtype)) if found is None else found
@@ -54,19 +55,20 @@ def _found(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, 
 _traced: dict[Any, str] = {}
 
 
-def _made_while_tracing(which: str, op: Op, cfg: Any, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
-    """The name of a program in the module: a tracer reads an attribute of a module, where it would find a dict as it was before."""
-    key = which, op, cfg, x, params, device_type, dtype, len(changes)
+def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_type: str | None, dtype: Any) -> str:
+    """The name of a program in the module: a tracer reads an attribute of a module, where it would find a dict as it was before.
+    A method of configs: of any argument but the object of a method the tracer of torch 2.11 wants a constant."""
+    key = which, cfg, x, params, device_type, dtype, len(changes)
     if key not in _traced:
         name = f"{which}_{len(_traced)}"
         with reading():
-            setattr(traced, name, _made(which, op, cfg, Needs(x, params), device_type, dtype, True))
+            setattr(traced, name, _made(which, cfg.lowered_by, cfg, Needs(x, params), device_type, dtype, True))
         _traced[key] = name
     return _traced[key]
 
 
 # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
-_made_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from funcops import TorchConfig, delayed_wgrad, differentiable, donate, op_from_torch, with_policy
 from funcops import nn as fnn
-from funcops.adapters.autocast import NORM, casts
 from funcops.program.rules import FEW
 from funcops.testing import assert_close
 from funcops.trees import cast, leaves, tensors, tree_map_tensors
@@ -33,13 +33,16 @@ CASES = list(_loaded())  # the first of every operator and combinator
 
 
 @contextlib.contextmanager
-def on_for_cuda():
-    """Autocast for CUDA, whether or not there is a device."""
-    torch.set_autocast_enabled("cuda", True)
+def on_for(kind, dtype=torch.float16):
+    """Autocast for a kind of device, whether or not there is one."""
+    before = torch.get_autocast_dtype(kind)
+    torch.set_autocast_enabled(kind, True)
+    torch.set_autocast_dtype(kind, dtype)
     try:
         yield
     finally:
-        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_enabled(kind, False)
+        torch.set_autocast_dtype(kind, before)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -67,7 +70,7 @@ def test_ops_refuse_autocast(case):
         ):
             call()
         assert "funcops.trees.cast(tree, dtype)" in str(error.value) and "torch.autocast('cpu', enabled=False)" in str(error.value)
-        for region in (torch.autocast("cpu", enabled=False), on_for_cuda()):
+        for region in (torch.autocast("cpu", enabled=False), on_for("cuda")):
             with region:
                 again = call()
             if name != "fwd":
@@ -191,7 +194,7 @@ def test_modules_follow(name, dtype, given):
     with region(), region(enabled=False):
         other = x.float() if given is torch.bfloat16 else x
         assert got(other).dtype is want(other).dtype is other.dtype
-    with on_for_cuda():
+    with on_for("cuda"):
         assert torch.equal(got(other), got(other)) and got(other).dtype is other.dtype
 
 
@@ -231,13 +234,24 @@ def test_the_fused_loss_follows():
     check_follows(found[0], found[2], cast(found[1], torch.float64))
 
 
-@pytest.mark.parametrize("kind, want", [("cpu", torch.bfloat16), ("cuda", torch.float32), ("xpu", torch.float32)])
-def test_norms_are_in_float32_except_on_cpus(kind, want):
-    x, (w, none) = casts(NORM, torch.ones(2, D, dtype=torch.bfloat16), kind, [torch.ones(D), None])
-    assert x.dtype is want and w.dtype is torch.float32 and none is None
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own RMSNorm
+@pytest.mark.parametrize("lower", REGIONS)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", ["cpu", "cuda", "xpu"])
+def test_norms_have_the_dtype_that_this_torch_gives_them(kind, given, lower):
+    """On stand-ins for tensors of a device: what autocast knows of a norm differs by device, and by version."""
+    for name in ("LayerNorm", "RMSNorm"):
+        with FakeTensorMode(), torch.no_grad():
+            x, found = torch.empty(2, D, device=kind, dtype=given), []
+            for lib in (nn, fnn):
+                module = getattr(lib, name)(D, device=kind, dtype=torch.float64 if given is torch.float64 else None)
+                with on_for(kind, REGIONS[lower]):
+                    found.append(module(x).dtype)
+        assert found[0] is found[1], (name, found)
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # torch's own RMSNorm
 @pytest.mark.parametrize("dtype", REGIONS)
 @pytest.mark.parametrize("name", PAIRS)
 def test_modules_follow_on_a_gpu(name, dtype):
@@ -245,7 +259,7 @@ def test_modules_follow_on_a_gpu(name, dtype):
     want, got = PAIRS[name](nn).cuda(), PAIRS[name](fnn).cuda()
     got.load_state_dict(want.state_dict())
     for given in (torch.float32, REGIONS[dtype]):
-        x, region = torch.randn(64, D, device="cuda", dtype=given), functools.partial(torch.autocast, "cuda", REGIONS[dtype])
+        x, region = torch.randn(FEW // D, D, device="cuda", dtype=given), functools.partial(torch.autocast, "cuda", REGIONS[dtype])
         exact = outcome(copy.deepcopy(want).double(), x.double(), contextlib.nullcontext())
         check_follows(outcome(want, x, region()), outcome(got, x, region()), exact)
 

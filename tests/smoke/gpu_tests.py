@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
     many = args.jobs > 1 and torch.cuda.is_available() and importlib.util.find_spec("xdist")
     spread = ["-n", str(args.jobs), "--dist", "worksteal"] if many else []
     told = [f"--until={time.time() + args.seconds}", *([] if args.json is None else [f"--lines={args.json.resolve()}"])]
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "tests.smoke.gpu_tests", *spread, *told, *files(), *others]
+    plugins = ["-p", "no:benchmark", "-p", "tests.smoke.gpu_tests"]  # pytest-benchmark warns of many processes before any test
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", *plugins, *spread, *told, *files(), *others]
     return subprocess.run(command, cwd=ROOT).returncode
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.autocast import LOWER, NORM
+from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.module import OpModule, prepare
 from funcops.errors import require
 from funcops.ops._norm import DTYPES
@@ -58,7 +58,7 @@ class LayerNorm(OpModule, nn.LayerNorm):
     """`torch.nn.LayerNorm` by `funcops.layer_norm`, with its weight."""
 
     op, params_class, fields, values = layer_norm, LayerNormParams, ("weight", "bias"), ("normalized_shape", "eps")
-    autocast = NORM
+    autocast = "aten::layer_norm"
 
     def make_cfg(self) -> LayerNormConfig:
         _affine("LayerNorm", self)
@@ -69,7 +69,7 @@ class RMSNorm(OpModule, nn.RMSNorm):
     """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype."""
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
-    autocast, pairs = NORM, DTYPES
+    autocast, pairs = "aten::rms_norm", DTYPES
 
     def make_cfg(self) -> RMSNormConfig:
         _affine("RMSNorm", self)
