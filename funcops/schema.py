@@ -44,7 +44,8 @@ class Field(NamedTuple):
     of: tuple[str, ...]
     recompute_from: tuple[str, ...]
     tree: bool = False
-    again: bool = False  # AGAIN in needed_by, which the tracer of torch 2.11 cannot ask
+    again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot ask
+    dgrad: bool = False
 
     def wanted(self, needs: Needs) -> bool:
         if needs.again and self.again:
@@ -73,7 +74,7 @@ def saved(
 
     What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
-    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by)
+    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by, DGRAD in needed_by)
     return dataclasses.field(default=None, metadata={"saved": field})
 
 

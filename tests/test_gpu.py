@@ -1,7 +1,9 @@
 """On a real device: `python -m pytest -m gpu`, and `make gpu` for these and the kernel benchmark."""
 
+import contextlib
 import dataclasses
 import gc
+import os
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from funcops.testing.tolerances import assert_close, relative
 from funcops.trees import leaves, tensors, tree_map_tensors
 
 pytest.importorskip("triton")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms ask for it, before CUDA is used
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HELD = [name for name in LAWS if name not in ("compiles", "loud", "finite_differences")]
@@ -29,13 +32,24 @@ HELD = [name for name in LAWS if name not in ("compiles", "loud", "finite_differ
 @pytest.mark.parametrize(("case", "dtype"), CASES, ids=str)
 def test_laws(case, dtype, implementation):
     case = dataclasses.replace(case, device="cuda")
-    for law in HELD:
-        if law not in case.exempt:
-            if implementation is None:
+    with (
+        deterministic(case.op.name == "attention"),
+        contextlib.nullcontext() if implementation is None else backend(implementation),
+    ):
+        for law in HELD:
+            if law not in case.exempt:
                 LAWS[law](case, dtype)
-            else:
-                with backend(implementation):
-                    LAWS[law](case, dtype)
+
+
+@contextlib.contextmanager
+def deterministic(asked):
+    """torch's kernels of attention add in the order in which they are done, unless they are asked not to."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked or before)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize("name", sorted({case.op.name for case, _ in CASES}))

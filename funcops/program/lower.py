@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.schema import DGRAD
 
 Value = Any  # int, or a tuple of Values
 Extras = dict[str, int]
@@ -84,7 +83,7 @@ class Call:
 
     @property
     def again_in_dgrad(self) -> bool:
-        return any(DGRAD in self.op.fields()[name].needed_by for name in self.fields)
+        return any([self.op.fields()[name].dgrad for name in self.fields])
 
 
 class Fold(NamedTuple):
