@@ -79,7 +79,7 @@ def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path,
             dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9),
         ),
         (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
-        (step, dict(Sizes=lambda: SMALL, ROUNDS=4)),
+        (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
     ):
         for attribute, value in changes.items():
             monkeypatch.setattr(module, attribute, value)

@@ -14,6 +14,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from typing import Any, NamedTuple
 
 import torch
@@ -57,17 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: bf16")
     parser.add_argument("--providers", choices=PROVIDERS, nargs="+", default=PROVIDERS)
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no sample after this; what is left is named")
+    parser.add_argument("--jobs", type=int, default=0, help="first compile our kernels in so many processes (default: %(default)s)")
     parser.add_argument("--liger-csv", metavar="FILE", help="also write the times under Liger-Kernel's columns")
     parser.add_argument("--plot", metavar="FILE", help="also draw the rates (PNG or SVG)")
 
 
 def run(
     only: str = "", dtype: list[str] | None = None, providers: tuple[str, ...] = PROVIDERS, seconds: float = math.inf,
-    liger_csv: str | None = None, plot: str | None = None,
+    jobs: int = 0, liger_csv: str | None = None, plot: str | None = None,
 ) -> Iterator[Measured]:  # fmt: skip
     """The rows as they come."""
     if not torch.cuda.is_available():
         raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
+    if jobs:
+        compile_ahead(only, dtype or ["bf16"], providers, jobs)
     timer, stop = CudaTimer(), time.monotonic() + seconds
     rows: list[Measured] = []
     left: list[str] = []
@@ -88,6 +93,23 @@ def run(
         print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
     if plot:
         draw(plot, rows)
+
+
+def compile_ahead(only: str, dtypes: list[str], providers: tuple[str, ...], jobs: int) -> None:
+    """Into Triton's cache on the disk, in processes that each run a part of the samples once."""
+    parts = [(i, jobs, only, dtypes, providers) for i in range(jobs)]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        list(pool.map(_run_once, *zip(*parts, strict=True)))
+
+
+def _run_once(part: int, parts: int, only: str, dtypes: list[str], providers: tuple[str, ...]) -> None:
+    for name in dtypes:
+        own = (sample for i, sample in enumerate(samples(Maker("cuda", DTYPES[name]))) if i % parts == part and only in sample.name)
+        for sample in own:
+            for provider, prepare in provided(sample).items():
+                if prepare is not None and provider in providers and provider in ("funcops", "triton"):
+                    with contextlib.suppress(Exception), using(provider):  # the bench says what fails
+                        prepare(*sample.args)()
 
 
 def measured_copy_rate(timer: Any) -> float:

@@ -38,7 +38,7 @@ def files() -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", metavar="FILE", type=Path, help="write a line for each test to this file")
-    parser.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="processes (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=140.0, help="start no test after this (default: %(default)s)")
     args, others = parser.parse_known_args(argv)
     if lacking := missing((*NEEDED, *TESTS)):
