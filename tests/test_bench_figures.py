@@ -337,13 +337,31 @@ def test_exact_benches_give_the_committed_figures(name, rows):
             assert row.value == pytest.approx(want[row.case, row.provider, row.metric], rel=1e-3), row
 
 
+def test_the_figures_of_a_device_are_committed_ones():
+    """Of the page on kernels: the steps' milliseconds, and that no kernel is 2 % slower than another's."""
+    text = (COMMITTED.parent / "kernels.md").read_text()
+    known = [*committed("step-cuda").values(), *committed("graph").values()]
+    (table,) = re.findall(r"^\| one H100, bfloat16 .*\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    figures = re.findall(r"\| (\d+\.\d+)(?= \|)", table)
+    assert len(figures) >= 8
+    for figure in figures:
+        digits = len(figure.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == figure for value in known), figure
+    times = {}
+    for row in json.loads((COMMITTED / "kernels.json").read_text())["rows"]:
+        times.setdefault((row["kernel"], row["shape"]), {})[row["provider"]] = row["device_us"]
+    assert len(times) > 200
+    for call, of in times.items():
+        assert of["funcops"] <= 1.02 * min(of.get(rival, math.inf) for rival in ("torch", "liger")), call
+
+
 def test_the_figures_of_the_first_page_are_committed_ones():
     """Each is the rounded value of a row of the bench that its line names."""
     text = (COMMITTED.parents[1] / "README.md").read_text()
-    lines = re.findall(r"^\| (.+) \| (.+) \| (.+) \| `python -m funcops\.bench (\w+)` \|$", text, re.M)
-    assert len(lines) >= 5
-    for what, ours, theirs, bench in lines:
-        rows = committed(f"cpu-{bench}")
+    lines = re.findall(r"^\| (.+) \| (.+) \| (.+) \| `python -m funcops\.bench (\w+)( --device cuda)?` \|$", text, re.M)
+    assert len(lines) >= 7
+    for what, ours, theirs, bench, on_cuda in lines:
+        rows = committed(f"{bench}-cuda" if on_cuda else bench if bench == "graph" else f"cpu-{bench}")
         for cell, plain in ((ours, False), (theirs, True)):
             known = [value for (_, provider, _), value in rows.items() if provider.startswith("funcops") is not plain]
             for figure in re.findall(r"\d+(?:\.\d+)?", cell):

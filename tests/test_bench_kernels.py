@@ -13,7 +13,7 @@ import torch
 from tiny_samples import names, tiny
 
 from funcops.backend import backend
-from funcops.bench import kernels
+from funcops.bench import kernels, plot
 from funcops.bench.__main__ import main
 from funcops.bench.device import Replay
 from funcops.bench.liger import COLUMNS, write_liger_csv
@@ -149,9 +149,9 @@ def test_what_is_written(tmp_path, monkeypatch):
     assert (tmp_path / "k.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize("count", [0, 1, 40])
-def test_the_picture_hides_no_bar(count, tmp_path, monkeypatch):
-    """All labels and bars are within the axes, and the legend outside."""
+@pytest.mark.parametrize("count", [0, 1, 40, 120])
+def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
+    """All labels and marks are within the axes, and the legend outside."""
     from matplotlib import pyplot as plt
 
     figures = []
@@ -160,15 +160,19 @@ def test_the_picture_hides_no_bar(count, tmp_path, monkeypatch):
     rows = [row._replace(shape=str(i), provider=name, of_copy=1.2) for i in range(count) for name in kernels.PROVIDERS[:4]]
     draw(str(tmp_path / "k.png"), rows)
     (figure,) = figures
-    (axes,) = figure.axes
-    low, high = sorted(axes.get_ylim())
-    assert len(axes.patches) == 4 * count and all(
-        low <= bar.get_y() and bar.get_y() + bar.get_height() <= high for bar in axes.patches
-    )
-    assert high - low <= max(1, count) + 0.01 and axes.get_xlabel() and axes.get_title()
-    for legend in figure.legends:
-        assert not legend.get_window_extent().overlaps(axes.get_window_extent())
-    assert len(figure.legends) == (count > 0)
+    assert len(figure.axes) == max(1, -(-count // plot.LINES)) and figure.get_suptitle()
+    marks = 0
+    for axes in figure.axes:
+        low, high = sorted(axes.get_ylim())
+        left, right = axes.get_xlim()
+        for line in axes.lines:
+            if line.get_marker() in plot.MARKERS:
+                marks += len(line.get_xdata())
+                assert all(low < y < high and left < x < right for x, y in line.get_xydata())
+        assert high - low <= min(max(1, count), plot.LINES) + 0.01 and axes.get_xlabel()
+        for legend in figure.legends:
+            assert not legend.get_window_extent().overlaps(axes.get_window_extent())
+    assert marks == 4 * count and len(figure.legends) == (count > 0)
     monkeypatch.undo()
     plt.close(figure)
 

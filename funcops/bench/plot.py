@@ -9,9 +9,11 @@ from typing import Any
 
 from funcops.bench.measure import machine
 
+LINES, MARKERS = 56, "oDs^vP"  # lines in a column, and a mark for each provider
+
 
 def draw(path: str, rows: Sequence[Any]) -> None:
-    """Horizontal bars: a group for each kernel and shape, a bar for each provider; the share of a copy's rate, or of cuBLAS."""
+    """A line for each kernel and shape, in columns; on it a mark for each provider: the share of a copy's rate, or of cuBLAS's."""
     if importlib.util.find_spec("matplotlib") is None:  # no reason to lose what was measured
         print(f"bench kernels: {path} is not drawn: matplotlib is not installed", file=sys.stderr)
         return
@@ -20,25 +22,29 @@ def draw(path: str, rows: Sequence[Any]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    labels = list(dict.fromkeys(f"{row.kernel} {row.shape} {row.dtype}" for row in rows))
+    labels = list(dict.fromkeys(_label(row) for row in rows))
+    columns = [labels[i : i + LINES] for i in range(0, len(labels), LINES)] or [[]]
+    size = 7 * len(columns), 1.5 + 0.17 * len(columns[0])
+    figure, panels = plt.subplots(1, len(columns), figsize=size, layout="constrained", sharex=True, squeeze=False)
     providers = [name for name in dict.fromkeys(row.provider for row in rows) if name != "cublas"]
-    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.16 * len(labels) * len(providers)), layout="constrained")
-    thick = 0.8 / max(1, len(providers))
-    for i, provider in enumerate(providers):
-        found = {
-            labels.index(f"{row.kernel} {row.shape} {row.dtype}"): row.of_cublas if row.tflop_per_s > 0 else row.of_copy
-            for row in rows
-            if row.provider == provider
-        }
-        places = [place + (i - (len(providers) - 1) / 2) * thick for place in found]
-        axes.barh(places, [100 * share for share in found.values()], thick, label=provider)
-    axes.set_yticks(range(len(labels)), labels, fontsize=7)
-    axes.set_ylim(max(1, len(labels)) - 0.5, -0.5)
-    axes.tick_params(top=True, labeltop=True)  # the picture is as long as the list
-    axes.set_xlabel("percent of a copy's rate (matrix products: of cuBLAS)")
-    axes.axvline(100, color="grey", linewidth=0.8)
-    axes.set_title(f"bench kernels on {machine()['device']}", fontsize=9)
-    if providers:  # above the bars, of which none is hidden then
-        figure.legend(fontsize=7, loc="outside upper center", ncols=len(providers), frameon=False)
+    for axes, column in zip(panels[0], columns, strict=True):
+        own = {label: place for place, label in enumerate(column)}
+        for mark, provider in zip(MARKERS, providers, strict=False):
+            found = [row for row in rows if row.provider == provider and _label(row) in own]
+            shares = [100 * (row.of_cublas if row.tflop_per_s > 0 else row.of_copy) for row in found]
+            axes.plot(shares, [own[_label(row)] for row in found], mark, markersize=4, alpha=0.8, label=provider)
+        axes.set_yticks(range(len(column)), column, fontsize=7)
+        axes.set_ylim(max(1, len(columns[0])) - 0.5, -0.5)
+        axes.grid(axis="y", linewidth=0.3)
+        axes.axvline(100, color="grey", linewidth=0.8)
+        axes.set_xlabel("percent of a copy's rate (matrix products: of cuBLAS)", fontsize=8)
+    figure.suptitle(f"bench kernels on {machine()['device']}", fontsize=10)
+    if providers:  # above the marks, of which none is hidden then
+        handles, names = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, names, fontsize=8, loc="outside upper right", ncols=len(providers), frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _label(row: Any) -> str:
+    return f"{row.kernel} {row.shape} {row.dtype}"

@@ -168,7 +168,12 @@ def measure(dtype: torch.dtype, sizes: Sizes, rounds: int, device: str = "cpu") 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the step runs (default: %(default)s); a larger model on cuda")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the step runs (default: %(default)s); a larger model on cuda",
+    )
 
 
 def run(device: str = "cpu") -> Iterator[Row]:
