@@ -6,6 +6,7 @@
 What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
+(NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
     layers           linear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, identity, reshape, fork
@@ -42,40 +43,10 @@ from funcops.adapters.vjp import value_and_grad as value_and_grad
 from funcops.adapters.vjp import vjp as vjp
 from funcops.backend import backend as backend
 from funcops.compose.batch import batch_wgrads as batch_wgrads
-from funcops.compose.chain import ChainConfig as ChainConfig
-from funcops.compose.chain import ChainPending as ChainPending
-from funcops.compose.chain import ChainResiduals as ChainResiduals
-from funcops.compose.chain import chain as chain
-from funcops.compose.chain import chain_bwd as chain_bwd
-from funcops.compose.chain import chain_dgrad as chain_dgrad
-from funcops.compose.chain import chain_fwd as chain_fwd
-from funcops.compose.chain import chain_init as chain_init
-from funcops.compose.chain import chain_wgrad as chain_wgrad
-from funcops.compose.parallel import ParallelConfig as ParallelConfig
-from funcops.compose.parallel import ParallelPending as ParallelPending
-from funcops.compose.parallel import ParallelResiduals as ParallelResiduals
-from funcops.compose.parallel import parallel as parallel
-from funcops.compose.parallel import parallel_bwd as parallel_bwd
-from funcops.compose.parallel import parallel_dgrad as parallel_dgrad
-from funcops.compose.parallel import parallel_fwd as parallel_fwd
-from funcops.compose.parallel import parallel_init as parallel_init
-from funcops.compose.parallel import parallel_wgrad as parallel_wgrad
-from funcops.compose.repeat import RepeatConfig as RepeatConfig
-from funcops.compose.repeat import RepeatPending as RepeatPending
-from funcops.compose.repeat import RepeatResiduals as RepeatResiduals
-from funcops.compose.repeat import repeat as repeat
-from funcops.compose.repeat import repeat_bwd as repeat_bwd
-from funcops.compose.repeat import repeat_dgrad as repeat_dgrad
-from funcops.compose.repeat import repeat_fwd as repeat_fwd
-from funcops.compose.repeat import repeat_init as repeat_init
-from funcops.compose.repeat import repeat_wgrad as repeat_wgrad
-from funcops.compose.skip import SkipConfig as SkipConfig
-from funcops.compose.skip import skip as skip
-from funcops.compose.skip import skip_bwd as skip_bwd
-from funcops.compose.skip import skip_dgrad as skip_dgrad
-from funcops.compose.skip import skip_fwd as skip_fwd
-from funcops.compose.skip import skip_init as skip_init
-from funcops.compose.skip import skip_wgrad as skip_wgrad
+from funcops.compose.chain import *
+from funcops.compose.parallel import *
+from funcops.compose.repeat import *
+from funcops.compose.skip import *
 from funcops.compose.step import Step as Step
 from funcops.errors import BorrowedError as BorrowedError
 from funcops.errors import CaptureError as CaptureError
@@ -91,179 +62,26 @@ from funcops.memory.policy import with_policy as with_policy
 from funcops.memory.remat import remat as remat
 from funcops.needs import Needs as Needs
 from funcops.op import Op as Op
-from funcops.ops.activation import ActivationConfig as ActivationConfig
-from funcops.ops.activation import ActivationResiduals as ActivationResiduals
-from funcops.ops.activation import activation as activation
-from funcops.ops.activation import activation_bwd as activation_bwd
-from funcops.ops.activation import activation_dgrad as activation_dgrad
-from funcops.ops.activation import activation_fwd as activation_fwd
-from funcops.ops.activation import activation_init as activation_init
-from funcops.ops.activation import activation_wgrad as activation_wgrad
-from funcops.ops.add import AddConfig as AddConfig
-from funcops.ops.add import AddResiduals as AddResiduals
-from funcops.ops.add import add as add
-from funcops.ops.add import add_bwd as add_bwd
-from funcops.ops.add import add_dgrad as add_dgrad
-from funcops.ops.add import add_fwd as add_fwd
-from funcops.ops.add import add_init as add_init
-from funcops.ops.add import add_wgrad as add_wgrad
-from funcops.ops.attention import AttentionConfig as AttentionConfig
-from funcops.ops.attention import AttentionResiduals as AttentionResiduals
-from funcops.ops.attention import attention as attention
-from funcops.ops.attention import attention_bwd as attention_bwd
-from funcops.ops.attention import attention_dgrad as attention_dgrad
-from funcops.ops.attention import attention_fwd as attention_fwd
-from funcops.ops.attention import attention_init as attention_init
-from funcops.ops.attention import attention_wgrad as attention_wgrad
-from funcops.ops.bias import BiasConfig as BiasConfig
-from funcops.ops.bias import BiasParams as BiasParams
-from funcops.ops.bias import BiasPending as BiasPending
-from funcops.ops.bias import BiasResiduals as BiasResiduals
-from funcops.ops.bias import bias as bias
-from funcops.ops.bias import bias_bwd as bias_bwd
-from funcops.ops.bias import bias_dgrad as bias_dgrad
-from funcops.ops.bias import bias_fwd as bias_fwd
-from funcops.ops.bias import bias_init as bias_init
-from funcops.ops.bias import bias_wgrad as bias_wgrad
-from funcops.ops.cast import CastConfig as CastConfig
-from funcops.ops.cast import CastResiduals as CastResiduals
-from funcops.ops.cast import cast as cast
-from funcops.ops.cast import cast_bwd as cast_bwd
-from funcops.ops.cast import cast_dgrad as cast_dgrad
-from funcops.ops.cast import cast_fwd as cast_fwd
-from funcops.ops.cast import cast_init as cast_init
-from funcops.ops.cast import cast_wgrad as cast_wgrad
-from funcops.ops.cross_entropy import CrossEntropyConfig as CrossEntropyConfig
-from funcops.ops.cross_entropy import CrossEntropyResiduals as CrossEntropyResiduals
-from funcops.ops.cross_entropy import cross_entropy as cross_entropy
-from funcops.ops.cross_entropy import cross_entropy_bwd as cross_entropy_bwd
-from funcops.ops.cross_entropy import cross_entropy_dgrad as cross_entropy_dgrad
-from funcops.ops.cross_entropy import cross_entropy_fwd as cross_entropy_fwd
-from funcops.ops.cross_entropy import cross_entropy_init as cross_entropy_init
-from funcops.ops.cross_entropy import cross_entropy_wgrad as cross_entropy_wgrad
-from funcops.ops.dropout import DropoutConfig as DropoutConfig
-from funcops.ops.dropout import DropoutResiduals as DropoutResiduals
-from funcops.ops.dropout import dropout as dropout
-from funcops.ops.dropout import dropout_bwd as dropout_bwd
-from funcops.ops.dropout import dropout_dgrad as dropout_dgrad
-from funcops.ops.dropout import dropout_fwd as dropout_fwd
-from funcops.ops.dropout import dropout_init as dropout_init
-from funcops.ops.dropout import dropout_wgrad as dropout_wgrad
-from funcops.ops.embedding import EmbeddingConfig as EmbeddingConfig
-from funcops.ops.embedding import EmbeddingParams as EmbeddingParams
-from funcops.ops.embedding import EmbeddingPending as EmbeddingPending
-from funcops.ops.embedding import EmbeddingResiduals as EmbeddingResiduals
-from funcops.ops.embedding import embedding as embedding
-from funcops.ops.embedding import embedding_bwd as embedding_bwd
-from funcops.ops.embedding import embedding_dgrad as embedding_dgrad
-from funcops.ops.embedding import embedding_fwd as embedding_fwd
-from funcops.ops.embedding import embedding_init as embedding_init
-from funcops.ops.embedding import embedding_wgrad as embedding_wgrad
-from funcops.ops.fork import ForkConfig as ForkConfig
-from funcops.ops.fork import ForkResiduals as ForkResiduals
-from funcops.ops.fork import fork as fork
-from funcops.ops.fork import fork_bwd as fork_bwd
-from funcops.ops.fork import fork_dgrad as fork_dgrad
-from funcops.ops.fork import fork_fwd as fork_fwd
-from funcops.ops.fork import fork_init as fork_init
-from funcops.ops.fork import fork_wgrad as fork_wgrad
-from funcops.ops.glu import GLUConfig as GLUConfig
-from funcops.ops.glu import GLUResiduals as GLUResiduals
-from funcops.ops.glu import glu as glu
-from funcops.ops.glu import glu_bwd as glu_bwd
-from funcops.ops.glu import glu_dgrad as glu_dgrad
-from funcops.ops.glu import glu_fwd as glu_fwd
-from funcops.ops.glu import glu_init as glu_init
-from funcops.ops.glu import glu_wgrad as glu_wgrad
-from funcops.ops.identity import IdentityConfig as IdentityConfig
-from funcops.ops.identity import IdentityResiduals as IdentityResiduals
-from funcops.ops.identity import identity as identity
-from funcops.ops.identity import identity_bwd as identity_bwd
-from funcops.ops.identity import identity_dgrad as identity_dgrad
-from funcops.ops.identity import identity_fwd as identity_fwd
-from funcops.ops.identity import identity_init as identity_init
-from funcops.ops.identity import identity_wgrad as identity_wgrad
-from funcops.ops.l2_norm import L2NormConfig as L2NormConfig
-from funcops.ops.l2_norm import L2NormResiduals as L2NormResiduals
-from funcops.ops.l2_norm import l2_norm as l2_norm
-from funcops.ops.l2_norm import l2_norm_bwd as l2_norm_bwd
-from funcops.ops.l2_norm import l2_norm_dgrad as l2_norm_dgrad
-from funcops.ops.l2_norm import l2_norm_fwd as l2_norm_fwd
-from funcops.ops.l2_norm import l2_norm_init as l2_norm_init
-from funcops.ops.l2_norm import l2_norm_wgrad as l2_norm_wgrad
-from funcops.ops.layer_norm import LayerNormConfig as LayerNormConfig
-from funcops.ops.layer_norm import LayerNormParams as LayerNormParams
-from funcops.ops.layer_norm import LayerNormPending as LayerNormPending
-from funcops.ops.layer_norm import LayerNormResiduals as LayerNormResiduals
-from funcops.ops.layer_norm import layer_norm as layer_norm
-from funcops.ops.layer_norm import layer_norm_bwd as layer_norm_bwd
-from funcops.ops.layer_norm import layer_norm_dgrad as layer_norm_dgrad
-from funcops.ops.layer_norm import layer_norm_fwd as layer_norm_fwd
-from funcops.ops.layer_norm import layer_norm_init as layer_norm_init
-from funcops.ops.layer_norm import layer_norm_wgrad as layer_norm_wgrad
-from funcops.ops.linear import LinearConfig as LinearConfig
-from funcops.ops.linear import LinearParams as LinearParams
-from funcops.ops.linear import LinearPending as LinearPending
-from funcops.ops.linear import LinearResiduals as LinearResiduals
-from funcops.ops.linear import linear as linear
-from funcops.ops.linear import linear_bwd as linear_bwd
-from funcops.ops.linear import linear_dgrad as linear_dgrad
-from funcops.ops.linear import linear_fwd as linear_fwd
-from funcops.ops.linear import linear_init as linear_init
-from funcops.ops.linear import linear_wgrad as linear_wgrad
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig as LinearCrossEntropyConfig
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyParams as LinearCrossEntropyParams
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyPending as LinearCrossEntropyPending
-from funcops.ops.linear_cross_entropy import LinearCrossEntropyResiduals as LinearCrossEntropyResiduals
-from funcops.ops.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from funcops.ops.linear_cross_entropy import linear_cross_entropy_bwd as linear_cross_entropy_bwd
-from funcops.ops.linear_cross_entropy import linear_cross_entropy_dgrad as linear_cross_entropy_dgrad
-from funcops.ops.linear_cross_entropy import linear_cross_entropy_fwd as linear_cross_entropy_fwd
-from funcops.ops.linear_cross_entropy import linear_cross_entropy_init as linear_cross_entropy_init
-from funcops.ops.linear_cross_entropy import linear_cross_entropy_wgrad as linear_cross_entropy_wgrad
-from funcops.ops.qkv_split import QKVSplitConfig as QKVSplitConfig
-from funcops.ops.qkv_split import QKVSplitResiduals as QKVSplitResiduals
-from funcops.ops.qkv_split import qkv_split as qkv_split
-from funcops.ops.qkv_split import qkv_split_bwd as qkv_split_bwd
-from funcops.ops.qkv_split import qkv_split_dgrad as qkv_split_dgrad
-from funcops.ops.qkv_split import qkv_split_fwd as qkv_split_fwd
-from funcops.ops.qkv_split import qkv_split_init as qkv_split_init
-from funcops.ops.qkv_split import qkv_split_wgrad as qkv_split_wgrad
-from funcops.ops.reshape import ReshapeConfig as ReshapeConfig
-from funcops.ops.reshape import ReshapeResiduals as ReshapeResiduals
-from funcops.ops.reshape import reshape as reshape
-from funcops.ops.reshape import reshape_bwd as reshape_bwd
-from funcops.ops.reshape import reshape_dgrad as reshape_dgrad
-from funcops.ops.reshape import reshape_fwd as reshape_fwd
-from funcops.ops.reshape import reshape_init as reshape_init
-from funcops.ops.reshape import reshape_wgrad as reshape_wgrad
-from funcops.ops.rms_norm import RMSNormConfig as RMSNormConfig
-from funcops.ops.rms_norm import RMSNormParams as RMSNormParams
-from funcops.ops.rms_norm import RMSNormPending as RMSNormPending
-from funcops.ops.rms_norm import RMSNormResiduals as RMSNormResiduals
-from funcops.ops.rms_norm import rms_norm as rms_norm
-from funcops.ops.rms_norm import rms_norm_bwd as rms_norm_bwd
-from funcops.ops.rms_norm import rms_norm_dgrad as rms_norm_dgrad
-from funcops.ops.rms_norm import rms_norm_fwd as rms_norm_fwd
-from funcops.ops.rms_norm import rms_norm_init as rms_norm_init
-from funcops.ops.rms_norm import rms_norm_wgrad as rms_norm_wgrad
-from funcops.ops.rope import RopeConfig as RopeConfig
-from funcops.ops.rope import RopeResiduals as RopeResiduals
-from funcops.ops.rope import rope as rope
-from funcops.ops.rope import rope_bwd as rope_bwd
-from funcops.ops.rope import rope_dgrad as rope_dgrad
-from funcops.ops.rope import rope_fwd as rope_fwd
-from funcops.ops.rope import rope_init as rope_init
-from funcops.ops.rope import rope_table as rope_table
-from funcops.ops.rope import rope_wgrad as rope_wgrad
-from funcops.ops.scale import ScaleConfig as ScaleConfig
-from funcops.ops.scale import ScaleResiduals as ScaleResiduals
-from funcops.ops.scale import scale as scale
-from funcops.ops.scale import scale_bwd as scale_bwd
-from funcops.ops.scale import scale_dgrad as scale_dgrad
-from funcops.ops.scale import scale_fwd as scale_fwd
-from funcops.ops.scale import scale_init as scale_init
-from funcops.ops.scale import scale_wgrad as scale_wgrad
+from funcops.ops.activation import *
+from funcops.ops.add import *
+from funcops.ops.attention import *
+from funcops.ops.bias import *
+from funcops.ops.cast import *
+from funcops.ops.cross_entropy import *
+from funcops.ops.dropout import *
+from funcops.ops.embedding import *
+from funcops.ops.fork import *
+from funcops.ops.glu import *
+from funcops.ops.identity import *
+from funcops.ops.l2_norm import *
+from funcops.ops.layer_norm import *
+from funcops.ops.linear import *
+from funcops.ops.linear_cross_entropy import *
+from funcops.ops.qkv_split import *
+from funcops.ops.reshape import *
+from funcops.ops.rms_norm import *
+from funcops.ops.rope import *
+from funcops.ops.scale import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
@@ -284,4 +102,13 @@ from funcops.residuals import stow as stow
 from funcops.trees import WithExtras as WithExtras
 
 __version__ = "0.1.0"
+
+_ROOMS = ["checkpoint", "fused", "graphs", "nn", "optim", "precision", "random", "schedule", "testing", "trees"]
+# one name a concept; the rest of an operator (linear_fwd, LinearResiduals) is imported from here all the same
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Residuals", "Pending")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
+__all__ = [name for name in __all__ if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS, "__version__"])

@@ -420,7 +420,7 @@ def of(name: str) -> Callable[..., Any]:
 
 def public() -> list[str]:
     """The names of all public callables, of funcops itself and of its rooms."""
-    found = [name for name in funcops.__all__ if is_called(getattr(funcops, name))]
+    found = [name for name, value in vars(funcops).items() if name[0] != "_" and is_called(value)]
     for room in ROOMS:
         module = importlib.import_module(f"funcops.{room}")
         home = module.__name__ if not hasattr(module, "__path__") and room not in ("nn", "graphs") else "funcops."

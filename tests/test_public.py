@@ -55,8 +55,20 @@ def test_a_star_import_takes_no_module_from_the_user():
     scope = {"nn": "mine", "random": "mine", "graphs": "mine"}
     exec("from funcops import *", scope)
     assert scope["nn"] == scope["random"] == scope["graphs"] == "mine"
-    assert scope["linear_fwd"] is funcops.linear_fwd and scope["donate"] is funcops.donate
+    assert scope["linear"] is funcops.linear and scope["donate"] is funcops.donate
     assert not any(isinstance(getattr(funcops, name), types.ModuleType) for name in funcops.__all__)
+
+
+def test_the_face_has_a_name_for_each_concept():
+    """Of an operator itself, its config and its params; its functions and what they return are imported by name."""
+    assert len(funcops.__all__) <= 120 and set(funcops.__all__) < set(dir(funcops)) and len(dir(funcops)) <= 120
+    for op in (value for value in vars(funcops).values() if isinstance(value, funcops.Op)):
+        assert op.name in funcops.__all__
+        for part in ("init", "fwd", "bwd", "dgrad", "wgrad"):
+            name = f"{op.name}_{part}"
+            assert getattr(funcops, name).__name__ == name and name not in dir(funcops)
+        home = importlib.import_module(type(op).__module__ if op.fwd is None else op.fwd.__module__)
+        assert all(getattr(funcops, name) is getattr(home, name) for name in home.__all__)
 
 
 def test_help_lists_every_name_by_group():

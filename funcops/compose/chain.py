@@ -26,6 +26,18 @@ from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
 from funcops.residuals.nested import Nested, nested
 from funcops.trees import paths, put
 
+__all__ = [
+    "ChainConfig",
+    "ChainPending",
+    "ChainResiduals",
+    "chain",
+    "chain_bwd",
+    "chain_dgrad",
+    "chain_fwd",
+    "chain_init",
+    "chain_wgrad",
+]
+
 
 @config
 class ChainConfig:

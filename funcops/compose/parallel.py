@@ -20,6 +20,18 @@ from funcops.program import programs
 from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value, calls_below
 from funcops.residuals.nested import Nested, nested
 
+__all__ = [
+    "ParallelConfig",
+    "ParallelPending",
+    "ParallelResiduals",
+    "parallel",
+    "parallel_bwd",
+    "parallel_dgrad",
+    "parallel_fwd",
+    "parallel_init",
+    "parallel_wgrad",
+]
+
 
 @config
 class ParallelConfig:

@@ -29,6 +29,18 @@ from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import WithExtras, leaves, tree_map
 
+__all__ = [
+    "RepeatConfig",
+    "RepeatPending",
+    "RepeatResiduals",
+    "repeat",
+    "repeat_bwd",
+    "repeat_dgrad",
+    "repeat_fwd",
+    "repeat_init",
+    "repeat_wgrad",
+]
+
 
 @config
 class RepeatConfig:

@@ -22,6 +22,8 @@ from funcops.program import programs
 from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
 from funcops.program.values import abstract_params
 
+__all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
+
 
 @config
 class SkipConfig:

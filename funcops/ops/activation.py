@@ -20,6 +20,17 @@ from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
+__all__ = [
+    "ActivationConfig",
+    "ActivationResiduals",
+    "activation",
+    "activation_bwd",
+    "activation_dgrad",
+    "activation_fwd",
+    "activation_init",
+    "activation_wgrad",
+]
+
 KINDS = tuple(kernels.ACTIVATIONS)
 
 

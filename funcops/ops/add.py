@@ -17,6 +17,8 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import Inputs, Residuals
 
+__all__ = ["AddConfig", "AddResiduals", "add", "add_bwd", "add_dgrad", "add_fwd", "add_init", "add_wgrad"]
+
 
 @config
 class AddConfig:

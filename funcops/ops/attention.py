@@ -23,6 +23,17 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
+__all__ = [
+    "AttentionConfig",
+    "AttentionResiduals",
+    "attention",
+    "attention_bwd",
+    "attention_dgrad",
+    "attention_fwd",
+    "attention_init",
+    "attention_wgrad",
+]
+
 
 @config
 class AttentionConfig:

@@ -22,6 +22,19 @@ from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op,
 from funcops.schema import NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
+__all__ = [
+    "BiasConfig",
+    "BiasParams",
+    "BiasPending",
+    "BiasResiduals",
+    "bias",
+    "bias_bwd",
+    "bias_dgrad",
+    "bias_fwd",
+    "bias_init",
+    "bias_wgrad",
+]
+
 
 @config
 class BiasConfig:

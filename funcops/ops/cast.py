@@ -18,6 +18,8 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
+__all__ = ["CastConfig", "CastResiduals", "cast", "cast_bwd", "cast_dgrad", "cast_fwd", "cast_init", "cast_wgrad"]
+
 
 @config
 class CastConfig:

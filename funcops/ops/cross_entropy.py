@@ -19,6 +19,17 @@ from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
+__all__ = [
+    "CrossEntropyConfig",
+    "CrossEntropyResiduals",
+    "cross_entropy",
+    "cross_entropy_bwd",
+    "cross_entropy_dgrad",
+    "cross_entropy_fwd",
+    "cross_entropy_init",
+    "cross_entropy_wgrad",
+]
+
 
 @config
 class CrossEntropyConfig:

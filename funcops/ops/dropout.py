@@ -20,6 +20,17 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
+__all__ = [
+    "DropoutConfig",
+    "DropoutResiduals",
+    "dropout",
+    "dropout_bwd",
+    "dropout_dgrad",
+    "dropout_fwd",
+    "dropout_init",
+    "dropout_wgrad",
+]
+
 
 @config
 class DropoutConfig:

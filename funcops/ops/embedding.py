@@ -23,6 +23,19 @@ from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op,
 from funcops.schema import WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
+__all__ = [
+    "EmbeddingConfig",
+    "EmbeddingParams",
+    "EmbeddingPending",
+    "EmbeddingResiduals",
+    "embedding",
+    "embedding_bwd",
+    "embedding_dgrad",
+    "embedding_fwd",
+    "embedding_init",
+    "embedding_wgrad",
+]
+
 
 @config
 class EmbeddingConfig:

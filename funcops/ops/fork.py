@@ -17,6 +17,8 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
+__all__ = ["ForkConfig", "ForkResiduals", "fork", "fork_bwd", "fork_dgrad", "fork_fwd", "fork_init", "fork_wgrad"]
+
 
 @config
 class ForkConfig:

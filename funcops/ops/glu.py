@@ -25,6 +25,8 @@ from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
 
+__all__ = ["GLUConfig", "GLUResiduals", "glu", "glu_bwd", "glu_dgrad", "glu_fwd", "glu_init", "glu_wgrad"]
+
 KINDS = (*kernels.GATES, "clamped_swiglu")
 
 

@@ -16,6 +16,17 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
+__all__ = [
+    "IdentityConfig",
+    "IdentityResiduals",
+    "identity",
+    "identity_bwd",
+    "identity_dgrad",
+    "identity_fwd",
+    "identity_init",
+    "identity_wgrad",
+]
+
 
 @config
 class IdentityConfig:

@@ -18,6 +18,17 @@ from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.ops._norm import check_eps
 from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
+__all__ = [
+    "L2NormConfig",
+    "L2NormResiduals",
+    "l2_norm",
+    "l2_norm_bwd",
+    "l2_norm_dgrad",
+    "l2_norm_fwd",
+    "l2_norm_init",
+    "l2_norm_wgrad",
+]
+
 
 @config
 class L2NormConfig:

@@ -30,6 +30,19 @@ from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
+__all__ = [
+    "LayerNormConfig",
+    "LayerNormParams",
+    "LayerNormPending",
+    "LayerNormResiduals",
+    "layer_norm",
+    "layer_norm_bwd",
+    "layer_norm_dgrad",
+    "layer_norm_fwd",
+    "layer_norm_init",
+    "layer_norm_wgrad",
+]
+
 
 @config
 class LayerNormConfig:

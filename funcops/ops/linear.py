@@ -29,6 +29,19 @@ from funcops.residuals.batch import collect, collecting
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
+__all__ = [
+    "LinearConfig",
+    "LinearParams",
+    "LinearPending",
+    "LinearResiduals",
+    "linear",
+    "linear_bwd",
+    "linear_dgrad",
+    "linear_fwd",
+    "linear_init",
+    "linear_wgrad",
+]
+
 
 @config
 class LinearConfig:

@@ -30,6 +30,19 @@ from funcops.ops._loss import check_options, check_pair, reduce_losses, row_grad
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
+__all__ = [
+    "LinearCrossEntropyConfig",
+    "LinearCrossEntropyParams",
+    "LinearCrossEntropyPending",
+    "LinearCrossEntropyResiduals",
+    "linear_cross_entropy",
+    "linear_cross_entropy_bwd",
+    "linear_cross_entropy_dgrad",
+    "linear_cross_entropy_fwd",
+    "linear_cross_entropy_init",
+    "linear_cross_entropy_wgrad",
+]
+
 
 @config
 class LinearCrossEntropyConfig:

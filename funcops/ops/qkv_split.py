@@ -21,6 +21,17 @@ from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
+__all__ = [
+    "QKVSplitConfig",
+    "QKVSplitResiduals",
+    "qkv_split",
+    "qkv_split_bwd",
+    "qkv_split_dgrad",
+    "qkv_split_fwd",
+    "qkv_split_init",
+    "qkv_split_wgrad",
+]
+
 
 @config
 class QKVSplitConfig:

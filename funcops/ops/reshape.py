@@ -19,6 +19,17 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import NO_GRADIENT, Residuals, static
 
+__all__ = [
+    "ReshapeConfig",
+    "ReshapeResiduals",
+    "reshape",
+    "reshape_bwd",
+    "reshape_dgrad",
+    "reshape_fwd",
+    "reshape_init",
+    "reshape_wgrad",
+]
+
 
 @config
 class ReshapeConfig:

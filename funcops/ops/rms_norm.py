@@ -28,6 +28,19 @@ from funcops.ops._norm import check_norm, check_sizes, finish, flat
 from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
+__all__ = [
+    "RMSNormConfig",
+    "RMSNormParams",
+    "RMSNormPending",
+    "RMSNormResiduals",
+    "rms_norm",
+    "rms_norm_bwd",
+    "rms_norm_dgrad",
+    "rms_norm_fwd",
+    "rms_norm_init",
+    "rms_norm_wgrad",
+]
+
 
 @config
 class RMSNormConfig:

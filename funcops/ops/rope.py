@@ -26,6 +26,8 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
+__all__ = ["RopeConfig", "RopeResiduals", "rope", "rope_bwd", "rope_dgrad", "rope_fwd", "rope_init", "rope_table", "rope_wgrad"]
+
 
 @config
 class RopeConfig:

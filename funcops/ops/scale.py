@@ -19,6 +19,8 @@ from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.schema import NO_GRADIENT, Residuals
 
+__all__ = ["ScaleConfig", "ScaleResiduals", "scale", "scale_bwd", "scale_dgrad", "scale_fwd", "scale_init", "scale_wgrad"]
+
 
 @config
 class ScaleConfig:
