@@ -127,7 +127,7 @@ def sum_rows(rows: Tensor, total: Tensor, add: bool) -> None:
 
 def _add_wide(out: Tensor, a: Tensor, b: Tensor, scale: float, beta: float) -> None:
     """Into float32, of narrower factors: only CUDA's library takes those as they are."""
-    if a.is_cuda:
+    if a.is_cuda and torch.version.hip is None:
         torch.addmm(out, a, b, out_dtype=out.dtype, beta=beta, alpha=scale, out=out)
     else:
         torch.addmm(out, a.to(out.dtype), b.to(out.dtype), beta=beta, alpha=scale, out=out)
