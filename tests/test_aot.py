@@ -140,7 +140,7 @@ def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("aot") / "program.py"
     path.write_text(PROGRAM)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, path, TABLE, str(seed), str(DRAWN), Path(__file__).parent]
+    command = [sys.executable, path, TABLE, str(seed), str(DRAWN), Path(__file__).parent / "helpers"]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)

@@ -98,7 +98,7 @@ def test_a_cold_compile_has_no_graph_break():
     programs = [text for what, text in PROGRAMS.items() if importlib.util.find_spec(needed.get(what, "torch"))]
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests"))),
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers"))),
         "HF_HUB_OFFLINE": "1",
         "TRITON_INTERPRET": "1",
     }

@@ -81,7 +81,7 @@ def run(folder, program):
     path = folder / "program.py"
     path.write_text(program)
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))
+        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[1]), str(Path(__file__).parent / "helpers")))
     }
     found = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-3000:]

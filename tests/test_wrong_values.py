@@ -172,7 +172,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 def test_every_public_callable_has_a_row():
     missing = sorted(set(public()) - set(ROWS))
-    assert not missing, f"give good arguments of {missing} in tests/good_arguments.py"
+    assert not missing, f"give good arguments of {missing} in tests/helpers/good_arguments.py"
     assert not sorted(set(ROWS) - set(public())), "rows of what is not public"
 
 

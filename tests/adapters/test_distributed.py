@@ -19,7 +19,7 @@ MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed")
 def texts(tmp_path_factory):
     """What each of two processes prints of all modes: to import torch takes longer than a mode."""
     folder = tmp_path_factory.mktemp("two")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(MODES), str(folder)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

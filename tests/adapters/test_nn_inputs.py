@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
+from tiers import drawn
 from torch import nn
 
 import funcops.nn as fnn
-from tests.tiers import drawn
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Complex modules", "ignore:Casting complex", "ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning"

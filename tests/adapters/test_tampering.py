@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiers import drawn
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
 
 from funcops import nn as fnn
-from tests.tiers import drawn
 
 D = 6
 

@@ -36,7 +36,7 @@ def ranks(tmp_path_factory):
     """What each rank of each pair prints, by mode: of one process that forks them, since to import torch takes longer than most
     modes."""
     folder, pairs = tmp_path_factory.mktemp("ranks"), {name: ",".join(modes) for name, modes in PAIRS.items()}
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests")))}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *pairs.values()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
