@@ -164,15 +164,13 @@ def test_row_sums_are_shared_among_tiles(kernel, splits, shares, monkeypatch):
         assert_close(sums, add + a.double().sum(1), dtype=torch.float32)
 
 
+@pytest.mark.turns("dtype")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["", *ACTIVATIONS])
-def test_exact_float32_is_the_librarys_and_its_epilogue_ours(kind, monkeypatch):
-    """By `gemm`, unless the switch for tf32 is on; and what is given may ask for gradients."""
-    x, w, z, residual = (draw(*s, dtype=torch.float32, seed=i) for i, s in enumerate([(5, 24), (40, 24), (5, 24), (5, 40)]))
-    b, dy, wide = (
-        draw(40, dtype=torch.float32),
-        draw(5, 40, dtype=torch.float32),
-        [torch.ones(s) for s in [(5, 24), (40, 24), (40,)]],
-    )
+def test_a_product_is_the_librarys_and_its_epilogue_ours(kind, dtype, monkeypatch):
+    """By `gemm`; and what is given may ask for gradients."""
+    x, w, z, residual = (draw(*s, dtype=dtype, seed=i) for i, s in enumerate([(5, 24), (40, 24), (5, 24), (5, 40)]))
+    b, dy, wide = draw(40, dtype=dtype), draw(5, 40, dtype=dtype), [torch.ones(s) for s in [(5, 24), (40, 24), (40,)]]
     w.requires_grad_()
 
     def run(main_dx, main_dw, main_db):
@@ -191,8 +189,39 @@ def test_exact_float32_is_the_librarys_and_its_epilogue_ours(kind, monkeypatch):
     for provider in ("cublas", "triton"):
         with backend("triton"), gemm(provider):
             got = run(*(t.clone() for t in wide))
-        assert_close(tree_map_tensors(torch.detach, got), tree_map_tensors(torch.detach, want), dtype=torch.float32)
+        assert_close(tree_map_tensors(torch.detach, got), tree_map_tensors(torch.detach, want), dtype=dtype)
         assert len(called) == (0 if provider == "cublas" else 9)
+
+
+def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
+    """As the table says: by tensor descriptors, where there are any, and of 16 bits."""
+    monkeypatch.setattr(products, "device_has_descriptors", lambda: True)
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def left(dtype=torch.bfloat16, n=1024, **of):
+        out = empty(1024, n, dtype=torch.float32 if of.get("add") == "main_grad" else dtype)
+        add = {"another": empty(1024, n, dtype=dtype), "main_grad": out, "out": out}.get(of.pop("add", None))
+        return products._library_serves(
+            empty(1024, 256, dtype=dtype), empty(256, n, dtype=dtype), out, products.Epilogue(add=add, **of)
+        )
+
+    bias, z = empty(1024), empty(1024, 1024)
+    of = [{}, {"bias": bias}, {"bias": bias, "kind": "gelu"}, {"z": z, "mode": "keep", "kind": "gelu"}, {"add": "main_grad"}]
+    added = [{"add": "another"}, {"add": "another", "bias": bias, "kind": "gelu"}]
+    with gemm("auto"):
+        assert all(left(**one) for one in of) and not any(left(**one) for one in added)
+        assert left(torch.float32, add="another") and left(n=1001, add="another")
+        monkeypatch.setattr(products, "device_has_descriptors", lambda: False)
+        assert all(left(**one) for one in added)
+    for provider in ("auto", "cublas", "triton"):
+        with gemm(provider):
+            assert not left(bias=bias, add="out"), "what the library would write over"
+    with gemm("cublas"):
+        assert all(left(**one) for one in (*of, *added))
+    with gemm("triton"):
+        assert not any(left(**one) for one in (*of, *added))
 
 
 @pytest.mark.parametrize("rows", [0, 1])
