@@ -203,6 +203,8 @@ def test_tensors_on_the_cpu_are_left_to_torch_beside_a_gpu(monkeypatch):
             random._fold_in.kernel.find_triton()
             want = random._fold_in.kernel.torch_impl if interpreted == "0" else random._fold_in.kernel.triton_impl
             assert random._fold_in.kernel.choose(key) is want
+            # what is on the meta device stands for a device's, as `bench aot` has it
+            assert random._fold_in.kernel.choose(key.to("meta")) is random._fold_in.kernel.triton_impl
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

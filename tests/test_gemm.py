@@ -193,6 +193,30 @@ def test_a_product_is_the_librarys_and_its_epilogue_ours(kind, dtype, monkeypatc
         assert len(called) == (0 if provider == "cublas" else 9)
 
 
+@pytest.mark.parametrize("provider", ["auto", "cublas", "triton"])
+@pytest.mark.parametrize("rows", [5, 0])
+def test_every_argument_may_ask_for_gradients(rows, provider, monkeypatch):
+    """By torch's sums of rows and by ours."""
+    shapes = [(rows, 24), (40, 24), (rows, 40), (40,), (rows, 24), (rows, 40)]
+    given = [draw(*shape, dtype=torch.float32, seed=i) for i, shape in enumerate(shapes)]
+
+    def run(x, w, dy, b, z, residual):
+        return [
+            linear.linear_fwd(x, w, b), linear.linear_dgrad(dy, w), linear.linear_wgrad(dy, x, True),
+            linear.linear_wgrad(dy, None, True),
+            linear.linear_bwd(dy, x, w, True), fused_linear.fused_linear_fwd(x, w, b, residual, "gelu", 0.5, True),
+            fused_linear.fused_linear_dgrad(dy, w, z, "gelu", 0.5), fused_linear.fused_linear_wgrad(dy, x, 0.5, True),
+            fused_linear.fused_linear_dgrad_add(dy, w, 0.5, z),
+        ]  # fmt: skip
+
+    want = run(*given)
+    for many in (products.MANY, 1):
+        monkeypatch.setattr(products, "MANY", many)
+        with backend("triton"), gemm(provider):
+            got = run(*[t.clone().requires_grad_() for t in given])
+        assert_close(tree_map_tensors(torch.detach, got), want, dtype=torch.float32)
+
+
 def test_ours_is_taken_where_another_tensor_is_added(monkeypatch):
     """As the table says: by tensor descriptors, where there are any, and of 16 bits."""
     monkeypatch.setattr(products, "device_has_descriptors", lambda: True)

@@ -112,7 +112,9 @@ def forced() -> str | None:
 
 def wants_triton(first: Tensor) -> bool:
     name = choice()[0]
-    return first.is_cuda or (name is not None and not _left_on_the_cpu()) if name != "torch" else False
+    if name is None:
+        return first.is_cuda
+    return name == "triton" and not (first.is_cpu and _left_on_the_cpu())
 
 
 def _left_on_the_cpu() -> bool:

@@ -93,8 +93,8 @@ def adamw(
     rows: list[Any] = [params, grads, exp_avg, exp_avg_sq, steps, decayed]
     for _, (p, g, m, v, t, decays) in declared.grouped(rows, [g.dtype for g in grads]):
         g = [one.contiguous() for one in g]
-        (table,), aligned, _ = _table_of(p, g, m, v, t, decays)
         sizes = tuple([one.numel() for one in p])
+        (table,), aligned, _ = _table_of(p, g, m, v, t, sizes, decays)
         (chunks,), _, _ = _chunks.get(p[0].device, sizes, functools.partial(_chunks_of, sizes))
         if chunks.shape[0]:
             _launch(
@@ -103,11 +103,10 @@ def adamw(
             )  # fmt: skip
 
 
-def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, decays: Any) -> Table:
-    """Gradients are elsewhere at most steps, so this is made anew; the note: whether every distance but the steps' is a multiple
-    of 16."""
+def _table_of(p: Any, g: Any, m: Any, v: Any, t: Any, sizes: tuple[int, ...], decays: Any) -> Table:
+    """Made anew where gradients lie elsewhere, as they do at most steps. The note: whether every distance but the steps' is a
+    multiple of 16."""
     addresses = tuple([tuple([one.data_ptr() for one in row]) for row in (p, g, m, v, t)])
-    sizes = tuple([one.numel() for one in p])
     widths = tuple([row[0].itemsize for row in (p, g, m, v, t)])
     return _tables.get(
         p[0].device, (addresses, sizes, widths, tuple(decays)), lambda: _new_table(addresses, widths, sizes, decays)

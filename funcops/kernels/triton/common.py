@@ -56,17 +56,12 @@ def warps_of(block: int) -> int:
 
 def most_warps() -> int:
     """Of a program, which has at most 1,024 threads."""
-    return 32 if INTERPRETED else 1024 // _warp_size(driver.active.get_current_device(), driver.active)
+    return 32 if INTERPRETED else 1024 // int(_target(driver.active.get_current_device(), driver.active).warp_size)
 
 
 def copies_by_itself() -> bool:
     """Whether loads can go to shared memory while a program computes."""
     return bool(INTERPRETED) or _target(driver.active.get_current_device(), driver.active).backend == "cuda"
-
-
-@functools.lru_cache(maxsize=64)
-def _warp_size(device: int, active: Any) -> int:
-    return int(_target(device, active).warp_size)
 
 
 @functools.lru_cache(maxsize=64)

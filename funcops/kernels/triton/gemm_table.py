@@ -23,7 +23,7 @@ class Tile(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`library`: torch's kernels serve, unless Triton is asked for; without it, where no descriptor does.
+    """Where Triton is not asked for: `library`: torch's kernels serve; else ours by TMA does, and torch's where that cannot.
     `descriptor`: the tile of the kernel by TMA, where device and strides allow that one; `pointer`: of the other."""
 
     library: bool
