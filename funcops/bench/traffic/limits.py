@@ -36,7 +36,8 @@ REASONS = (
     Reason(
         "(rms|layer|l2|add_rms)_norm_bwd", "x4099$", "moved",
         "of rows at odd addresses each element takes registers for itself and its address: over 4,096 their two sums take a pass "
-        "of their own. Whole rows spill; on an H100 they and these take 182 and 193 us (rms), 174 and 202 (layer), 232 and 229 (added to)",
+        "of their own. Whole rows spill; on an H100 they and these take 182 and 193 us (rms), 174 and 202 (layer), "
+        "232 and 229 (added to)",
     ),
     Reason(
         ".*norm_(fwd|bwd)|row_sums|sum_parts", "x4099$", "wide",
