@@ -18,6 +18,7 @@ LAYERS = (
     "kernels",
     "accumulators",
     "op",
+    "formats",
     "residuals",
     "ops",
     "program",
