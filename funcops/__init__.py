@@ -7,7 +7,7 @@ What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
 (NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
+    layers           linear, qlinear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
@@ -16,6 +16,8 @@ Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
 What is kept         report, diff, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
+Low precision        with_recipe (Fp8Block, Fp8Current, Fp8Delayed, MXFP8, NVFP4), quantize_params, gradients_like;
+                     recipe_init, recipe_update, split_amaxes; quantize_tensor, QTensor, Format
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion (Rule)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
@@ -56,6 +58,15 @@ from funcops.errors import GradModeError as GradModeError
 from funcops.errors import GraphOrderError as GraphOrderError
 from funcops.errors import LedgerError as LedgerError
 from funcops.errors import StaleResidualError as StaleResidualError
+from funcops.formats import Format as Format
+from funcops.formats import QTensor as QTensor
+from funcops.formats import quantize_tensor as quantize_tensor
+from funcops.low_precision import gradients_like as gradients_like
+from funcops.low_precision import quantize_params as quantize_params
+from funcops.low_precision import recipe_init as recipe_init
+from funcops.low_precision import recipe_update as recipe_update
+from funcops.low_precision import split_amaxes as split_amaxes
+from funcops.low_precision import with_recipe as with_recipe
 from funcops.memory.fit import Fitted as Fitted
 from funcops.memory.fit import fit as fit
 from funcops.memory.policy import with_policy as with_policy
@@ -78,6 +89,7 @@ from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.qkv_split import *
+from funcops.ops.qlinear import *
 from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
@@ -86,6 +98,11 @@ from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
 from funcops.program.rules import register_fusion as register_fusion
+from funcops.recipes import MXFP8 as MXFP8
+from funcops.recipes import NVFP4 as NVFP4
+from funcops.recipes import Fp8Block as Fp8Block
+from funcops.recipes import Fp8Current as Fp8Current
+from funcops.recipes import Fp8Delayed as Fp8Delayed
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
 from funcops.residuals import Drop as Drop

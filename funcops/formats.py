@@ -95,7 +95,8 @@ class QTensor:
     """A tensor in few bits: a node of a tree, and no tensor. It counts as the one leaf that it stands for: its gradient is dense.
 
     `side` "row": codes in the layout of x, [*, K], scales by blocks along K. "col": codes of the transposed x, [K, R], scales by
-    blocks along its rows. `scale` multiplies all (NVFP4). `dtype` is that of x, `shape` its shape, whatever the side."""
+    blocks along its rows, `hadamard`: after x was transformed along these. `scale` multiplies all (NVFP4). `shape` and `dtype`
+    are those of x, whatever the side."""
 
     codes: Tensor = leaf("uint8")
     scales: Tensor = leaf("[tiles]")
@@ -104,6 +105,7 @@ class QTensor:
     shape: torch.Size = static()
     dtype: torch.dtype = static()
     side: str = static("row")
+    hadamard: bool = static(False)
 
     @property
     def device(self) -> torch.device:
@@ -113,14 +115,20 @@ class QTensor:
     def args(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.codes, self.scales, self.scale
 
+    @property
+    def width(self) -> int:
+        """Elements along the last dimension of codes, those that fill it up included."""
+        return self.codes.shape[-1] * (2 if self.format.element == "e2m1" else 1)
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Codes times scales, rounded once to `dtype` (that of x by default): [*, K], for either side."""
         out = self.dtype if dtype is None else dtype
         if self.side == "row":
             return kernels.dequantize(*self.args, *self.format.args(), self.shape[-1], out).reshape(self.shape)  # type: ignore[no-any-return]
-        rows = self.shape[:-1].numel()
-        turned = kernels.dequantize(*self.args, *self.format.args(), rows, out)
-        return turned.mT.reshape(self.shape)  # type: ignore[no-any-return]
+        found = kernels.dequantize(*self.args, *self.format.args(), self.width, torch.float32 if self.hadamard else out)
+        if self.hadamard:
+            found = kernels.hadamard_undone(found).to(out)
+        return found[:, : self.shape[:-1].numel()].mT.reshape(self.shape)  # type: ignore[no-any-return]
 
 
 @tree
@@ -145,10 +153,16 @@ class QWeight:
 
 @tree
 class Scaled:
-    """A weight beside the scales [3] of delayed scaling, those of x, w and dy. In its gradient: the gradient, and amaxes [3]."""
+    """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
+    In its gradient: the gradient, and in the place of the scales the amaxes [3]."""
 
     value: Any = leaf("[O, I]")
     scale: Tensor = leaf("[3]")
+    amax: Tensor | None = leaf("[1]")
+
+    def plus(self, other: Scaled) -> Scaled:
+        """The sum of two gradients: of amaxes the larger."""
+        return Scaled(self.value + other.value, torch.maximum(self.scale, other.scale), None)
 
 
 def quantize_tensor(
@@ -173,7 +187,7 @@ def quantize_tensor(
         codes, scales = kernels.quantize_row(x, *format.args(), amax, key)
     else:
         codes, scales = kernels.quantize_col(x, *format.args(), amax, key, hadamard)
-    return _made(codes, scales, amax, x, format, side)
+    return _made(codes, scales, amax, x, format, side, hadamard)
 
 
 def quantize_sides(x: Tensor, format: Format) -> tuple[QTensor, QTensor]:
@@ -214,14 +228,21 @@ def dense(tree: Any) -> Any:
     return tree_map(one, tree, is_leaf=lambda node: type(node) in (QTensor, QWeight))
 
 
+def unscaled(tree: Any) -> Any:
+    """The tree with every `Scaled` as its value."""
+    return tree_map(lambda node: node.value if type(node) is Scaled else node, tree, is_leaf=lambda node: type(node) is Scaled)
+
+
 def _check_x(where: str, x: Any) -> None:
     check(where, "x", x, (...,), FLOATS)
     require(x.dim() >= 1, where, "x", "[*, K], of one dimension at least", describe(x))
 
 
-def _made(codes: Tensor, scales: Tensor, amax: Tensor | None, x: Tensor, format: Format, side: str) -> QTensor:
+def _made(
+    codes: Tensor, scales: Tensor, amax: Tensor | None, x: Tensor, format: Format, side: str, hadamard: bool = False
+) -> QTensor:
     scale = kernels.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
-    return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side)
+    return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
 
 
 def _turned_nibbles(q: QTensor) -> Tensor:

@@ -176,16 +176,17 @@ def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     return tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
 
 
-def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """As `tree_map`; `fn` gets the leaf's dotted path first."""
-    require_callable("tree_map_with_path", fn=fn)
+    if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
+        require_callable("tree_map_with_path", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
 
     def named(path: Any, *values: Any) -> Any:
         return fn(".".join(map(str, path)), *values)
 
     return optree.tree_map_with_path(  # type: ignore[return-value]
-        named, given, *rest, none_is_leaf=True, namespace=NAMESPACE
+        named, given, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
 
 

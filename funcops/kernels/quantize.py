@@ -72,7 +72,7 @@ def quantize_both(
     """`quantize_row` and `quantize_col` of one read."""
     turned = _matrix(x).mT
     codes, scales = _quantize(turned.mT, x.dtype, element, rows, cols, kind, amax, None)
-    return codes.reshape(*x.shape[:-1], -1), scales, *_quantize(turned, x.dtype, element, rows, cols, kind, amax, None)
+    return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(turned, x.dtype, element, rows, cols, kind, amax, None)
 
 
 @kernel()
@@ -132,11 +132,22 @@ def hadamard_of(x: Tensor) -> Tensor:
     """x [*, K] times D H / 4 in blocks of 16 along K (padded with zeros): H Sylvester's matrix of +-1, D = diag(SIGNS); orthogonal,
     so that a product of two transformed tensors is that of the tensors. float32; added up in stages of 8, 4, 2, 1."""
     pad = -x.shape[-1] % HADAMARD
-    t = torch.nn.functional.pad(x.float(), (0, pad)).unflatten(-1, (-1, HADAMARD)) * x.new_tensor(SIGNS, dtype=torch.float32)
+    t = torch.nn.functional.pad(x.float(), (0, pad)).unflatten(-1, (-1, HADAMARD))
+    return (_sylvester(t * t.new_tensor(SIGNS)) * 0.25).flatten(-2)
+
+
+def hadamard_undone(x: Tensor) -> Tensor:
+    """What `hadamard_of` made x of."""
+    t = _sylvester(x.unflatten(-1, (-1, HADAMARD))) * 0.25
+    return (t * t.new_tensor(SIGNS)).flatten(-2)
+
+
+def _sylvester(t: Tensor) -> Tensor:
+    """t [..., 16] times H, which is symmetric."""
     for half in (8, 4, 2, 1):
         a, b = t.unflatten(-1, (-1, 2, half)).unbind(-2)
         t = torch.stack((a + b, a - b), -2).flatten(-3)
-    return (t * 0.25).flatten(-2)
+    return t
 
 
 def decode_tiles(
@@ -170,7 +181,7 @@ def decode_scales(scales: Tensor, kind: str) -> Tensor:
 
 
 def _matrix(x: Tensor) -> Tensor:
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
 def _spread(t: Tensor, times: int, dim: int) -> Tensor:
