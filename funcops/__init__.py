@@ -9,20 +9,19 @@ Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd,
 (NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
     layers           linear, qlinear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
     norms            layer_norm, rms_norm, l2_norm
-    pointwise        activation, glu, scale, add, cast, identity, reshape, fork
+    pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
 What is kept         report, diff, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
-Low precision        with_recipe (Fp8Block, Fp8Current, Fp8Delayed, MXFP8, NVFP4), quantize_params, gradients_like;
-                     recipe_init, recipe_update, split_amaxes; quantize_tensor, QTensor, Format
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion (Rule)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
-Modules              funcops.nn, optim, precision, checkpoint, schedule, graphs, random, trees, testing, fused
+Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
+                     testing, fused
 """
 
 from types import ModuleType as _ModuleType
@@ -30,6 +29,7 @@ from types import ModuleType as _ModuleType
 from funcops import checkpoint as checkpoint
 from funcops import fused as fused
 from funcops import graphs as graphs
+from funcops import low_precision as low_precision
 from funcops import nn as nn
 from funcops import optim as optim
 from funcops import precision as precision
@@ -58,15 +58,6 @@ from funcops.errors import GradModeError as GradModeError
 from funcops.errors import GraphOrderError as GraphOrderError
 from funcops.errors import LedgerError as LedgerError
 from funcops.errors import StaleResidualError as StaleResidualError
-from funcops.formats import Format as Format
-from funcops.formats import QTensor as QTensor
-from funcops.formats import quantize_tensor as quantize_tensor
-from funcops.low_precision import gradients_like as gradients_like
-from funcops.low_precision import quantize_params as quantize_params
-from funcops.low_precision import recipe_init as recipe_init
-from funcops.low_precision import recipe_update as recipe_update
-from funcops.low_precision import split_amaxes as split_amaxes
-from funcops.low_precision import with_recipe as with_recipe
 from funcops.memory.fit import Fitted as Fitted
 from funcops.memory.fit import fit as fit
 from funcops.memory.policy import with_policy as with_policy
@@ -90,6 +81,7 @@ from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
+from funcops.ops.quantize import *
 from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
@@ -98,11 +90,6 @@ from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
 from funcops.program.rules import register_fusion as register_fusion
-from funcops.recipes import MXFP8 as MXFP8
-from funcops.recipes import NVFP4 as NVFP4
-from funcops.recipes import Fp8Block as Fp8Block
-from funcops.recipes import Fp8Current as Fp8Current
-from funcops.recipes import Fp8Delayed as Fp8Delayed
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
 from funcops.residuals import Drop as Drop
@@ -120,7 +107,7 @@ from funcops.trees import WithExtras as WithExtras
 
 __version__ = "0.1.0"
 
-_ROOMS = ["checkpoint", "fused", "graphs", "nn", "optim", "precision", "random", "schedule", "testing", "trees"]
+_ROOMS = ["checkpoint", "fused", "graphs", "low_precision", "nn", "optim", "precision", "random", "schedule", "testing", "trees"]
 # one name a concept; the rest of an operator (linear_fwd, LinearResiduals) is imported from here all the same
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Residuals", "Pending")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

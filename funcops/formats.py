@@ -166,14 +166,20 @@ class Scaled:
 
 
 def quantize_tensor(
-    x: Tensor, format: Format, *, side: str = "row", key: Tensor | None = None, amax: Tensor | None = None, hadamard: bool = False
+    x: Tensor,
+    format: Format,
+    *,
+    side: str = "row",
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    hadamard: bool = False,
+    where: str = "quantize_tensor",
 ) -> QTensor:
     """x [*, K] in a format.
 
     `side`: "row" or "col" (see `QTensor`). `key`: round stochastically. `amax`: float32 [1], taken for the largest |x| of the whole
     tensor, of formats that need one (such as one over several devices). `hadamard`: of "col", transform x along its rows, 16 at a
     time, which spreads outliers: a product of two such operands is that of the plain ones. Raises `ValueError` or `TypeError`."""
-    where = "quantize_tensor"
     require_type(where, "format", format, Format)
     _check_x(where, x)
     require(side in ("row", "col"), where, "side", "'row' or 'col'", repr(side))
@@ -217,6 +223,30 @@ def turned(q: QTensor) -> QTensor:
     else:
         fail("turned", "q.format", "one with square tiles or scales of powers of two", format.name)
     return dataclasses.replace(q, codes=codes, scales=scales, side="col")
+
+
+def check_quantized(
+    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None
+) -> None:
+    """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
+    default)."""
+    require_type(where, name, q, QTensor)
+    require(q.format == format, where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
+    require(q.side == side, where, f"{name}.side", repr(side), repr(q.side))
+    if tuple(q.shape) != tuple(shape):
+        fail(where, name, str(list(shape)), list(q.shape))
+    rows, width = shape[:-1].numel(), shape[-1]
+    if side == "col":
+        rows, width = width, rows + (-rows % kernels.HADAMARD if q.hadamard else 0)
+    codes = -(-width // 2) if format.element == "e2m1" else width
+    first = q.codes if like is None else like
+    check(where, f"{name}.codes", q.codes, (*shape[:-1], codes) if side == "row" else (rows, codes), torch.uint8, first)
+    tiles = tuple([-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)])
+    check(where, f"{name}.scales", q.scales, tiles, torch.float32 if format.scales in ("pow2", "float32") else torch.uint8, first)
+    if format.scales == "e4m3":
+        check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
+    else:
+        require(q.scale is None, where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
 
 
 def dense(tree: Any) -> Any:

@@ -27,16 +27,37 @@ from torch import Tensor
 
 from funcops.compose.repeat import RepeatConfig
 from funcops.errors import check, describe, fail, require, require_dtype, require_type
-from funcops.formats import QWeight, Scaled, quantize_sides, quantize_tensor, turned
+from funcops.formats import Format, QTensor, QWeight, Scaled, dense, quantize_sides, quantize_tensor, turned
 from funcops.kernels.quantize import ELEMENTS
 from funcops.op import Op
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
-from funcops.recipes import Fp8Delayed, Recipe
+from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.trees import at, cast, has, leaf, put, tree, tree_map, tree_map_with_path
 
-__all__ = ["ScaleState", "gradients_like", "quantize_params", "recipe_init", "recipe_update", "split_amaxes", "with_recipe"]
+__all__ = [
+    "MXFP8",
+    "NVFP4",
+    "Format",
+    "Fp8Block",
+    "Fp8Current",
+    "Fp8Delayed",
+    "QTensor",
+    "QWeight",
+    "Recipe",
+    "ScaleState",
+    "Scaled",
+    "dense",
+    "gradients_like",
+    "op_of",
+    "quantize_params",
+    "quantize_tensor",
+    "recipe_init",
+    "recipe_update",
+    "split_amaxes",
+    "with_recipe",
+]
 
 T = TypeVar("T")
 

@@ -101,7 +101,8 @@ class Fp8Current(Recipe):
 @config
 class Fp8Delayed(Recipe):
     """One scale a tensor, of the largest elements of the last `history` steps: their maximum (`algorithm` "max") or the last one
-    ("most_recent"), with 2^`margin` of room. Its state is the caller's: `funcops.recipe_init` and `recipe_update`."""
+    ("most_recent"), with 2^`margin` of room. Its state is the caller's: `recipe_init` and `recipe_update` of
+    `funcops.low_precision`."""
 
     fwd: str = "e4m3"
     bwd: str = "e5m2"

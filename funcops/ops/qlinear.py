@@ -23,8 +23,8 @@ from torch import Tensor
 
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
-from funcops.errors import check, check_rows, describe, fail, require, require_type
-from funcops.formats import Format, QTensor, QWeight, Scaled, quantize_sides, quantize_tensor, turned
+from funcops.errors import check, check_rows, describe, fail, require, require_type, short
+from funcops.formats import Format, QTensor, QWeight, Scaled, check_quantized, quantize_sides, quantize_tensor, turned
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
@@ -36,7 +36,6 @@ from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved,
 
 __all__ = [
     "QLinearConfig",
-    "QLinearOfInputResiduals",
     "QLinearPending",
     "QLinearResiduals",
     "qlinear",
@@ -44,10 +43,6 @@ __all__ = [
     "qlinear_dgrad",
     "qlinear_fwd",
     "qlinear_init",
-    "qlinear_of_input",
-    "qlinear_of_input_bwd",
-    "qlinear_of_input_dgrad",
-    "qlinear_of_input_fwd",
     "qlinear_wgrad",
 ]
 
@@ -203,20 +198,14 @@ def _check(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> N
 
 
 def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: QLinearConfig) -> None:
-    format, shape = cfg.recipe.w, cfg.linear.weight_shape
     for side in ("row", "col"):
         q = getattr(weight, side)
         if q is None and side == "col":
             continue
         name = f"params.weight.{side}"
-        require_type(where, name, q, QTensor)
-        require(q.side == side, where, name, f"the side {side!r}", repr(q.side))
-        require(q.format == format, where, name, f"{format.name}, that of the recipe {type(cfg.recipe).__name__}", q.format.name)
-        require(tuple(q.shape) == shape, where, name, str(list(shape)), list(q.shape))
+        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x)
         if q.dtype is not x.dtype:
-            fail(where, name, f"made of {x.dtype}, as x is", q.dtype, TypeError)
-        if q.device != x.device:
-            fail(where, name, f"on device {x.device}", q.device)
+            fail(where, name, f"made of {short(x.dtype)}, as x is", short(q.dtype), TypeError)
 
 
 def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Tensor]:
@@ -319,7 +308,7 @@ def _sums(into: LinearParams, scaled: bool) -> LinearParams:
     if not scaled:
         return into
     if not isinstance(into.weight, Scaled):
-        wanted = "Scaled, with a place for amaxes (funcops.gradients_like(work) makes accumulators)"
+        wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
         fail("qlinear_wgrad", "into.weight", wanted, describe(into.weight), TypeError)
     check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.float32)
     return LinearParams(into.weight.value, into.bias)
