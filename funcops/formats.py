@@ -9,6 +9,7 @@ Arithmetic is in `funcops.kernels.quantize`; ops of it are `funcops.quantize`, `
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.kernels import quantize as kernels
+from funcops.marks import version
 from funcops.op import config
-from funcops.trees import leaf, static, tree, tree_map
+from funcops.trees import Aside, leaf, register, show, static, tree, tree_map
 
 _TILES = {
     "pow2": ((0, 0), (1, 0), (1, 128), (128, 128)),
@@ -107,6 +109,8 @@ class QTensor:
     side: str = static("row")
     hadamard: bool = static(False)
 
+    casts = False  # codes and scales are what they are: `trees.cast` leaves them alone
+
     @property
     def device(self) -> torch.device:
         return self.codes.device
@@ -131,12 +135,17 @@ class QTensor:
         return found[:, : self.shape[:-1].numel()].mT.reshape(self.shape)  # type: ignore[no-any-return]
 
 
-@tree
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class QWeight:
-    """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read."""
+    """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
+
+    It knows the weight that it was made of, as long as that lives, and is stale once that is written to."""
 
     row: QTensor = leaf("[O, I]")
     col: QTensor | None = leaf("[O, I]")
+    source: Aside = dataclasses.field(default_factory=Aside, metadata={"hidden": True})
+
+    __repr__ = show
 
     @property
     def shape(self) -> torch.Size:
@@ -149,6 +158,22 @@ class QWeight:
     @property
     def device(self) -> torch.device:
         return self.row.device
+
+    def made_of(self, weight: Tensor) -> QWeight:
+        """Note what it was made of, as it is now."""
+        self.source = Aside((weakref.ref(weight), version(weight)))
+        return self
+
+    def stale(self) -> bool:
+        """Whether the weight was written to since."""
+        if self.source.value is None:
+            return False
+        ref, then = self.source.value
+        weight = ref()
+        return weight is not None and version(weight) != then
+
+
+register(QWeight, aside="source")
 
 
 @tree

@@ -113,7 +113,7 @@ def quantize_params(
     _check_state(where, found, state)
     work: Any = cast(params, dtype)
     for path, inner in found.items():
-        weight = _weight(where, work, path)
+        weight, master = _weight(where, work, path), at(params, path)
         if weight is None:  # tied to another, which is quantised where it is read
             continue
         made: Any
@@ -121,6 +121,7 @@ def quantize_params(
             made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
         else:
             made = _stacked([_sides(w, inner.recipe, columns) for w, _ in _layers(weight, None)])
+        (made.value if type(made) is Scaled else made).made_of(master)
         work = put(work, path, made)
     return work  # type: ignore[no-any-return]
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
-from funcops.errors import check, check_rows, describe, fail, require, require_type, short
+from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
 from funcops.formats import Format, QTensor, QWeight, Scaled, check_quantized, quantize_sides, quantize_tensor, turned
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
@@ -198,6 +198,11 @@ def _check(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> N
 
 
 def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: QLinearConfig) -> None:
+    if not torch.compiler.is_compiling() and weight.stale():
+        raise StaleResidualError(
+            f"{where}: params.weight must be made of the weight as it is now, got codes of one that was written to since. "
+            "Make the working tree again after an update: quantize_params(params, cfg)"
+        )
     for side in ("row", "col"):
         q = getattr(weight, side)
         if q is None and side == "col":

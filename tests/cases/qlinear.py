@@ -1,7 +1,7 @@
 import torch
 from hypothesis import strategies as st
 
-from funcops.formats import Scaled, quantize_tensor
+from funcops.formats import QWeight, Scaled, quantize_sides, quantize_tensor
 from funcops.kernels import quantize as kernels
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import QLinearConfig, op_of, qlinear_fwd
@@ -48,14 +48,25 @@ def reference(params, x, cfg):
 EXEMPT = ("finite_differences",)
 
 
-def case(rows, i, o, recipe, bias=True):
+def working(i, o, recipe, bias, columns):
+    """Params of which the weight is quantised already; it is what its codes decode to, in the reference too."""
+
+    def params(d):
+        row, col = quantize_sides(d.randn(o, i), recipe.w)
+        return LinearParams(QWeight(row, col if columns else None), d.randn(o) if bias else None)
+
+    return params
+
+
+def case(rows, i, o, recipe, bias=True, columns=None):
     return Case(
+        params=None if columns is None else working(i, o, recipe, bias, columns),
         op=op_of(recipe),
         cfg=QLinearConfig(i, o, recipe, bias=bias),
         x=lambda d: d.randn(*rows, i),
         reference=reference,
         exempt=EXEMPT,
-        name=f"qlinear-{rows}-{i}-{o}-{type(recipe).__name__}-{recipe.keep}-{bias}",
+        name=f"qlinear-{rows}-{i}-{o}-{type(recipe).__name__}-{recipe.keep}-{bias}-{columns}",
     )
 
 
@@ -70,6 +81,8 @@ CASES = [
     case((4,), 9, 3, Fp8Current(pow2=True, keep="input")),
     case((3, 11), 32, 64, MXFP8()),
     case((5, 7), 32, 16, NVFP4()),
+    case((2, 3), 6, 130, Fp8Block(), columns=False),
+    case((4,), 32, 32, MXFP8(keep="input"), columns=True),
     case((19,), 16, 16, NVFP4(keep="input", hadamard=False), bias=False),
 ]
 
