@@ -24,6 +24,7 @@ LAYERS = (
     "compose",
     "memory",
     "fused",
+    "vjp",
     "optim",
     "precision",
     "checkpoint",

@@ -3,6 +3,7 @@
 import gc
 import pickle
 import threading
+from importlib import import_module
 
 import pytest
 import torch
@@ -34,13 +35,13 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.adapters import autograd
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
 from funcops.trees import same_structure, tensors, tree_map, tree_map_tensors
 
 LINEAR = LinearConfig(4, 3)
+autograd = import_module("funcops.adapters.autograd.differentiable")  # the module: its package gives the function by this name
 
 
 def leaves_of(cfg, op, seed=0, dtype=torch.float64):

@@ -21,11 +21,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from funcops.adapters import delayed
 from funcops.adapters.autocast import any_autocast, without_autocast
-from funcops.adapters.first_order import first_order
-from funcops.adapters.hollow import gradients, holes, hollow, refill
-from funcops.adapters.slots import gradient_writer, slots_of
+from funcops.adapters.autograd import delayed
+from funcops.adapters.autograd.first_order import first_order
+from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
+from funcops.adapters.flatten import gradients, holes, hollow, refill
 from funcops.backend import select
 from funcops.errors import fail, require_type
 from funcops.needs import Needs

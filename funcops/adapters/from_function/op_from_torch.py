@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from funcops.accumulators import accumulate
-from funcops.adapters.cut import Graphs, Like, cut, resolved
-from funcops.adapters.hollow import gradients, holes, hollow, refill
+from funcops.adapters.flatten import gradients, holes, hollow, refill
+from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.errors import check, describe, fail, require, require_callable, require_type
 from funcops.needs import Needs
 from funcops.op import Op, check_needs, config, dgrad_of, make_op, refuse_autocast

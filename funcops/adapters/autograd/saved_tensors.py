@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.adapters.hollow import Hole, Shape, hollow
+from funcops.adapters.flatten import Hole, Shape, hollow
 from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 
