@@ -12,17 +12,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters.autocast import any_autocast, without_autocast
-from funcops.adapters.autograd import delayed
+from funcops.adapters.autograd import delayed, recompute
 from funcops.adapters.autograd.first_order import first_order
+from funcops.adapters.autograd.recompute import large, left_out
 from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
 from funcops.adapters.autograd.traced import run_traced
@@ -31,7 +31,6 @@ from funcops.backend import select
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
 from funcops.op import Op, refuse_autocast
-from funcops.program.rules import FEW
 from funcops.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel
@@ -57,17 +56,21 @@ class _Node(Function):
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
-        y, residuals = bound.op.fwd(trees[0], trees[1], bound.cfg, needs=bound.needs)
+        op, (params, x) = bound.op, trees
+        again = recipe = None
+        if op.again is not None and large(x):
+            y, residuals, recipe = recompute.forward(op, params, x, bound.cfg, bound.needs)
+        else:
+            y, residuals = op.fwd(params, x, bound.cfg, needs=bound.needs)
         slots: Any = bound.slots
         if slots is None:
             slots = bound.slots = slots_of(residuals) or False
             if slots:
                 bound.fill, bound.empty = slots.fill, slots.empty
-        again = None
         if slots:
             found = slots.take(residuals)
-            if type(trees[1]) is Tensor and trees[1].numel() >= FEW and trees[1] in _again:
-                found, again = _left_out(trees[1], found)
+            if type(x) is Tensor and large(x):
+                found, again = left_out(x, found)
             try:
                 ctx.save_for_backward(*found)
             except TypeError:  # a policy packs what it left alone in the first call
@@ -77,15 +80,17 @@ class _Node(Function):
             kept: list[Tensor] = []
             residuals = flatten(residuals, kept)
             ctx.save_for_backward(*kept)
+        if recipe is not None and again is None:  # what is made of what was left out would be computed twice over
+            recompute.note(y, op, recipe)
         if _ddp._active_ddp_module is not None:
             ctx.synced = delayed.synced()
         if isinstance(y, Tensor):
             bound.y_shape = None
-            ctx.call = bound, trees[0], residuals, bool(slots), again, None
+            ctx.call = bound, params, residuals, bool(slots), again, None
             return y
         outputs: list[Tensor] = []
         bound.y_shape = shape = flatten(y, outputs)
-        ctx.call = bound, trees[0], residuals, bool(slots), again, shape
+        ctx.call = bound, params, residuals, bool(slots), again, shape
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in outputs if not able(t)])
         return tuple(outputs)
@@ -118,7 +123,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         return (None,) * len(ctx.needs_input_grad)
     op, store = bound.op, delayed._current
     if slotted:
-        bound.fill(residuals, ctx.saved_tensors if again is None else _with_again(again, ctx.saved_tensors))
+        bound.fill(residuals, ctx.saved_tensors if again is None else again.refilled(ctx.saved_tensors))
     else:
         residuals = unflatten(residuals, ctx.saved_tensors)
     try:
@@ -131,40 +136,6 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         if slotted:
             bound.empty(residuals)
     return bound.write(dparams, dx)
-
-
-class Again(NamedTuple):
-    """How the output of a cheap op is computed again, for the node that would keep it."""
-
-    op: Op
-    cfg: Any
-    shape: Any  # of (params, x)
-    leaves: list[Tensor]
-    version: int  # of the output
-
-
-_again: Any = WeakTensorKeyDictionary()  # by that output, while it lives
-
-
-def _left_out(x: Tensor, found: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """What a node keeps without x, the output of a cheap op, and with what that op read, which is kept anyway."""
-    again: Again = _again[x]
-    places = [i for i, t in enumerate(found) if t is x]
-    if not places or again.version != x._version:
-        return found, None
-    kept = [None if t is x else t for t in found]
-    return (*kept, *again.leaves), (again._replace(leaves=[]), places, len(kept))
-
-
-def _with_again(left_out: Any, saved: tuple[Any, ...]) -> list[Any]:
-    """What a node kept, with x computed again."""
-    again, places, count = left_out
-    params, x = unflatten(again.shape, saved[count:])
-    value = again.op.fwd(params, x, again.cfg, needs=Needs.NONE)[0]
-    filled = list(saved[:count])
-    for i in places:
-        filled[i] = value
-    return filled
 
 
 _calls = 0
@@ -223,9 +194,6 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     found = _apply(bound, (params, x), *leaves)
     if bound.y_shape is not None:
         return unflatten(bound.y_shape, found)
-    if op.cheap and found.numel() >= FEW:
-        given: list[Tensor] = []
-        _again[found] = Again(op, cfg, flatten((params, x), given), given, found._version)
     return found
 
 
