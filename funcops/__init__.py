@@ -38,11 +38,9 @@ from funcops import schedule as schedule
 from funcops import testing as testing
 from funcops import trees as trees
 from funcops.adapters.autograd import differentiable as differentiable
-from funcops.adapters.delayed import delayed_wgrad as delayed_wgrad
+from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
 from funcops.adapters.from_function import op_from_torch as op_from_torch
-from funcops.adapters.vjp import value_and_grad as value_and_grad
-from funcops.adapters.vjp import vjp as vjp
 from funcops.backend import backend as backend
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
@@ -104,6 +102,8 @@ from funcops.residuals import fetch as fetch
 from funcops.residuals import report as report
 from funcops.residuals import stow as stow
 from funcops.trees import WithExtras as WithExtras
+from funcops.vjp import value_and_grad as value_and_grad
+from funcops.vjp import vjp as vjp
 
 __version__ = "0.1.0"
 

@@ -27,6 +27,7 @@ LAYERS = (
     "memory",
     "low_precision",
     "fused",
+    "vjp",
     "optim",
     "precision",
     "checkpoint",

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
-from funcops.adapters.reduce import BucketedMean
+from funcops.adapters.bucketed_mean import BucketedMean
 from funcops.errors import StaleResidualError, describe, fail
 from funcops.op import Op
 from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
