@@ -45,49 +45,45 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
 def _with_policy(op: Op, policy: Policy) -> Op:
     memo: dict[Any, tuple[Op, Any]] = {}
 
-    def resolved(cfg: Any) -> tuple[Op, Any]:
+    def inner_of(cfg: Any) -> tuple[Op, Any]:
         found = memo.get(cfg)
         if found is None:
             if type(cfg) is not op.config:
                 fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
-            found = remember(memo, cfg, _apply(op, cfg, policy))
+            found = remember(memo, cfg, resolved(op, cfg, policy))
         return found
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
         params = op.init(cfg, key=key, device=device, dtype=dtype)
-        resolved(cfg)  # here, so that a compiler finds it done
+        inner_of(cfg)  # here, so that a compiler finds it done
         return params
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg = inner_of(cfg)
         return inner.fwd(params, x, inner_cfg, needs=needs)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg = inner_of(cfg)
         return inner.bwd(residuals, dy, inner_cfg, into=into)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg = inner_of(cfg)
         return inner.dgrad(residuals, dy, inner_cfg)
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg = inner_of(cfg)
         return inner.wgrad(pending, inner_cfg, into=into)
 
     made_by = with_policy, (op, policy)
     return wrap(op, made_by, init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="", residuals=Saved)
 
 
-def serves(op: Op, cfg: Any, policy: Policy) -> bool:
-    """Whether `with_policy` takes the policy for this config."""
-    try:
-        _apply(op, cfg, policy)
-    except ValueError:
-        return False
-    return True
+def has_parts(op: Op, cfg: Any) -> bool:
+    """Whether a policy reaches into the op. What is made of another op, by `remat` or `with_policy`, keeps what that says."""
+    return hasattr(cfg, "with_parts") and not hasattr(op.fwd, "made_by")
 
 
-def _apply(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
+def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     known = list(dict.fromkeys(residual_paths(op, cfg)))
     for pattern, _ in policy.rules if policy not in POLICIES.values() else ():  # a preset is for every op
         matched = any(Policy({pattern: Recompute()}).action(path) for path in known)
@@ -107,7 +103,7 @@ def _rewritten(
     """The op and config at `path`, as the policy has them; with `offload` not None a repeat's body keeps its inputs alone.
     `left_out`: the fields that a chain around computes again; `named`: whether the path is its own, not that of a skip around."""
     action = policy.action(path) if path and named else None
-    if not hasattr(cfg, "with_parts"):
+    if not has_parts(op, cfg):
         return _leaf(op, path, policy, action, left_out), cfg
     if type(cfg) is RepeatConfig and offload is not None:
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
@@ -119,7 +115,7 @@ def _rewritten(
         left_out = left_out | absent
 
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
-        return _rewritten(inner, inner_cfg, _joined(path, name), policy, offload, left_out, name is not None)
+        return _rewritten(inner, inner_cfg, inner_path(path, name), policy, offload, left_out, name is not None)
 
     cfg = cfg.with_parts(replace, **changes)
     require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
@@ -131,8 +127,8 @@ def _rewritten(
 def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[str]) -> Op:
     if isinstance(action, Recompute):
         return remat(op)
-    fields = {name: field for name, field in op.fields().items() if _joined(path, name) not in left_out}
-    chosen = {name: policy.action(_joined(path, name)) for name in fields}
+    fields = {name: field for name, field in op.fields().items() if inner_path(path, name) not in left_out}
+    chosen = {name: policy.action(inner_path(path, name)) for name in fields}
     again = [n for n, a in chosen.items() if isinstance(a, Recompute) and fields[n].alias not in ("x", "x.0")]
     if again:
         return remat(op)
@@ -152,18 +148,18 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
         again = _again_fields(cfg, before.name)
-        fields = [_joined(path, p) for p in again or _inputs(step)]
+        fields = [inner_path(path, p) for p in again or _inputs(step)]
         actions = [policy.action(field) for field in fields]
         asked = [isinstance(action, Recompute) for action in actions]
         if any(asked) and not again:
             joint = joint_of(before, step)
             if isinstance(joint, str):
-                at = _joined(path, step.name)
+                at = inner_path(path, step.name)
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
             joints.append(step.name)
             absent += fields
         elif not any(asked) and (named := [field for field in fields if policy.names(field)]):
-            wanted = f"one for each field that holds the output of {_joined(path, before.name)} ({', '.join(fields)})"
+            wanted = f"one for each field that holds the output of {inner_path(path, before.name)} ({', '.join(fields)})"
             require(len(named) == len(fields), "with_policy", "rules", wanted, f"one for {', '.join(named)} alone")
         elif any(asked) or (kind and again and not any(isinstance(a, Save) for a in actions)):
             found.append(before.name)
@@ -175,11 +171,11 @@ def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
     """The paths of steps, and of the fields that they keep; a repeat's layers are `*`."""
     if path:
         yield path
-    if not hasattr(cfg, "with_parts"):
-        yield from (_joined(path, name) for name in op.fields())
+    if not has_parts(op, cfg):
+        yield from (inner_path(path, name) for name in op.fields())
         return
     for name, inner, inner_cfg in parts_of(cfg):
-        yield from residual_paths(inner, inner_cfg, _joined(path, name))
+        yield from residual_paths(inner, inner_cfg, inner_path(path, name))
 
 
 def _inputs(step: Any) -> list[str]:
@@ -195,13 +191,14 @@ def _again_fields(cfg: ChainConfig, name: str) -> list[str]:
 
 
 def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
-    if hasattr(cfg, "with_parts"):
+    if has_parts(op, cfg):
         yield type(cfg) is RepeatConfig
         for _, inner, inner_cfg in parts_of(cfg):
             yield from _repeats(inner, inner_cfg)
 
 
-def _joined(path: str, name: Any) -> str:
+def inner_path(path: str, name: Any) -> str:
+    """That of a part; a part without a name has its combinator's."""
     return path if name is None else f"{path}.{name}" if path else str(name)
 
 
@@ -213,8 +210,8 @@ def part_paths(op: Op, cfg: Any) -> list[str]:
 
 
 def _steps(op: Op, cfg: Any, path: str) -> Iterator[tuple[str, Op]]:
-    if hasattr(cfg, "with_parts"):
+    if has_parts(op, cfg):
         for name, inner, inner_cfg in parts_of(cfg):
             if name is not None:
-                yield _joined(path, name), inner
-            yield from _steps(inner, inner_cfg, _joined(path, name))
+                yield inner_path(path, name), inner
+            yield from _steps(inner, inner_cfg, inner_path(path, name))
