@@ -44,7 +44,7 @@ from funcops.errors import DonatedError, StaleResidualError
 from funcops.ops.linear import LinearConfig
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.residuals.codec import CODECS
-from funcops.residuals.policy import Packed
+from funcops.residuals.forms import Packed
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, paths, tensors, tree_map
@@ -141,10 +141,12 @@ def test_a_rule_that_names_a_field_beats_what_the_chain_does_by_itself():
     want, found = chain.bwd(chain.fwd(params, x, cfg)[1], dy, cfg), op.bwd(kept, dy, cfg)
     assert torch.equal(want[1], found[1]) and not torch.equal(want[0]["up"].weight, found[0]["up"].weight)
     torch.testing.assert_close(want[0]["up"].weight, found[0]["up"].weight, atol=0.2, rtol=0.05)
-    globbed = with_policy(chain, Policy({"*p.x": Compress("int8")})).fwd(params, x, cfg)[1]
-    assert globbed["up"].x is None, "a glob leaves to the chain what it computes again"
+    for rules in ({"*p.x": Compress("int8")}, {"*x": Drop(), "*p.*": Compress("int8")}):
+        assert isinstance(with_policy(chain, Policy(rules)).fwd(params, x, cfg)[1]["up"].x, Packed), "a glob, too"
+    optional = with_policy(chain, Policy({"*p.x": Compress("int8")}, optional=True)).fwd(params, x, cfg)[1]
+    assert optional["up"].x is None, "an optional rule leaves to the chain what it computes again"
     block, name = LLAMA[0], "attn.qkv.q.proj.x"
-    one_of_three = r"one for each field that holds the output of attn.norm .*k.proj.x.* got one for .*q.proj.x alone"
+    one_of_three = r"one for each field that holds the output of attn.norm .*k.proj.x.* got Compress.* for .*q.proj.x alone"
     with pytest.raises(ValueError, match=one_of_three):
         with_policy(chain, Policy({name: Compress("int8")})).init(block, device="meta")
 
@@ -250,7 +252,10 @@ def test_what_both_halves_read_goes_packed_into_the_pending():
 def test_errors():
     cfg, params, x, _ = made("llama")
     for policy, message in (
-        ({"attn.mxi": Save()}, "with_policy: rules must be globs over attn, attn.norm, attn.norm.x, .*, got 'attn.mxi'"),
+        (
+            {"attn.mxi": Save()},
+            "with_policy: rules must be globs over the paths of cfg .nearest attn.mix, .*; all attn, attn.norm, .*, got 'attn.mxi'",
+        ),
         ({"attn.out.x": Recompute()}, "without Recompute for the x of attn.out"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -375,7 +380,7 @@ def test_residuals_and_ops_pickle(name):
         cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 8)), Step("mlp", chain, mlp_config(8, 16))))
         rules["joint"] = {"mlp": Recompute()}
     elif name == "recompute":
-        rules["recompute"] = {"blocks.*.mlp": Recompute()}
+        rules["recompute"] = {"blocks.*.norm": Recompute()}
     op = with_policy(chain, Policy(rules[name]) if name in rules else name)
     assert pickle.loads(pickle.dumps(op)) is op
     params = op.init(cfg, key=random.key(0))

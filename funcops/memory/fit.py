@@ -19,7 +19,8 @@ from funcops.compose.chain import ChainConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
 from funcops.errors import in_html, on_screen, require, require_dtype, size_of
-from funcops.memory.policy import has_parts, inner_path, part_paths, resolved, with_policy
+from funcops.memory.parts import has_parts, inner_path
+from funcops.memory.policy import part_paths, resolved, with_policy
 from funcops.memory.remat import remat
 from funcops.needs import Needs
 from funcops.op import Op, wrap

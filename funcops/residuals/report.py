@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
 from funcops.marks import Gone
-from funcops.residuals.layers import merged
+from funcops.residuals.equal_layers import merged
 from funcops.schema import AGAIN, Phase, Saved
 from funcops.trees import paths, tensors
 

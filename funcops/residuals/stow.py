@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from funcops.errors import require_type
-from funcops.residuals.policy import Compress, Offload, Packed, pack, unpack
+from funcops.residuals.forms import Packed, one_form_each, pack, unpack
+from funcops.residuals.policy import Compress, Offload
 from funcops.schema import Saved
 from funcops.trees import tree_map, tree_map_tensors
 
@@ -23,7 +24,8 @@ def stow(kept: T, action: Offload | Compress) -> T:
     """
     require_type("stow", "action", action, Offload, Compress)
     _check_fresh("stow", kept)
-    return tree_map_tensors(lambda t: pack(t, action), kept)
+    with one_form_each():
+        return tree_map_tensors(lambda t: pack(t, action), kept)
 
 
 def fetch(stowed: T) -> T:
