@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from funcops.memory.packing import packed
-from funcops.memory.remat import remat
+from funcops.memory.remat import RematResiduals
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program.lower import Call, Lowered, Value, lower
 from funcops.program.values import parts_of
 from funcops.residuals.policy import Action, Drop
+from funcops.schema import Saved
 
 
 def has_parts(op: Op, cfg: Any) -> bool:
@@ -38,9 +39,10 @@ class Holder(NamedTuple):
 def holders(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Holder]:
     """The fields of all parts, but for params and what is computed again. `whole`: whether it is itself no part of a repeat."""
     if not has_parts(op, cfg):
+        actions = actions_of(op)
         for name, field in op.fields().items():
-            if not field.of_params:
-                yield Holder(inner_path(path, name), None, whole and field.of_x)
+            if not field.of_params and not isinstance(actions.get(name), Drop):
+                yield Holder(inner_path(path, name), actions.get(name), whole and field.of_x)
         return
     if op.lower is None:
         for name, inner, inner_cfg in parts_of(cfg):
@@ -65,24 +67,35 @@ def holders(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Ho
 def _held(call: Call) -> Iterator[tuple[str, Value, Action | None]]:
     """The fields of a call, the values that they hold (None for the op's own, and for a part of a value that is a tuple), and what
     becomes of them."""
-    made, args = getattr(call.op.fwd, "made_by", (None, ()))
     x = (call.main, *call.takes) if call.takes else call.main
-    if made is remat:
+    if call.op.residuals is RematResiduals:
         yield from (("x", value, None) for value in (x if isinstance(x, tuple) else (x,)))
         return
-    actions = dict(args[1]) if made is packed else {}
-    for name, field in call.op.fields().items():
-        if not field.of_params and name not in call.fields and not isinstance(actions.get(name), Drop):
-            part = (field.alias or "").partition(".")[2]
+    actions, fields = actions_of(call.op), call.op.fields()
+    alone = not isinstance(x, tuple) and any(field.alias == "x" for field in fields.values())  # x is a tensor, without parts
+    for name, field in fields.items():
+        part = (field.alias or "").partition(".")[2] if field.of_x else ""
+        if not field.of_params and name not in call.fields and not isinstance(actions.get(name), Drop) and not (part and alone):
             value = x if field.of_x else call.out if field.alias == "y" else None
-            if part and field.of_x:
+            if part:
                 value = x[int(part)] if isinstance(x, tuple) else None
             yield name, value, actions.get(name)
 
 
+def actions_of(op: Op) -> dict[str, Action]:
+    """What becomes of the fields of an op that is packed."""
+    made, args = getattr(op.fwd, "made_by", (None, ()))
+    return dict(args[1]) if made is packed else {}
+
+
 def keeps_inside(op: Op, cfg: Any) -> bool:
-    """Whether a combinator keeps anything but what it is given."""
+    """Whether an op keeps anything but what it is given."""
     return any(not holder.given for holder in holders(op, cfg))
+
+
+def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
+    """The fields of all parts and what becomes of them."""
+    return {(holder.path, holder.action) for holder in holders(op, cfg)}
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:
@@ -96,3 +109,12 @@ def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]
             calls = found[0].program.calls if found[0].program else ()
             writer = next((call for call in calls if value in (call.out, *call.gives)), None)
             yield f"the output of {writer.path}" if writer else "the input", {one.path: one.action for one in found}
+
+
+def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of residuals by path, a repeat's layers written `*`, and what they hold."""
+    if isinstance(residuals, Saved):
+        yield from ((inner_path(path, name), getattr(residuals, name)) for name in residuals.fields)
+    elif residuals is not None:
+        for name, part in residuals.items():
+            yield from kept_fields(part, inner_path(path, "*" if isinstance(name, int) else name))

@@ -9,19 +9,20 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import fail, require, require_type
+from funcops.errors import describe, fail, require, require_type
 from funcops.memo import remember
 from funcops.memory.joined_steps import Joint, joined, joint_of
 from funcops.memory.packing import packed
-from funcops.memory.parts import has_parts, inner_path, keeps_inside, two_forms
+from funcops.memory.parts import has_parts, inner_path, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
 from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.program.lower import lower
 from funcops.program.values import parts_of
-from funcops.residuals.forms import one_form_each
+from funcops.residuals.forms import Packed, one_form_each
 from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
 from funcops.schema import Field, Saved
 
@@ -32,7 +33,8 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
     Config, params, y, dx and dparams are the op's own. Packing follows each step's forward and unpacking precedes its
     backward; a tensor that several fields hold is packed once. Raises `ValueError` for an unknown name, and, when it first meets a
     config, for a rule that matches no path there, changes nothing, gives one tensor two forms, or asks to recompute what no step
-    can give again. Optional rules, as those of presets, are left out instead.
+    can give again; and at a first forward for a codec that makes nothing smaller there. Optional rules, as those of presets, are
+    left out instead.
 
         frugal = with_policy(chain, "minimal")
         y, residuals = frugal.fwd(params, x, cfg)
@@ -48,15 +50,17 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
 
 @functools.lru_cache(maxsize=256)
 def _with_policy(op: Op, policy: Policy) -> Op:
-    memo: dict[Any, tuple[Op, Any]] = {}
+    memo: dict[Any, tuple[Op, Any, list[Any]]] = {}
     packs = any(isinstance(action, Compress | Offload) for _, action in policy.rules)
 
-    def inner_of(cfg: Any) -> tuple[Op, Any]:
+    def inner_of(cfg: Any) -> tuple[Op, Any, list[Any]]:
+        """The op and config under the policy, and the rules of which no forward has shown yet that they make something smaller."""
         found = memo.get(cfg)
         if found is None:
             if type(cfg) is not op.config:
                 fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
-            found = remember(memo, cfg, resolved(op, cfg, policy))
+            rules = [] if policy.optional else [rule for rule in policy.rules if isinstance(rule[1], Compress)]
+            found = remember(memo, cfg, (*resolved(op, cfg, policy), rules))
         return found
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
@@ -65,22 +69,25 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return params
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
-        inner, inner_cfg = inner_of(cfg)
+        inner, inner_cfg, unseen = inner_of(cfg)
         if not packs:
             return inner.fwd(params, x, inner_cfg, needs=needs)
         with one_form_each():
-            return inner.fwd(params, x, inner_cfg, needs=needs)
+            y, residuals = inner.fwd(params, x, inner_cfg, needs=needs)
+        if not tracing() and unseen:
+            unseen[:] = [rule for rule in unseen if not _makes_smaller(policy, *rule, residuals)]
+        return y, residuals
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
-        inner, inner_cfg = inner_of(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.bwd(residuals, dy, inner_cfg, into=into)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
-        inner, inner_cfg = inner_of(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.dgrad(residuals, dy, inner_cfg)
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
-        inner, inner_cfg = inner_of(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.wgrad(pending, inner_cfg, into=into)
 
     made_by = with_policy, (op, policy)
@@ -117,6 +124,16 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     return found
 
 
+def _makes_smaller(policy: Policy, pattern: str, action: Action, residuals: Any) -> bool:
+    """Whether something is kept that the rule compresses. Raises `ValueError` where all that it is for is kept as it is."""
+    values = [value for path, value in kept_fields(residuals) if policy.action(path) is action and value is not None]
+    packed = any(type(value) is Packed for value in values)
+    if values and not packed:
+        kinds = ", ".join(dict.fromkeys(describe(value) for value in values))
+        fail("with_policy", f"rules at {pattern!r}", "for tensors that it makes smaller", f"{action} for {kinds}")
+    return packed
+
+
 def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset()) -> tuple[Op, Any]:
     if policy.blocks == "residuals":
         return _rewritten(op, cfg, "", policy, left_out=left)
@@ -126,7 +143,7 @@ def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset(
 
 def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, Any]) -> bool:
     try:
-        return _applied(op, cfg, policy.without(rule)) == found
+        return what_is_kept(*_applied(op, cfg, policy.without(rule))) == what_is_kept(*found)
     except ValueError:  # the others cannot do without it
         return False
 
@@ -151,8 +168,11 @@ def _rewritten(
     """The op and config at `path`, as the policy has them; with `offload` not None a repeat's body keeps its inputs alone.
     `left_out`: the fields that a chain around computes again; `named`: whether the path is its own, not that of a skip around."""
     action = policy.action(path) if path and named else None
+    again = isinstance(action, Recompute) and keeps_inside(op, cfg)
+    if again:  # no rule reaches inside
+        policy = Policy(outputs=policy.outputs)
     if not has_parts(op, cfg):
-        return _leaf(op, path, policy, action, left_out), cfg
+        return _leaf(op, path, policy, again, left_out), cfg
     if type(cfg) is RepeatConfig and offload is not None:
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
 
@@ -169,14 +189,13 @@ def _rewritten(
     require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
     if joints:
         op, cfg = joined(cfg, joints[0])
-    return (remat(op) if isinstance(action, Recompute) and keeps_inside(op, cfg) else op), cfg
+    return (remat(op) if again else op), cfg
 
 
-def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[str]) -> Op:
+def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
     fields = {name: field for name, field in op.fields().items() if not field.of_params}
     chosen = {name: policy.action(inner_path(path, name)) for name in fields if inner_path(path, name) not in left_out}
-    own = [name for name, field in fields.items() if not field.of_x]
-    if own and (isinstance(action, Recompute) or any(isinstance(chosen.get(name), Recompute) for name in own)):
+    if again or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
     actions = tuple((name, action) for name, action in chosen.items() if isinstance(action, Drop | Compress | Offload))
     return packed(op, actions) if actions else op

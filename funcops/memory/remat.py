@@ -21,7 +21,7 @@ from funcops.trees import static, tensors, tree_map_tensors
 
 @residuals
 class RematResiduals:
-    params: Any = saved("the body's", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
+    params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
     x: Any = saved("the body's", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
     device: Any = static()  # of x, where that waits in the host's memory
 

@@ -20,7 +20,7 @@ from funcops.marks import version, versions
 from funcops.residuals.codec import codec, smaller
 from funcops.residuals.offload import copies
 from funcops.residuals.policy import Action, Compress, Drop, Offload
-from funcops.trees import leaf, static, tree
+from funcops.trees import leaf, static, tree, tree_map, tree_map_tensors
 
 
 class Layout(NamedTuple):
@@ -97,10 +97,12 @@ def _one_form_each() -> Iterator[None]:
         _known.reset(token)
 
 
-def pack(t: Tensor, action: Action) -> Any:
-    """The tensor in the form that the action gives it; the tensor itself where that would not help."""
+def pack(t: Any, action: Action) -> Any:
+    """The tensor, or each of a tree, in the form that the action gives it; as it is where that would not help."""
     if isinstance(action, Drop):
         return None
+    if not isinstance(t, Tensor):
+        return tree_map_tensors(lambda one: pack(one, action), t)
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
         return t
@@ -130,8 +132,11 @@ def _packed(t: Tensor, action: Action) -> Packed:
 
 
 def unpack(value: Any) -> Any:
-    if type(value) is not Packed:
+    """What was packed, in a tree of any kind."""
+    if value is None or isinstance(value, Tensor):
         return value
+    if type(value) is not Packed:
+        return tree_map(lambda one: unpack(one) if type(one) is Packed else one, value, is_leaf=lambda one: type(one) is Packed)
     if isinstance(value.action, Compress):
         t = codec("unpack", value.action.codec).decode(value.parts, value.dtype)
     else:
