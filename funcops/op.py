@@ -131,7 +131,8 @@ class Op(NamedTuple):
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
     own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
-    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`)."""
+    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
+    or a view of it."""
 
     name: str
     config: type
@@ -147,6 +148,7 @@ class Op(NamedTuple):
     pending: Any = None
     again: Any = None
     lower: Any = None
+    view: bool = False
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -191,7 +193,7 @@ def _op_at(module: str, name: str) -> Any:
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None,
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
     below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks
@@ -204,7 +206,7 @@ def make_op(
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
     residuals = getattr(dgrad, "opens", None)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view)
 
 
 def no_params(
