@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import FLOATS
+from funcops.kernels.triton.gemm_table import choose
 from funcops.op import Op
 from funcops.program.lower import Call
 
@@ -20,6 +21,11 @@ def alone(call: Call, op: Op) -> bool:
 def joins(call: Call, op: Op) -> bool:
     """A call of this op that takes one extra and gives none."""
     return call.op is op and len(call.takes) == 1 and not call.gives
+
+
+def by_library(family: str, dtype: torch.dtype, columns: int) -> bool:
+    """Whether the products of many rows with such an epilogue are left to torch's kernels, and one after them."""
+    return choose(family, dtype, 1 << 20, columns, True).library
 
 
 def alike(*given: Any) -> bool:

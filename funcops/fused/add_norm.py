@@ -11,13 +11,12 @@ import torch
 
 from funcops.fused._steps import alike, alone, joins
 from funcops.kernels import add_norm as kernels
-from funcops.ops.add import AddResiduals, add
-from funcops.ops.fork import ForkResiduals, fork
-from funcops.ops.layer_norm import LayerNormPending, LayerNormResiduals, layer_norm
-from funcops.ops.rms_norm import RMSNormPending, RMSNormResiduals, rms_norm
-from funcops.program.rules import BACKWARD, FORWARD, Rule, Window, register_fusion
+from funcops.ops.add import add, add_kept
+from funcops.ops.fork import fork, fork_kept
+from funcops.ops.layer_norm import LayerNormPending, layer_norm, layer_norm_kept
+from funcops.ops.rms_norm import RMSNormPending, rms_norm, rms_norm_kept
+from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 from funcops.program.values import add as summed
-from funcops.schema import Inputs
 
 
 def _match(window: Window) -> int | str | None:
@@ -51,17 +50,12 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
         return NotImplemented
     if norm.op is rms_norm:
         y, stream, rstd = kernels.add_rms_norm_fwd(main, residual, w, cfg.eps, cfg.zero_centered_gamma)
-        node = RMSNormResiduals.keep(cfg, norm.kept, x=stream, weight=w, rstd=rstd, weight_dtype=w.dtype)
+        node: Any = rms_norm_kept(cfg, norm.kept, stream, params[2], rstd)
     else:
         y, stream, mean, rstd = kernels.add_layer_norm_fwd(main, residual, w, b, cfg.eps, cfg.zero_centered_gamma)
-        like = None if norm.needs.x or norm.needs.param("weight") else (stream.shape, stream.dtype)
-        node = LayerNormResiduals.keep(
-            cfg, norm.kept, x=stream, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
-        )  # fmt: skip
+        node = layer_norm_kept(cfg, norm.kept, stream, params[2], mean, rstd)
     values[split.gives[0]] = stream
-    statics = {"shape": stream.shape, "dtype": stream.dtype}
-    first = AddResiduals.keep(join.cfg, join.kept, inputs=Inputs.of((main, residual)), **statics)
-    return y, [first, ForkResiduals.keep(split.cfg, split.kept, **statics), node]
+    return y, [add_kept(join.cfg, join.kept, (main, residual)), fork_kept(split.cfg, split.kept, stream), node]
 
 
 def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
@@ -93,5 +87,6 @@ def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any) -> tuple[Any, Any
     return dx, pending
 
 
-rule = register_fusion(Rule("add + norm", FORWARD, _match, _run))
-backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward))
+# forward the norm does not read the sum; backward the norm's gradient is neither written nor read
+rule = register_fusion(Rule("add + norm", FORWARD, _match, _run, Saving(1, 1)))
+backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward, Saving(2, 1)))

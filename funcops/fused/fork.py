@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone
+from funcops.fused._steps import alike, alone, by_library
 from funcops.fused.add_norm import norm_gradient
 from funcops.kernels.fused_linear import fused_linear_dgrad_add
 from funcops.ops.fork import fork
 from funcops.ops.layer_norm import layer_norm
 from funcops.ops.linear import LinearPending, linear
 from funcops.ops.rms_norm import rms_norm
-from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
+from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -53,4 +53,11 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
     return fused_linear_dgrad_add(dy, node.weight, 1.0, dstream), [None, pending]
 
 
-rule = register_fusion(Rule("fork + reader", BACKWARD, _match, _run))
+def _saves(window: Window) -> Saving:
+    """The reader's gradient is neither written nor read."""
+    reader = window.calls[1]
+    none = reader.op is linear and by_library("added", window.dtype, reader.cfg.in_features)
+    return Saving() if none else Saving(2, 1)
+
+
+rule = register_fusion(Rule("fork + reader", BACKWARD, _match, _run, _saves))

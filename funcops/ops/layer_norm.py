@@ -93,6 +93,14 @@ def layer_norm_init(
     return LayerNormParams(fill(cfg.dim, device=device, dtype=dtype), bias)
 
 
+def layer_norm_kept(
+    cfg: LayerNormConfig, needs: Needs, x: Tensor, params: LayerNormParams, mean: Tensor, rstd: Tensor
+) -> LayerNormResiduals | None:
+    w, b = params.weight, params.bias
+    like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
+    return LayerNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
+
+
 @forward(LayerNormConfig, LayerNormParams)
 def layer_norm_fwd(
     params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL
@@ -107,9 +115,7 @@ def layer_norm_fwd(
     y, mean, rstd = kernels.layer_norm_fwd(
         flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma
     )
-    like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
-    kept = LayerNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
-    return y if len(dim) == 1 else y.reshape(x.shape), kept
+    return y if len(dim) == 1 else y.reshape(x.shape), layer_norm_kept(cfg, needs, x, params, mean, rstd)
 
 
 @again_of(LayerNormResiduals)

@@ -93,6 +93,10 @@ def linear_init(
     return LinearParams(weight, draw(keys[1], (cfg.out_features,)) if cfg.bias else None)
 
 
+def linear_kept(cfg: LinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> LinearResiduals | None:
+    return LinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+
+
 @forward(LinearConfig, LinearParams)
 def linear_fwd(
     params: LinearParams, x: Tensor, cfg: LinearConfig, *, needs: Needs = Needs.ALL
@@ -107,7 +111,7 @@ def linear_fwd(
     elif bias is not None:
         require(False, "linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
     y = kernels.linear_fwd(x, weight, bias)
-    return y, LinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=dtype)
+    return y, linear_kept(cfg, needs, x, weight, y)
 
 
 @dgrad_of(LinearResiduals)

@@ -38,7 +38,7 @@ class Backward(Source):
                     self._drop([row.value])
             elif row.index not in done and row.index not in self.cover.waiting:
                 piece = self.cover.backward.get(row.index)
-                if piece is None or (piece.rule.whole and not self.whole):
+                if piece is None:
                     self._call(row)
                     done.add(row.index)
                 else:
@@ -313,6 +313,7 @@ class Backward(Source):
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one where that will not have their inputs."""
         calls, i = piece.calls, piece.calls[0].index
+        backwards = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         for call in (*calls, *(call.again for call in calls if call.again is not None)):
             self._open(call.place)
         held = self._held(piece)
@@ -323,7 +324,7 @@ class Backward(Source):
         sources = {call.again.place.scope for call in calls if call.again is not None and call.again.place is not None}
         trees += "".join(f", {s.index}: K{s.index}" for s in sources - scopes if s is not None)
         values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
-        dys = [self._gradient(call.out) for call in calls]
+        dys = [self._gradient(call.out) for call in piece.ends]
         dy = f"({', '.join(dys)})" if piece.siblings else dys[-1]
         where = next(self._where(call.place.scope) for call in calls if call.place is not None and call.place.scope is not None)
         self.names |= {f"rule{i}": piece.rule, f"calls{i}": calls}
@@ -334,14 +335,14 @@ class Backward(Source):
         )
         self.depth += 1
         before = set(self.have), set(self.computed), dict(self.to_read)
-        for call in calls if piece.siblings else calls[::-1]:
+        for call in backwards:
             self._call(call)
         after = self.have
         self.have, self.computed, self.to_read = before
         self.depth -= 1
         self.put("else:")
         self.depth += 1
-        self._after(piece)
+        self._after(piece, backwards)
         self.put(*[f"del g{v}" for v in sorted(self.have - after)], *[f"g{v} = None" for v in sorted(after - self.have)])
         self.have = after
         self.depth -= 1
@@ -350,12 +351,16 @@ class Backward(Source):
     def _held(self, piece: Piece) -> list[Call]:
         """The calls of which y is had again after the piece."""
         if self.whole:
-            sources: Iterator[Any] = iter(()) if piece.rule.whole else (call.again for call in piece.calls)
+            sources: Iterator[Any] = (self._filled_from(call, piece) for call in piece.calls)
         else:
             sources = (call if call.source else None for call in piece.calls)
         return list(dict.fromkeys(call for call in sources if call is not None))
 
-    def _after(self, piece: Piece) -> None:
+    def _filled_from(self, call: Call, piece: Piece) -> Call | None:
+        """The call whose y is put into the pending that the piece gave this one."""
+        return None if piece.rule.whole and call.again in piece.calls else call.again
+
+    def _after(self, piece: Piece, backwards: list[Call]) -> None:
         """What the rule gave, `(dmain, pending of each)`, to where it goes."""
         calls = piece.calls
         self.put(f"d, ({''.join(f'p{call.index}, ' if call.place else '_, ' for call in calls)}) = r")
@@ -367,22 +372,22 @@ class Backward(Source):
             self.have.add(v)
         self._spread_main(calls[0], "d")
         self.put("del d")
+        if self.whole:
+            self._weight_gradients(piece, [call for call in backwards if call.place is not None])
+
+    def _weight_gradients(self, piece: Piece, calls: list[Call]) -> None:
         computed: set[int] = set()
-        for call in (calls if piece.siblings else calls[::-1]) if self.whole else ():
-            if call.place is None:
-                continue
-            i, source = call.index, None if piece.rule.whole else call.again
+        for call in calls:
+            i, source = call.index, self._filled_from(call, piece)
             if source is not None:
                 if source.index not in computed:
                     self._again(source, "w", f"h{source.index}")
                     computed.add(source.index)
                 self.names[f"u{i}"] = call.needs
                 self.put(f"if p{i} is not None: p{i} = run.filled(p{i}, {call.fields!r}, w{source.index}, u{i})")
-            self.at(call.path)
-            self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
-            self.put(f"q{i} = e{i}(p{i}, c{i}, into={self.part('I', call.place)})", f"del p{i}")
         if computed:
             self.put("del " + ", ".join(f"w{k}" for k in computed))
+        self.weight_gradients(calls, piece.rule)
 
 
 class Wgrad(Source):
@@ -394,9 +399,15 @@ class Wgrad(Source):
             if call.again is not None:
                 left[call.again.index] = left.get(call.again.index, 0) + 1
         computed: set[int] = set()
-        for row in self.lowered.backward:
-            if type(row) is Call and row.place is not None:
-                self._call(row, left, computed)
+        rows = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
+        for i, row in enumerate(rows):
+            self._call(row, left, computed)
+            piece = together.get(row.index)
+            if piece is None:
+                self.weight_gradients([row])
+            elif not any(call in piece.calls for call in rows[i + 1 :]):
+                self.weight_gradients([call for call in rows if call in piece.calls], piece.rule)
         return self.written("wgrad", "W, I", self.tree("q", self.gradients))
 
     def _open(self, place: Place) -> None:
@@ -419,7 +430,7 @@ class Wgrad(Source):
         i, place, source = call.index, call.place, call.again
         assert place is not None
         if call.op.params is NoneType:
-            self.put(f"q{i} = None")
+            self.put(f"p{i} = None")
             return
         self._open(place)
         self.at(call.path)
@@ -441,8 +452,6 @@ class Wgrad(Source):
             left[k] -= 1
             if not left[k]:
                 self.put(f"del a{k}")
-        self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
-        self.put(f"q{i} = e{i}(p{i}, c{i}, into={self.part('I', place)})", f"del p{i}")
 
 
 def _nested(value: Value, names: Iterator[str]) -> str:
