@@ -7,7 +7,7 @@ from tiers import drawn
 
 from funcops import random
 from funcops.backend import backend
-from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, sibling_linear
+from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
 from funcops.kernels.activation import ACTIVATIONS
 from funcops.testing.tolerances import assert_close
 
@@ -152,10 +152,25 @@ def test_sibling_linear(name, dtype, rows, sizes, biased):
     with backend(name):
         ys = sibling_linear.sibling_linear_fwd(x, *w, *pad, *b, *pad)
         dx = sibling_linear.sibling_linear_dgrad(*dy, *pad, *w, *pad)
+        joined = sibling_linear.joined_linear_dgrad(torch.cat(dy, -1), *w) if n == 3 else dx
     assert ys[n:] == (None,) * (3 - n)
     want = tuple(F.linear(x.double(), w_.double(), None if b_ is None else b_.double()) for w_, b_ in zip(w, b, strict=True))
     assert_close(ys[:n], want, dtype=dtype, length=7)
-    assert_close(dx, sum(d.double() @ w_.double() for d, w_ in zip(dy, w, strict=True)), dtype=dtype, length=sum(sizes))
+    for found in (dx, joined):
+        assert_close(found, sum(d.double() @ w_.double() for d, w_ in zip(dy, w, strict=True)), dtype=dtype, length=sum(sizes))
+
+
+@pytest.mark.parametrize(("heads", "half"), drawn([(1, 1), (3, 5), (8, 2)], [(1, 2), (3, 6), (8, 40)]))
+def test_a_pair_is_turned_as_each(name, dtype, heads, half):
+    (heads, kv_heads), (half, dim) = heads, half
+    q, k = draw(2, 5, heads, dim, dtype=dtype), strided(draw(2, 5, kv_heads, dim, dtype=dtype, seed=1))
+    for interleaved, positions in ((False, torch.arange(5)), (True, torch.arange(10).reshape(2, 5))):
+        table = rope.rope_table(positions, 100.0, 2 * half, interleaved, torch.float32)
+        for inverse in (False, True):
+            with backend(name):
+                got = rope.rope_apply_pair(q, k, table, interleaved, inverse)
+                want = [rope.rope_apply(t, table, interleaved, inverse) for t in (q, k)]
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ class Row(NamedTuple):
 
 ROWS = {
     "MLP": Row(4, 8, MLP_FORWARD, MLP_BACKWARD),
-    "Llama block": Row(12, 22, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "GPT-2 block": Row(16, 37, GPT2_FORWARD, GPT2_BACKWARD),
-    "decoder of one Llama block": Row(21, 34, DECODER_FORWARD, DECODER_BACKWARD),
+    "Llama block": Row(11, 18, LLAMA_FORWARD, LLAMA_BACKWARD),
+    "GPT-2 block": Row(16, 31, GPT2_FORWARD, GPT2_BACKWARD),
+    "decoder of one Llama block": Row(20, 30, DECODER_FORWARD, DECODER_BACKWARD),
 }
 SWAPPED = {
     "Hugging Face's Llama block, swapped": Row(23, 45, LLAMA_FORWARD, LLAMA_BACKWARD),

@@ -200,6 +200,8 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
         shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
         yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
+        k = make.floats(2, tokens, heads // 2, 128)
+        yield Sample(rope.rope_apply_pair, f"{shape} and {heads // 2}", (x, k, table, interleaved, False))
         qkv, kv_heads = make.floats(2, tokens, 2 * heads * 128), heads // 2
         yield Sample(qkv_split.qkv_split_fwd, shape, (qkv, table, heads, kv_heads, interleaved))
         dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
@@ -299,6 +301,9 @@ def _siblings(make: Maker) -> Iterator[Sample]:
         yield Sample(sibling_linear.sibling_linear_fwd, shape, args, product=forward, flops=flops, length=inner)
         args = *dy, *pad, *w, *pad
         yield Sample(sibling_linear.sibling_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
+        if not pad:
+            args = torch.cat(dy, -1), *w
+            yield Sample(sibling_linear.joined_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
 
 
 def _siblings_shapes(tokens: int, inner: int, sizes: list[int]) -> tuple[list[tuple[int, ...]], ...]:

@@ -8,4 +8,5 @@ from funcops.fused import glu_linear as glu_linear
 from funcops.fused import linear_cross_entropy as linear_cross_entropy
 from funcops.fused import linear_dgrad as linear_dgrad
 from funcops.fused import linear_epilogue as linear_epilogue
+from funcops.fused import qkv as qkv
 from funcops.fused import siblings as siblings

@@ -103,9 +103,9 @@ class Source:
         self.put(*[f"q{call.index} = None" for call in calls if call not in own])
         together = bool(own) and rule is not None and rule.wgrads is not None
         if together:
-            names = self.const("rule", own[0].index, rule), self.const("calls", own[0].index, tuple(own))
+            names = self.const("joint", own[0].index, rule), self.const("own", own[0].index, tuple(own))
             pendings, into = ("".join(f"{of(call)}, " for call in own) for of in (lambda c: f"p{c.index}", self._accumulator))
-            self.put(f"r = run.wgrads({', '.join(names)}, ({pendings}), ({into}))", "if r is NotImplemented:")
+            self.put(f"j = run.wgrads({', '.join(names)}, ({pendings}), ({into}))", "if j is NotImplemented:")
         self.depth += together
         for call in own:
             i = call.index
@@ -115,7 +115,7 @@ class Source:
         self.depth -= together
         if together:
             found, gone = ("".join(f"{name}{call.index}, " for call in own) for name in "qp")
-            self.put("else:", f"    ({found}) = r", f"    del {gone[:-2]}", "del r")
+            self.put("else:", f"    ({found}) = j", f"    del {gone[:-2]}", "del j")
 
     def _accumulator(self, call: Call) -> str:
         assert call.place is not None
