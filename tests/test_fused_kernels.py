@@ -50,8 +50,11 @@ def test_add_rms_norm(name, dtype, shape, centred):
         y, stream, rstd = add_norm.add_rms_norm_fwd(x, r, w, 1e-6, centred)
         dx, parts = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
         again = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
-    assert torch.equal(stream, x + r)
+        third, normed, _ = add_norm.add_rms_norm_bwd_again(dy, ds, stream, w, rstd, centred, False)
+    assert torch.equal(stream, x + r) and torch.equal(third, dx)
     assert torch.equal(dx, again[0]) and torch.equal(parts, again[1])
+    assert torch.equal(normed, y) if name == "triton" else normed.dtype is dtype
+    assert_close(normed, y, dtype=dtype)
     s, v = exact(stream, w)
     want = F.rms_norm(s, v.shape, v + 1 if centred else v, 1e-6)
     (want * dy.double()).sum().backward()
@@ -66,7 +69,11 @@ def test_add_layer_norm(name, dtype, shape, bias):
     with backend(name):
         y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, r, w, b if bias else None, 1e-5, False)
         dx, dw, db = add_norm.add_layer_norm_bwd(dy, ds, stream, w, mean, rstd, False, True, True, bias)
+        again = add_norm.add_layer_norm_bwd_again(dy, ds, stream, w, b if bias else None, mean, rstd, False, True, bias)
     assert torch.equal(stream, x + r) and (db is not None) == bias
+    assert torch.equal(again[0], dx) and torch.equal(again[2], dw) and (again[3] is None or torch.equal(again[3], db))
+    assert torch.equal(again[1], y) if name == "triton" else again[1].dtype is dtype
+    assert_close(again[1], y, dtype=dtype, length=shape[-1])
     s, v, c = exact(stream, w, b)
     want = F.layer_norm(s, v.shape, v, c if bias else None, 1e-5)
     (want * dy.double()).sum().backward()
@@ -82,6 +89,9 @@ def test_parts_are_summed(name, dtype, parts, width):
     t = draw(parts, width, dtype=torch.float32)
     with backend(name):
         got = norm.sum_parts(t, dtype)
+        for other in (t + 1.0, t[:1]):
+            two = norm.sum_two_parts(other, t, dtype)
+            assert torch.equal(two[0], norm.sum_parts(other, dtype)) and torch.equal(two[1], got)
     assert got.dtype is dtype
     assert_close(got, t.double().sum(0), dtype=dtype, length=parts)
 
@@ -115,6 +125,30 @@ def test_dropout_add(name, dtype, shape, bias):
     want = r.double() + kept * (x.double() + (b.double() if bias else 0.0)) / 0.6
     assert torch.equal(y[~kept], r[~kept]), "the very same elements are dropped"
     assert_close(y, want, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 8), (7, 5), (2, 3, 2100), (3, 8300)], ids=str)
+@pytest.mark.parametrize("p", [0.3, 1.0 - 2.0**-40])
+def test_dropout_add_norm_is_both_kernels(name, dtype, shape, p):
+    x, r = strided(draw(*shape, dtype=dtype)), draw(*shape, dtype=dtype, seed=1)
+    w, b = draw(shape[-1], dtype=dtype, seed=2), draw(shape[-1], dtype=dtype, seed=3)
+    key = random.key(5)
+    with backend(name):
+        want = pointwise.dropout_add(x, None, r, key, p)
+        y, stream, rstd = add_norm.dropout_add_rms_norm_fwd(x, r, w, key, p, 1e-6, True)
+        assert torch.equal(stream, want)
+        assert all(torch.equal(g, w) for g, w in zip((y, rstd), norm.rms_norm_fwd(want, w, 1e-6, True), strict=True))
+        for bias in (None, b):
+            y, stream, mean, rstd = add_norm.dropout_add_layer_norm_fwd(x, r, w, bias, key, p, 1e-5, False)
+            found = (y, mean, rstd), norm.layer_norm_fwd(want, w, bias, 1e-5, False)
+            assert torch.equal(stream, want) and all(torch.equal(g, w) for g, w in zip(*found, strict=True))
+
+
+def test_column_sums_take_rows_apart(name, dtype):
+    t = draw(3, 11, 60, dtype=dtype)
+    with backend(name):
+        for part in t.split([20, 35, 5], -1):
+            assert torch.equal(norm.row_sums(part), norm.row_sums(part.contiguous()))
 
 
 @pytest.mark.parametrize("classes", [slice(0, 9), slice(0, 4), slice(4, 9), slice(8, 9)], ids=str)

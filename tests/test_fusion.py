@@ -126,6 +126,10 @@ TABLE = [
     ("drop gelu add", "", ""),
     ("add fork rms", "add+fork+rms", "add+fork+rms"),
     ("add fork ln linear", "add+fork+ln linear+end", "add+fork+ln"),
+    ("drop add fork ln", "drop+add+fork+ln", "add+fork+ln"),
+    ("linear_b drop add fork rms linear", "drop+add+fork+rms linear+end", "add+fork+rms"),
+    ("linear bias drop add fork ln_plain", "linear+bias drop+add+fork+ln_plain", "add+fork+ln_plain"),
+    ("drop_off add fork rms", "add+fork+rms", "add+fork+rms"),
     ("add rms", "", ""),
     ("fork rms", "", "fork+rms"),
     ("fork ln linear", "linear+end", "fork+ln"),
@@ -252,7 +256,16 @@ def test_fused_is_unfused(words):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "bias silu", "add fork ln linear", "add fork rms"]
+    "words",
+    [
+        "linear bias gelu add",
+        "gelu linear_b",
+        "bias drop add",
+        "bias silu",
+        "add fork ln linear",
+        "add fork rms",
+        "drop add fork ln",
+    ],
 )
 def test_fused_is_unfused_in_16_bits(words, dtype):
     compare(words, dtype)
@@ -272,9 +285,14 @@ def test_the_fused_kernels_are_those_that_run(monkeypatch):
     counted(fused.linear_dgrad, "fused_linear_dgrad")
     counted(fused.add_norm.kernels, "add_layer_norm_fwd")
     counted(fused.add_norm.kernels, "add_layer_norm_bwd")
+    counted(fused.add_norm.kernels, "dropout_add_layer_norm_fwd")
     with backend("triton"):
         run(made("linear gelu linear_b drop add fork ln"), torch.float32)
-    assert ran == ["fused_linear_fwd", "dropout_add", "add_layer_norm_bwd", "fused_linear_dgrad"]
+    assert ran == ["fused_linear_fwd", "dropout_add_layer_norm_fwd", "add_layer_norm_bwd", "fused_linear_dgrad"]
+    ran.clear()
+    with backend("triton"):
+        run(made("linear_b drop add gelu"), torch.float32)
+    assert ran == ["dropout_add"]
     ran.clear()
     with backend("triton"):
         run(made("add fork ln gelu linear"), torch.float32)
@@ -359,7 +377,7 @@ def test_what_does_not_fit_is_refused_as_by_the_steps():
         chain.fwd(params, bad, cfg)
 
 
-LOUD = ["linear_b gelu", "linear add", "linear bias silu add", "linear scale", "bias drop add", "add fork ln", "add fork rms",
+LOUD = ["linear_b gelu", "linear add", "linear bias silu add", "linear scale", "bias drop add", "add fork ln", "drop add fork rms",
         "linear_b gelu linear", "linear scale linear", "bias gelu", "fork ln", "fork linear_b"]  # fmt: skip
 
 

@@ -37,3 +37,8 @@ def alike(*given: Any) -> bool:
     return all(
         [isinstance(t, Tensor) and t.dtype is dtype and t.device == device and not (recording and t.requires_grad) for t in given]
     )
+
+
+def is_key(key: Any, like: Tensor) -> bool:
+    """A random key where that tensor is."""
+    return isinstance(key, Tensor) and key.dtype is torch.int64 and key.shape == (2,) and key.device == like.device

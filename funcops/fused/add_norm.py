@@ -1,6 +1,7 @@
 """The sum of a residual stream and the norm that reads it: one kernel forward, and one backward, which adds the stream's gradient.
 
-Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension.
+Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension; forward a dropout before them,
+where there is one.
 """
 
 from __future__ import annotations
@@ -9,14 +10,23 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, joins
+from funcops.fused._steps import alike, alone, is_key, joins
 from funcops.kernels import add_norm as kernels
 from funcops.ops.add import add, add_kept
+from funcops.ops.dropout import dropout, dropout_kept
 from funcops.ops.fork import fork, fork_kept
 from funcops.ops.layer_norm import LayerNormPending, layer_norm, layer_norm_kept
 from funcops.ops.rms_norm import RMSNormPending, rms_norm, rms_norm_kept
 from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 from funcops.program.values import add as summed
+
+
+def _match_forward(window: Window) -> int | str | None:
+    drop = window.calls[0]
+    if not joins(drop, dropout) or not drop.cfg.train or drop.cfg.p in (0.0, 1.0):
+        return _match(window)
+    size = _match(window._replace(calls=window.calls[1:]))
+    return size + 1 if isinstance(size, int) else size
 
 
 def _match(window: Window) -> int | str | None:
@@ -40,22 +50,28 @@ def _match_backward(window: Window) -> int | str | None:
 
 
 def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
-    join, split, norm = calls
-    residual, cfg, w = values[join.takes[0]], norm.cfg, params[2].weight
-    b = getattr(params[2], "bias", None)
+    *dropped, join, split, norm = calls
+    residual, cfg, w = values[join.takes[0]], norm.cfg, params[-1].weight
+    b, key = getattr(params[-1], "bias", None), values[dropped[0].takes[0]] if dropped else None
     if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
         return NotImplemented
     sizes = [main.shape[-1:], w.shape, cfg.dim if b is None else b.shape]
     if main.shape != residual.shape or any([tuple(size) != cfg.dim for size in sizes]):
         return NotImplemented
+    if dropped and not is_key(key, main):
+        return NotImplemented
+    drawn, how = (key, dropped[0].cfg.p) if dropped else (), (cfg.eps, cfg.zero_centered_gamma)
     if norm.op is rms_norm:
-        y, stream, rstd = kernels.add_rms_norm_fwd(main, residual, w, cfg.eps, cfg.zero_centered_gamma)
-        node: Any = rms_norm_kept(cfg, norm.kept, stream, params[2], rstd)
+        fwd = kernels.dropout_add_rms_norm_fwd if dropped else kernels.add_rms_norm_fwd
+        y, stream, rstd = fwd(main, residual, w, *drawn, *how)
+        node: Any = rms_norm_kept(cfg, norm.kept, stream, params[-1], rstd)
     else:
-        y, stream, mean, rstd = kernels.add_layer_norm_fwd(main, residual, w, b, cfg.eps, cfg.zero_centered_gamma)
-        node = layer_norm_kept(cfg, norm.kept, stream, params[2], mean, rstd)
+        fwd = kernels.dropout_add_layer_norm_fwd if dropped else kernels.add_layer_norm_fwd
+        y, stream, mean, rstd = fwd(main, residual, w, b, *drawn, *how)
+        node = layer_norm_kept(cfg, norm.kept, stream, params[-1], mean, rstd)
     values[split.gives[0]] = stream
-    return y, [add_kept(join.cfg, join.kept, (main, residual)), fork_kept(split.cfg, split.kept, stream), node]
+    first = [dropout_kept(call.cfg, call.kept, (main, key)) for call in dropped]
+    return y, [*first, add_kept(join.cfg, join.kept, (main, residual)), fork_kept(split.cfg, split.kept, stream), node]
 
 
 def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
@@ -87,6 +103,11 @@ def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any) -> tuple[Any, Any
     return dx, pending
 
 
-# forward the norm does not read the sum; backward the norm's gradient is neither written nor read
-rule = register_fusion(Rule("add + norm", FORWARD, _match, _run, Saving(1, 1)))
+def _saves(window: Window) -> Saving:
+    """The norm does not read the sum, and what is dropped out is neither written nor read."""
+    return Saving(1, 1) if len(window.calls) == 3 else Saving(3, 2)
+
+
+rule = register_fusion(Rule("add + norm", FORWARD, _match_forward, _run, _saves))
+# the norm's gradient is neither written nor read
 backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward, Saving(2, 1)))

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from funcops.fused._steps import alike, alone, joins
+from funcops.fused._steps import alike, alone, is_key, joins
 from funcops.kernels.pointwise import dropout_add
 from funcops.ops.add import add, add_kept
 from funcops.ops.bias import bias, bias_kept
@@ -36,7 +35,7 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
         return NotImplemented
     if b is not None and (b.shape != (calls[0].cfg.dim,) or b.shape != main.shape[-1:]):
         return NotImplemented
-    if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.shape != (2,) or key.device != main.device:
+    if not is_key(key, main):
         return NotImplemented
     y = dropout_add(main, b, residual, key, drop.cfg.p)
     nodes: list[Any] = [dropout_kept(drop.cfg, drop.kept, (main, key)), add_kept(join.cfg, join.kept, (y, residual))]
