@@ -67,7 +67,8 @@ class Rule:
     `wgrads(calls, pendings)` gives their weight gradients together, or NotImplemented; it is asked where none is added to.
 
     `everywhere`: on the CPU too, for a dy of at least FEW elements. `whole`: for a backward that goes on with the weight gradients
-    at once; its pendings hold what its own calls give again.
+    at once; its pendings hold what its own calls give again. `again`: y of its last call, which others read again, is put into
+    `gradients` in the place of its own; their weight gradients wait for it.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Rule:
     saves: Saving | Callable[[Window], Saving] = Saving()
     everywhere: bool = False
     whole: bool = False
+    again: bool = False
     wgrads: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
@@ -86,7 +88,7 @@ class Rule:
             fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
         if self.wgrads is not None:
             require_callable("Rule", wgrads=self.wgrads)
-        require_flag("Rule", everywhere=self.everywhere, whole=self.whole)
+        require_flag("Rule", everywhere=self.everywhere, whole=self.whole, again=self.again)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 

@@ -329,6 +329,7 @@ def rule() -> dict[str, Any]:
         "wgrads": lambda calls, pendings: None,
         "everywhere": False,
         "whole": False,
+        "again": False,
     }
 
 
