@@ -8,7 +8,7 @@ from tiers import drawn
 from funcops import random
 from funcops.backend import backend
 from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
-from funcops.kernels.activation import ACTIVATIONS
+from funcops.kernels.activation import ACTIVATIONS, activation_fwd
 from funcops.testing.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -112,6 +112,30 @@ def test_bias_activation(name, dtype, shape, kind):
     rounded = (x + b).double()
     assert_close(summed, f.backward(dy.double(), rounded, f.forward(rounded) if f.reads_y else None), dtype=dtype)
     assert_close(db.sum(0), want.reshape(-1, shape[-1]).sum(0), dtype=dtype)
+
+
+@pytest.mark.parametrize(("kind", "shape"), large_ones_once(ACTIVATIONS, [(0, 8), (5, 3, 19)], (70, 1100)), ids=str)
+def test_activation_bwd_again_is_both_kernels(name, dtype, shape, kind):
+    x, dy = strided(draw(*shape, dtype=dtype)), draw(*shape, dtype=dtype, seed=1)
+    with backend(name):
+        want, y = bias_activation.bias_activation_bwd(dy, x, None, kind, True), activation_fwd(x, kind)
+        for db in (True, False):
+            again = dy.clone()
+            dz, parts = bias_activation.activation_bwd_again(again, x, kind, db)
+            assert torch.equal(dz, want[0]) and (torch.equal(parts, want[1]) if db else parts is None)
+            assert torch.equal(again, y) if name == "triton" else again.dtype is dtype
+            assert_close(again, y, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 5), (7, 12), (2, 40, 1028), (300, 64)], ids=str)
+def test_dropout_and_its_sums(name, dtype, shape):
+    dy, key = strided(draw(*shape, dtype=dtype)), random.key(5)
+    with backend(name):
+        dx, sums = bias_activation.dropout_bwd_sums(dy, key, 0.4)
+        want = pointwise.dropout(dy, key, 0.4)
+    assert torch.equal(dx, want) if name == "triton" else dx.dtype is dtype
+    assert_close(dx, want, dtype=dtype)
+    assert_close(sums.sum(0), want.double().reshape(-1, shape[-1]).sum(0), dtype=dtype, length=max(1, want[..., 0].numel()))
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (1,), (3, 5), (7, 1031)], ids=str)

@@ -62,7 +62,7 @@ class Row(NamedTuple):
 ROWS = {
     "MLP": Row(4, 7, MLP_FORWARD, MLP_BACKWARD),
     "Llama block": Row(11, 16, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "GPT-2 block": Row(15, 27, GPT2_FORWARD, GPT2_BACKWARD),
+    "GPT-2 block": Row(15, 23, GPT2_FORWARD, GPT2_BACKWARD),
     "decoder of one Llama block": Row(20, 28, DECODER_FORWARD, DECODER_BACKWARD),
 }
 SWAPPED = {
