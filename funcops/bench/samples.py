@@ -28,7 +28,7 @@ from funcops.kernels import (
     sibling_linear,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
-from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
+from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
 from funcops.kernels.rope import rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
@@ -126,6 +126,7 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
     yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
     yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
+    yield Sample(norm.sum_two_parts, f"256x{width}", (make.wide(256, width), make.wide(256, width), make.dtype))
     yield from _add_norms(make, rows, width)
 
 
@@ -137,6 +138,10 @@ def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(add_norm.add_rms_norm_bwd, shape, (dy, dstream, x, w, rstd, False, True, True))
     yield Sample(add_norm.add_layer_norm_fwd, shape, (x, residual, w, b, 1e-6, False))
     yield Sample(add_norm.add_layer_norm_bwd, shape, (dy, dstream, x, w, mean, rstd, False, True, True, True))
+    yield Sample(add_norm.add_rms_norm_bwd_again, shape, (dy, dstream, x, w, rstd, False, True))
+    yield Sample(add_norm.add_layer_norm_bwd_again, shape, (dy, dstream, x, w, b, mean, rstd, False, True, True))
+    yield Sample(add_norm.dropout_add_rms_norm_fwd, shape, (x, residual, w, make.key(), 0.1, 1e-6, False))
+    yield Sample(add_norm.dropout_add_layer_norm_fwd, shape, (x, residual, w, b, make.key(), 0.1, 1e-6, False))
 
 
 def _keys(make: Maker) -> Iterator[Sample]:
@@ -173,6 +178,8 @@ def _activations(make: Maker) -> Iterator[Sample]:
         yield Sample(bias_activation_bwd, shape, (dy, x, b, kind, True))
         if kind == "gelu_tanh":
             yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
+        yield Sample(activation_bwd_again, shape, (dy, x, kind, True))
+    yield Sample(dropout_bwd_sums, f"{rows}x{width}", (dy, make.key(), 0.1))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:
