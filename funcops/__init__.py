@@ -17,7 +17,7 @@ What is asked for    Needs
 What is kept         report, diff, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
-Kernels              backend, explain, plan, register_fusion (Rule)
+Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
@@ -87,6 +87,7 @@ from funcops.ops.scale import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
+from funcops.program.rules import Saving as Saving
 from funcops.program.rules import register_fusion as register_fusion
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress

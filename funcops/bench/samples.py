@@ -28,7 +28,7 @@ from funcops.kernels import (
     sibling_linear,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
-from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
+from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
 from funcops.kernels.rope import rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
@@ -126,6 +126,7 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
     yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
     yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
+    yield Sample(norm.sum_two_parts, f"256x{width}", (make.wide(256, width), make.wide(256, width), make.dtype))
     yield from _add_norms(make, rows, width)
 
 
@@ -137,6 +138,10 @@ def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(add_norm.add_rms_norm_bwd, shape, (dy, dstream, x, w, rstd, False, True, True))
     yield Sample(add_norm.add_layer_norm_fwd, shape, (x, residual, w, b, 1e-6, False))
     yield Sample(add_norm.add_layer_norm_bwd, shape, (dy, dstream, x, w, mean, rstd, False, True, True, True))
+    yield Sample(add_norm.add_rms_norm_bwd_again, shape, (dy, dstream, x, w, rstd, False, True))
+    yield Sample(add_norm.add_layer_norm_bwd_again, shape, (dy, dstream, x, w, b, mean, rstd, False, True, True))
+    yield Sample(add_norm.dropout_add_rms_norm_fwd, shape, (x, residual, w, make.key(), 0.1, 1e-6, False))
+    yield Sample(add_norm.dropout_add_layer_norm_fwd, shape, (x, residual, w, b, make.key(), 0.1, 1e-6, False))
 
 
 def _keys(make: Maker) -> Iterator[Sample]:
@@ -173,6 +178,8 @@ def _activations(make: Maker) -> Iterator[Sample]:
         yield Sample(bias_activation_bwd, shape, (dy, x, b, kind, True))
         if kind == "gelu_tanh":
             yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
+        yield Sample(activation_bwd_again, shape, (dy, x, kind, True))
+    yield Sample(dropout_bwd_sums, f"{rows}x{width}", (dy, make.key(), 0.1))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:
@@ -200,6 +207,8 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
         shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
         yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
+        k = make.floats(2, tokens, heads // 2, 128)
+        yield Sample(rope.rope_apply_pair, f"{shape} and {heads // 2}", (x, k, table, interleaved, False))
         qkv, kv_heads = make.floats(2, tokens, 2 * heads * 128), heads // 2
         yield Sample(qkv_split.qkv_split_fwd, shape, (qkv, table, heads, kv_heads, interleaved))
         dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
@@ -299,6 +308,9 @@ def _siblings(make: Maker) -> Iterator[Sample]:
         yield Sample(sibling_linear.sibling_linear_fwd, shape, args, product=forward, flops=flops, length=inner)
         args = *dy, *pad, *w, *pad
         yield Sample(sibling_linear.sibling_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
+        if not pad:
+            args = torch.cat(dy, -1), *w
+            yield Sample(sibling_linear.joined_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
 
 
 def _siblings_shapes(tokens: int, inner: int, sizes: list[int]) -> tuple[list[tuple[int, ...]], ...]:

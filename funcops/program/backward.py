@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ class Backward(Source):
         self.computed: set[int] = set()  # the calls whose y was computed again
         self.to_read: dict[int, int] = {}  # by such a call, how many are still to read it
         self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # which have no gradient
+        self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # with their weight gradients
 
     def write(self) -> tuple[str, dict[str, Any]]:
         low = self.lowered
@@ -38,7 +40,7 @@ class Backward(Source):
                     self._drop([row.value])
             elif row.index not in done and row.index not in self.cover.waiting:
                 piece = self.cover.backward.get(row.index)
-                if piece is None or (piece.rule.whole and not self.whole):
+                if piece is None:
                     self._call(row)
                     done.add(row.index)
                 else:
@@ -50,6 +52,17 @@ class Backward(Source):
         if self.whole:
             return self.written("backward", "K, dy, I", f"{self.tree('q', self.gradients)}, {dx}")
         return self.written("dgrad", "K, dy", f"{dx}, {self.tree('p', self._pending)}")
+
+    def _given_again(self) -> dict[int, list[Call]]:
+        """By a call of which y comes with its gradient: its readers, whose weight gradients wait for that."""
+        if not self.whole:
+            return {}
+        given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.again}
+        return {call.index: [row for row in self.lowered.backward if row in call.readers] for call in given}
+
+    def _goes_on(self, call: Call) -> bool:
+        """Whether its weight gradient follows its input's at once."""
+        return self.whole and call.index not in self.late
 
     def _pending(self, scope: Scope, parts: str) -> str:
         if not scope.needs:
@@ -223,7 +236,7 @@ class Backward(Source):
         i = call.index
         if filled:
             self.put(f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, a{filled}, u{i})")
-        if self.whole:
+        if self._goes_on(call):
             self.names[f"b{i}"] = call.op.bwd
             self.put(f"q{i}, d = (e{i}(None, c{i}, {into}), None) if n{i} is None else b{i}(n{i}, {dy}, c{i}, {into})")
         else:
@@ -233,10 +246,10 @@ class Backward(Source):
     def _raw(self, call: Call, dy: str, into: str) -> list[str] | None:
         """By what that runs after its checks; None where there is no such thing."""
         i = call.index
-        raw = raw_of(call.op.bwd if self.whole else call.op.dgrad)
+        raw = raw_of(call.op.bwd if self._goes_on(call) else call.op.dgrad)
         if raw is None or dy == "None":
             return None
-        if not self.whole:
+        if not self._goes_on(call):
             self.names[f"x{i}"] = raw
             return [f"d, p{i} = x{i}(n{i}, {dy}, c{i})"]
         if not isinstance(raw, tuple):
@@ -270,14 +283,14 @@ class Backward(Source):
     # What is computed again.
 
     def _reads_again(self, call: Call) -> bool:
-        return self.whole or call.again_in_dgrad
+        return self._goes_on(call) or call.again_in_dgrad
 
     def _filling(self, call: Call) -> str:
         """The number of the y that is put into the call's residuals, computed now if nobody has read it yet."""
         source = call.again
         if source is None or not self._reads_again(call):
             return ""
-        self.names[f"u{call.index}"] = call.needs if self.whole else call.kept
+        self.names[f"u{call.index}"] = call.needs if self._goes_on(call) else call.kept
         self._again(source, "a", self._open_node(source))
         self.at(call.path)
         return str(source.index)
@@ -313,6 +326,7 @@ class Backward(Source):
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one where that will not have their inputs."""
         calls, i = piece.calls, piece.calls[0].index
+        backwards = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         for call in (*calls, *(call.again for call in calls if call.again is not None)):
             self._open(call.place)
         held = self._held(piece)
@@ -323,7 +337,7 @@ class Backward(Source):
         sources = {call.again.place.scope for call in calls if call.again is not None and call.again.place is not None}
         trees += "".join(f", {s.index}: K{s.index}" for s in sources - scopes if s is not None)
         values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
-        dys = [self._gradient(call.out) for call in calls]
+        dys = [self._gradient(call.out) for call in piece.ends]
         dy = f"({', '.join(dys)})" if piece.siblings else dys[-1]
         where = next(self._where(call.place.scope) for call in calls if call.place is not None and call.place.scope is not None)
         self.names |= {f"rule{i}": piece.rule, f"calls{i}": calls}
@@ -334,28 +348,40 @@ class Backward(Source):
         )
         self.depth += 1
         before = set(self.have), set(self.computed), dict(self.to_read)
-        for call in calls if piece.siblings else calls[::-1]:
+        late = self._given_again().get(calls[-1].index, []) if piece.rule.again else []
+        if late:
+            self._again(calls[-1], "a", f"h{calls[-1].index}")
+        for call in backwards:
             self._call(call)
         after = self.have
         self.have, self.computed, self.to_read = before
         self.depth -= 1
         self.put("else:")
         self.depth += 1
-        self._after(piece)
+        if late:
+            self.put(f"a{calls[-1].index} = G.pop({calls[-1].out})")
+        self._after(piece, backwards)
         self.put(*[f"del g{v}" for v in sorted(self.have - after)], *[f"g{v} = None" for v in sorted(after - self.have)])
         self.have = after
         self.depth -= 1
         self.put("del " + ", ".join(["r", "G", *[f"h{source.index}" for source in held]]))
+        if late:
+            self._weight_gradients(late, "a")
 
     def _held(self, piece: Piece) -> list[Call]:
         """The calls of which y is had again after the piece."""
         if self.whole:
-            sources: Iterator[Any] = iter(()) if piece.rule.whole else (call.again for call in piece.calls)
+            sources: Iterator[Any] = (self._filled_from(call, piece) for call in piece.calls)
+            sources = itertools.chain(sources, piece.calls[-1:] if piece.rule.again else ())
         else:
             sources = (call if call.source else None for call in piece.calls)
         return list(dict.fromkeys(call for call in sources if call is not None))
 
-    def _after(self, piece: Piece) -> None:
+    def _filled_from(self, call: Call, piece: Piece) -> Call | None:
+        """The call whose y is put into the pending that the piece gave this one."""
+        return None if call.index in self.late or (piece.rule.whole and call.again in piece.calls) else call.again
+
+    def _after(self, piece: Piece, backwards: list[Call]) -> None:
         """What the rule gave, `(dmain, pending of each)`, to where it goes."""
         calls = piece.calls
         self.put(f"d, ({''.join(f'p{call.index}, ' if call.place else '_, ' for call in calls)}) = r")
@@ -367,22 +393,25 @@ class Backward(Source):
             self.have.add(v)
         self._spread_main(calls[0], "d")
         self.put("del d")
-        computed: set[int] = set()
-        for call in (calls if piece.siblings else calls[::-1]) if self.whole else ():
-            if call.place is None:
-                continue
-            i, source = call.index, None if piece.rule.whole else call.again
-            if source is not None:
-                if source.index not in computed:
-                    self._again(source, "w", f"h{source.index}")
-                    computed.add(source.index)
+        if self.whole:
+            sources = list(dict.fromkeys(source for call in calls if (source := self._filled_from(call, piece)) is not None))
+            for source in sources:
+                self._again(source, "w", f"h{source.index}")
+            ready = [call for call in backwards if call.place is not None and call.index not in self.late]
+            self._weight_gradients(ready, "w", sources)
+
+    def _weight_gradients(self, calls: list[Call], name: str, sources: Any = None) -> None:
+        """Of calls whose pendings are there, after y of their sources was put into them."""
+        for call in calls:
+            i, source = call.index, call.again
+            if source is not None and (sources is None or source in sources):
                 self.names[f"u{i}"] = call.needs
-                self.put(f"if p{i} is not None: p{i} = run.filled(p{i}, {call.fields!r}, w{source.index}, u{i})")
-            self.at(call.path)
-            self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
-            self.put(f"q{i} = e{i}(p{i}, c{i}, into={self.part('I', call.place)})", f"del p{i}")
-        if computed:
-            self.put("del " + ", ".join(f"w{k}" for k in computed))
+                self.put(f"if p{i} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {name}{source.index}, u{i})")
+        gone = [f"{name}{source.index}" for source in dict.fromkeys(call.again for call in calls) if source is not None]
+        gone = gone if sources is None else [f"{name}{source.index}" for source in sources]
+        self.put(*["del " + ", ".join(gone)] * bool(gone))
+        pieces = [piece for piece in self.cover.backward.values() if piece.rule.wgrads and calls[0] in piece.calls] if calls else []
+        self.weight_gradients(calls, pieces[0].rule if pieces else None)
 
 
 class Wgrad(Source):
@@ -394,9 +423,15 @@ class Wgrad(Source):
             if call.again is not None:
                 left[call.again.index] = left.get(call.again.index, 0) + 1
         computed: set[int] = set()
-        for row in self.lowered.backward:
-            if type(row) is Call and row.place is not None:
-                self._call(row, left, computed)
+        rows = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
+        for i, row in enumerate(rows):
+            self._call(row, left, computed)
+            piece = together.get(row.index)
+            if piece is None:
+                self.weight_gradients([row])
+            elif not any(call in piece.calls for call in rows[i + 1 :]):
+                self.weight_gradients([call for call in rows if call in piece.calls], piece.rule)
         return self.written("wgrad", "W, I", self.tree("q", self.gradients))
 
     def _open(self, place: Place) -> None:
@@ -419,7 +454,7 @@ class Wgrad(Source):
         i, place, source = call.index, call.place, call.again
         assert place is not None
         if call.op.params is NoneType:
-            self.put(f"q{i} = None")
+            self.put(f"p{i} = None")
             return
         self._open(place)
         self.at(call.path)
@@ -441,8 +476,6 @@ class Wgrad(Source):
             left[k] -= 1
             if not left[k]:
                 self.put(f"del a{k}")
-        self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
-        self.put(f"q{i} = e{i}(p{i}, c{i}, into={self.part('I', place)})", f"del p{i}")
 
 
 def _nested(value: Value, names: Iterator[str]) -> str:

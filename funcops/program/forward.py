@@ -134,10 +134,11 @@ class Forward(Source):
         self.put("else:")
         self.depth += 1
         nodes = "".join(f"n{call.index}, " if call.place else "_, " for call in calls)
-        if piece.siblings:
-            self.put(f"({''.join(f'v{call.out}, ' for call in calls)}), ({nodes}) = r")
-        else:
-            inner = "".join(f"v{call.out} = " for call in calls[:-1])
-            self.put(f"v{calls[-1].out}, ({nodes}) = r", f"{inner}None", *[f"v{v} = E[{v}]" for call in calls for v in call.gives])
+        ends = piece.ends
+        out = f"({''.join(f'v{call.out}, ' for call in ends)})" if piece.siblings else f"v{calls[-1].out}"
+        inner = "".join(f"v{call.out} = " for call in calls if call not in ends)
+        self.put(
+            f"{out}, ({nodes}) = r", *[f"{inner}None"] * bool(inner), *[f"v{v} = E[{v}]" for call in calls for v in call.gives]
+        )
         self.depth -= 1
         self.put("del r, E")

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from funcops.marks import versions
-from funcops.op import any_autocast
+from funcops.op import NoneType, any_autocast
 from funcops.program import run
 from funcops.program.lower import Call, Lowered, Place, Scope, Value
-from funcops.program.rules import Cover
+from funcops.program.rules import Cover, Rule
 from funcops.program.values import add
 from funcops.random import fold_in
 from funcops.schema import Saved
@@ -96,6 +96,30 @@ class Source:
         self.put(f"I{i} = {self.part('I', scope.place)} or {names}")
         if scope.ties and scope.place.scope is not None:
             self.put(f"if I{i} is not {names}: I{i} = run.tied({where!r}, I{i}, {self.const('ties', i, scope.ties)})")
+
+    def weight_gradients(self, calls: list[Call], rule: Rule | None = None) -> None:
+        """Of calls whose pendings are there: together where the rule can, one by one otherwise."""
+        own = [call for call in calls if call.op.params is not NoneType]
+        self.put(*[f"q{call.index} = None" for call in calls if call not in own])
+        together = bool(own) and rule is not None and rule.wgrads is not None
+        if together:
+            names = self.const("joint", own[0].index, rule), self.const("own", own[0].index, tuple(own))
+            pendings, into = ("".join(f"{of(call)}, " for call in own) for of in (lambda c: f"p{c.index}", self._accumulator))
+            self.put(f"j = run.wgrads({', '.join(names)}, ({pendings}), ({into}))", "if j is NotImplemented:")
+        self.depth += together
+        for call in own:
+            i = call.index
+            self.at(call.path)
+            self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
+            self.put(f"q{i} = e{i}(p{i}, c{i}, into={self._accumulator(call)})", f"del p{i}")
+        self.depth -= together
+        if together:
+            found, gone = ("".join(f"{name}{call.index}, " for call in own) for name in "qp")
+            self.put("else:", f"    ({found}) = j", f"    del {gone[:-2]}", "del j")
+
+    def _accumulator(self, call: Call) -> str:
+        assert call.place is not None
+        return self.part("I", call.place)
 
     def gradients(self, scope: Scope, parts: str) -> str:
         """Those of the params of a scope, the tied ones with their source."""
