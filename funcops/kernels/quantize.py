@@ -39,8 +39,9 @@ ELEMENTS = {
     "e2m1": Element(6.0, 0, 1),
 }
 KINDS = ("pow2", "float32", "e8m0", "e4m3")
-NAN_E4M3, NAN_E8M0 = 0x7F, 0xFF
+NAN, NAN_E8M0 = 0x7F, 0xFF
 GREATEST = torch.finfo(torch.float32).max
+BLOCK = 128
 HADAMARD = 16  # elements along the last dimension that are transformed together
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, of the rows of the matrix
 
@@ -124,7 +125,7 @@ def tensor_scale(amax: Tensor) -> Tensor:
 
 
 def _tensor_factor(amax: Tensor) -> Tensor:
-    s = (448.0 * 6.0) / amax
+    s = _over(448.0 * 6.0, amax)
     return torch.where((amax == 0) | (s == 0), 1.0, s.clamp(max=GREATEST))
 
 
@@ -184,6 +185,11 @@ def _matrix(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
+def _over(number: float, t: Tensor) -> Tensor:
+    """number / t, rounded once: torch takes `number / t` for number * (1 / t)."""
+    return torch.full_like(t, number) / t
+
+
 def _spread(t: Tensor, times: int, dim: int) -> Tensor:
     return t if times == 1 else t.repeat_interleave(times, dim)
 
@@ -213,15 +219,16 @@ def _quantize(
         found = torch.where(tiles == tiles, tiles.abs(), 0.0).amax((1, 3))
     if amax is not None and kind != "e4m3":
         found = amax.reshape(1, 1).expand_as(found)
-    factor, scales = _scales(found, element, kind, dtype, amax)
+    factor, scales = _scales(found, element, kind, dtype, amax, cols == BLOCK)
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
-        scales = torch.where((tiles != tiles).any(3).any(1), NAN_E4M3 if kind == "e4m3" else NAN_E8M0, scales)
+        scales = torch.where((tiles != tiles).any(3).any(1), NAN if kind == "e4m3" else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
     return _encode(scaled, element, key), scales
 
 
-def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What elements are multiplied by, float32, and what is stored, of the largest |x| of each tile."""
+def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None, blocks: bool) -> tuple[Tensor, Tensor]:
+    """What elements are multiplied by, float32, and what is stored, of the largest |x| of each tile. Where `largest` over that is
+    infinite: the greatest number of float32, in blocks that of the dtype."""
     largest = ELEMENTS[element].largest
     if kind == "e4m3":
         assert whole is not None
@@ -230,8 +237,8 @@ def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Te
     if kind == "e8m0":
         exponent = _rounded_up(amax * (1.0 / largest))
         return _power(254 - exponent), exponent.to(torch.uint8)
-    s = largest / amax
-    finite = torch.finfo(dtype).max if dtype is torch.bfloat16 else GREATEST
+    s = _over(largest, amax)
+    finite = torch.finfo(dtype).max if dtype is torch.bfloat16 and blocks else GREATEST
     s = torch.where((amax == 0) | (amax == torch.inf), 1.0, torch.where(s == torch.inf, finite, s))
     if kind == "pow2":
         s = (s.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -251,17 +258,18 @@ def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
     of = ELEMENTS[element]
     if key is not None:
         v = _stochastic(v, of, random.bits(key, v.numel()).reshape(v.shape))
+    number = v == v
     v = v.clamp(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
     if of.dtype is not None:
-        return v.to(of.dtype).view(torch.uint8)
-    codes = _e2m1(v)
+        return torch.where(number, v.to(of.dtype).view(torch.uint8), NAN)  # of one sign, as a device's instruction gives it
+    codes = torch.where(number, _e2m1(v), 7)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def _e2m1(v: Tensor) -> Tensor:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, and the sign in bit 3. v within +-6, or NaN (code 7)."""
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, and the sign in bit 3. v within +-6."""
     bits = v.contiguous().view(torch.int32)
     a = bits & 0x7FFFFFFF
     normal = (a + 0x1FFFFF + ((a >> 22) & 1) - 0x3F000000) >> 22
