@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from funcops import random
+from funcops.backend import backend
 from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, Format, dense, quantize_sides, quantize_tensor, turned
 from funcops.kernels import quantize as kernels
 
@@ -210,6 +211,8 @@ def same(got, want):
 
 
 def bits(t):
+    """Bytes; of a float that is NaN always the same: which of its bits are set is nobody's to say."""
+    t = torch.where(t.isnan(), math.nan, t) if t.is_floating_point() else t
     return t.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
@@ -370,3 +373,47 @@ def test_square_tiles_turn_exactly():
             format = Format(args[0], args[1:3], args[3])
             direct, again = quantize_tensor(x, format, side="col"), turned(quantize_tensor(x, format))
             assert same((again.codes, again.scales), (direct.codes, direct.scales)), args
+
+
+# By Triton's interpreter
+
+
+def compared(kernel, *args):
+    with backend("triton"), np.errstate(over="ignore", invalid="ignore"):  # the interpreter computes with numpy
+        got = kernel(*args)
+    want = kernel.kernel.torch_impl(*args)
+    assert same(*(t if isinstance(t, tuple) else (t,) for t in (got, want))), (kernel.kernel.name, args)
+    return got
+
+
+@pytest.mark.parametrize("args", FORMATS, ids=str)
+def test_triton_gives_the_same_bits(args):
+    """Every kernel, of shapes, dtypes and sources drawn for the format."""
+    rng, (element, rows, cols, kind) = draws.Random(f"triton {args}"), args
+    for shape in (rng.choice(SMALL), rng.choice(EMPTY), (2, 3, rng.randint(1, 40))):
+        dtype, lies = rng.choice([torch.bfloat16, torch.float16, torch.float32]), rng.random() < 0.5 and len(shape) == 2
+        x = source(shape[::-1], dtype, rng.choice(SOURCES), 1).mT if lies else source(shape, dtype, rng.choice(SOURCES), 2)
+        whole = compared(kernels.amax, x, False) if kind == "e4m3" or rows == 0 else None
+        codes, scales = compared(kernels.quantize_row, x, *args, whole, None)
+        compared(kernels.quantize_col, x, *args, whole, None, False)
+        compared(kernels.quantize_both, x, *args, whole)
+        tensor = kernels.tensor_scale(whole) if kind == "e4m3" else None
+        out = rng.choice([torch.bfloat16, torch.float16, torch.float32, torch.float64])
+        compared(kernels.dequantize, codes, scales, tensor, *args, shape[-1], out)
+        compared(kernels.transpose, codes)
+        if kind == "pow2":
+            compared(kernels.retile, codes, scales, element, rows, cols)
+        compared(kernels.quantize_scaled, x, element, torch.tensor([rng.choice([1.0, 0.25, 3e4])]))
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_triton_encodes_and_decodes_every_value(element):
+    compared(kernels.quantize_scaled, torch.cat((patterns(), hard(element))), element, torch.ones(1))
+    codes = torch.arange(256, dtype=torch.uint8).repeat(1, 1)
+    kind, width = ("e8m0", 512) if element == "e2m1" else ("float32", 256)
+    compared(kernels.dequantize, codes, torch.tensor([[127 if kind == "e8m0" else 1.0]]).to(torch.uint8 if kind == "e8m0" else torch.float32), None, element, 0, 0, kind, width, torch.float32)  # fmt: skip
+    for x in (patterns().to(torch.bfloat16)[::61, None], hard(element)[::5, None]):
+        compared(kernels.quantize_row, x, element, 1, 32, "e8m0", None, None)
+        if element != "e2m1":
+            compared(kernels.quantize_row, x, element, 1, 128, "pow2", None, None)
+            compared(kernels.quantize_row, x[::40], element, 1, 0, "float32", None, None)

@@ -52,7 +52,7 @@ def quantize_row(
 ) -> tuple[Tensor, Tensor]:
     """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor; it is the
     amax of a single tile, and e4m3 scales are made with it. `key`: rounds stochastically."""
-    codes, scales = _quantize(_matrix(x), x.dtype, element, rows, cols, kind, amax, key)
+    codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
 
 
@@ -62,7 +62,7 @@ def quantize_col(
 ) -> tuple[Tensor, Tensor]:
     """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
     its rows by `hadamard`, 16 at a time. `amax` is then that after the transform."""
-    turned = _matrix(x).mT
+    turned = matrix(x).mT
     return _quantize(hadamard_of(turned) if hadamard else turned, x.dtype, element, rows, cols, kind, amax, key)
 
 
@@ -71,7 +71,7 @@ def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_row` and `quantize_col` of one read."""
-    turned = _matrix(x).mT
+    turned = matrix(x).mT
     codes, scales = _quantize(turned.mT, x.dtype, element, rows, cols, kind, amax, None)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(turned, x.dtype, element, rows, cols, kind, amax, None)
 
@@ -86,20 +86,20 @@ def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Ten
 @kernel()
 def amax(x: Tensor, hadamard: bool) -> Tensor:
     """The largest |x| as float32 [1], NaN left out; 0 of nothing. `hadamard`: of x transformed along its rows."""
-    return _largest(hadamard_of(_matrix(x).mT) if hadamard else x.float())
+    return _largest(hadamard_of(matrix(x).mT) if hadamard else x.float())
 
 
 @kernel()
 def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """ "col" codes [K, R] and scales of "row" ones with scales of powers of two, [*, K] and [R / rows, K / cols]."""
-    x = decode_tiles(_matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
+    x = decode_tiles(matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
     return _quantize(x.mT, torch.float32, element, rows, cols, "pow2", None, None)
 
 
 @kernel()
 def transpose(codes: Tensor) -> Tensor:
     """Bytes [*, K] as [K, R]."""
-    return _matrix(codes).mT.contiguous()
+    return matrix(codes).mT.contiguous()
 
 
 @kernel()
@@ -115,7 +115,7 @@ def dequantize(
     out: torch.dtype,
 ) -> Tensor:
     """x [*, width] in the dtype `out`: codes times scales (times `scale`, float32 [1], of the whole tensor), rounded once."""
-    made = decode_tiles(_matrix(codes), scales, scale, element, rows, cols, kind, width)
+    made = decode_tiles(matrix(codes), scales, scale, element, rows, cols, kind, width)
     return made.reshape(*codes.shape[:-1], width).to(out)
 
 
@@ -181,7 +181,8 @@ def decode_scales(scales: Tensor, kind: str) -> Tensor:
     return scales.view(torch.float8_e4m3fn).float() if kind == "e4m3" else scales
 
 
-def _matrix(x: Tensor) -> Tensor:
+def matrix(x: Tensor) -> Tensor:
+    """x [*, K] as [R, K]."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
 
 
