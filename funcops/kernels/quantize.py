@@ -211,7 +211,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [R, K], once of the given dtype."""
     r, k = x.shape
-    rows, cols = rows or max(r, 1), cols or max(k, 1)
+    rows, cols, amax = rows or max(r, 1), cols or max(k, 1), None if amax is None else amax.float()
     padded = torch.nn.functional.pad(x.float(), (0, -k % cols, 0, -r % rows))
     tiles = padded.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
     if 0 in tiles.shape:

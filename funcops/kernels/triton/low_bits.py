@@ -112,14 +112,14 @@ def tensor_factor(amax):
 
 
 @triton.jit
-def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr):
+def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr):
     """What elements are multiplied by, and what is stored, of the largest |x| of tiles; `whole`: that of the tensor. NARROW: blocks
     of bfloat16, whose greatest number stands where `largest / amax` is infinite."""
     LARGEST: tl.constexpr = 448.0 if ELEMENT == "e4m3" else (57344.0 if ELEMENT == "e5m2" else 6.0)
     if KIND == "e4m3":
         s = tensor_factor(whole)
-        stored = encode(amax * (s * (1.0 / 6.0)), "e4m3", False)
-        scale = decode(stored, "e4m3", False) * tl.div_rn(1.0, s)
+        stored = encode(amax * (s * (1.0 / 6.0)), "e4m3", NATIVE)
+        scale = decode(stored, "e4m3", NATIVE) * tl.div_rn(1.0, s)
         factor = tl.div_rn(1.0, tl.where(scale == 0, 1.0, scale))
         return tl.where((scale == 0) | (factor > GREATEST), GREATEST, factor), stored
     elif KIND == "e8m0":
@@ -128,11 +128,14 @@ def scales_of(amax, whole, ELEMENT: tl.constexpr, KIND: tl.constexpr, NARROW: tl
         up = (rest > 0) & (exponent < 254) & ((exponent > 0) | (rest > 0x400000))
         exponent = tl.minimum(exponent + up.to(tl.int32), 254)
         return power(254 - exponent), exponent.to(tl.uint8)
+    elif KIND == "pow2":  # the exponent of 1.75 * 2^n / amax, which a quotient's rounding never changes
+        bits = amax.to(tl.int32, bitcast=True)
+        exponent = (269 if ELEMENT == "e5m2" else 262) - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+        exponent = tl.where((bits == 0) | (bits == 0x7F800000), 127, tl.minimum(exponent, 254))
+        return power(exponent), power(254 - exponent)
     else:
         s = tl.div_rn(LARGEST, tl.where((amax == 0) | (amax == float("inf")), LARGEST, amax))
         s = tl.where(s == float("inf"), BFLOAT16 if NARROW else GREATEST, s)
-        if KIND == "pow2":
-            s = (s.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
         return s, tl.div_rn(1.0, s)
 
 
@@ -159,8 +162,14 @@ def store_exact(ptr, v, mask):
 
 @triton.jit
 def sizes(x):
-    """|x|, 0 of NaN."""
-    return tl.where(x == x, tl.abs(x), 0.0)
+    """|x|, of which a maximum ignores NaN: a device's does, and numpy's, which the interpreter takes, does not."""
+    return tl.where(x == x, tl.abs(x), 0.0) if INTERPRETED else tl.abs(x)
+
+
+@triton.jit
+def number(amax):
+    """0 for the amax of nothing but NaN."""
+    return tl.where(amax == amax, amax, 0.0)
 
 
 @triton.jit
@@ -188,7 +197,7 @@ def quantise(
     COLS: tl.constexpr, NARROW: tl.constexpr, NATIVE: tl.constexpr,
 ):  # fmt: skip
     """Codes [A, B], not packed, and what is stored as scales [A / ROWS, B / COLS], of whole tiles of x [A, B]."""
-    factor, stored = scales_of(largest(sizes(x), A, B, ROWS, COLS), whole, ELEMENT, KIND, NARROW)
+    factor, stored = scales_of(number(largest(sizes(x), A, B, ROWS, COLS)), whole, ELEMENT, KIND, NARROW, NATIVE)
     if ELEMENT == "e2m1":  # its codes have no NaN, so the scale of the tile is one
         spoilt = largest((x != x).to(tl.int32), A, B, ROWS, COLS)
         stored = tl.where(spoilt > 0, NAN_E4M3 if KIND == "e4m3" else NAN_E8M0, stored).to(tl.uint8)

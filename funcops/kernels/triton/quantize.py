@@ -21,6 +21,7 @@ from funcops.kernels.triton.low_bits import (
     decode_scale,
     encode,
     load_exact,
+    number,
     native,
     packed,
     quantise,
@@ -37,14 +38,12 @@ AMAX_BLOCK, AMAX_PROGRAMS = 4096, 1024
 
 
 @triton.jit
-def _store_codes(
-    ptr, codes, row, column, rows, columns, ELEMENT: tl.constexpr, A: tl.constexpr, B: tl.constexpr
-):  # fmt: skip
-    """Codes [A, B] to rows of `columns`, from (row, column) on; of 4 bits two to a byte."""
+def _store_codes(ptr, codes, row, column, rows, stride, ELEMENT: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Codes [A, B] to rows of `stride` bytes, from (row, column) on; of 4 bits two to a byte."""
     if ELEMENT == "e2m1":
-        _store(ptr, packed(codes, A, B), row, column // 2, rows, (columns + 1) // 2, A, B // 2)
+        _store(ptr, packed(codes, A, B), row, column // 2, rows, stride, A, B // 2)
     else:
-        _store(ptr, codes, row, column, rows, columns, A, B)
+        _store(ptr, codes, row, column, rows, stride, A, B)
 
 
 @triton.jit
@@ -55,7 +54,7 @@ def _store(ptr, v, row, column, rows, columns, A: tl.constexpr, B: tl.constexpr)
 
 @triton.jit
 def _tiles(
-    x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, FROM: tl.constexpr,
+    x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, stride, turned_stride, FROM: tl.constexpr,
     ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -78,10 +77,10 @@ def _tiles(
     if ROWS == 0:  # one scale, whichever way tiles lie
         factor = given
         if KIND == "scaled":
-            largest = tl.max(tl.max(sizes(x), 1), 0)
+            largest = number(tl.max(tl.max(sizes(x), 1), 0))
             tl.atomic_max(scales_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
         else:
-            factor, stored = scales_of(given, given, ELEMENT, KIND, NARROW)
+            factor, stored = scales_of(given, given, ELEMENT, KIND, NARROW, NATIVE)
             if pid == 0:
                 if ROW:
                     tl.store(scales_ptr, stored)
@@ -89,28 +88,28 @@ def _tiles(
                     tl.store(turned_scales_ptr, stored)
         codes = encode(x * factor, ELEMENT, NATIVE)
         if ROW:
-            _store_codes(codes_ptr, codes, row, column, rows, width, ELEMENT, BLOCK_M, BLOCK_N)
+            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
         if COL:
-            _store_codes(turned_ptr, tl.trans(codes), column, row, width, rows, ELEMENT, BLOCK_N, BLOCK_M)
+            _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
     elif ROWS == COLS:  # codes are the same, whichever way tiles lie
         codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
         high, wide = tl.cdiv(rows, ROWS), tl.cdiv(width, COLS)
         HIGH: tl.constexpr = BLOCK_M // ROWS
         WIDE: tl.constexpr = BLOCK_N // COLS
         if ROW:
-            _store_codes(codes_ptr, codes, row, column, rows, width, ELEMENT, BLOCK_M, BLOCK_N)
+            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
             _store(scales_ptr, stored, row // ROWS, column // COLS, high, wide, HIGH, WIDE)
         if COL:
-            _store_codes(turned_ptr, tl.trans(codes), column, row, width, rows, ELEMENT, BLOCK_N, BLOCK_M)
+            _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
             _store(turned_scales_ptr, tl.trans(stored), column // COLS, row // ROWS, wide, high, WIDE, HIGH)
     else:
         if ROW:
             codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
-            _store_codes(codes_ptr, codes, row, column, rows, width, ELEMENT, BLOCK_M, BLOCK_N)
+            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
             _store(scales_ptr, stored, row, column // COLS, rows, tl.cdiv(width, COLS), BLOCK_M, BLOCK_N // COLS)
         if COL:
             codes, stored = quantise(tl.trans(x), given, BLOCK_N, BLOCK_M, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
-            _store_codes(turned_ptr, codes, column, row, width, rows, ELEMENT, BLOCK_N, BLOCK_M)
+            _store_codes(turned_ptr, codes, column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
             _store(turned_scales_ptr, stored, column, row // COLS, width, tl.cdiv(rows, COLS), BLOCK_N, BLOCK_M // COLS)
 
 
@@ -129,8 +128,8 @@ def _rows(
     if AGAIN:
         for start in range(BLOCK, width, BLOCK):
             v = sizes(load_exact(x_ptr + start + i, start + i < width))
-            most = tl.where(v > most, v, most)
-    factor, stored = scales_of(tl.max(most, 0), 0.0, ELEMENT, KIND, False)
+            most = tl.maximum(most, v)
+    factor, stored = scales_of(number(tl.max(most, 0)), 0.0, ELEMENT, KIND, False, NATIVE)
     tl.store(scales_ptr + row, stored)
     tl.store(codes_ptr + i, encode(x * factor, ELEMENT, NATIVE), mask=i < width)
     if AGAIN:
@@ -146,7 +145,7 @@ def _amax(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
     for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
         i = block * BLOCK + tl.arange(0, BLOCK)
         v = sizes(load_exact(x_ptr + i, i < n))
-        total = tl.where(v > total, v, total)
+        total = tl.maximum(total, v)
     tl.atomic_max(amax_ptr, tl.max(total, 0).to(tl.int32, bitcast=True), sem="relaxed")
 
 
@@ -210,10 +209,14 @@ class _Made(NamedTuple):
 
 def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str, tile: tuple[int, int], kind: str) -> _Made:
     """For x as [rows, columns]; `shape`: the codes' but for the last dimension."""
-    width = columns if element != "e2m1" else (columns + 1) // 2
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
-    return _Made(x.new_empty((*shape, width), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
+    return _Made(x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
+
+
+def _stride(columns: int, element: str) -> int:
+    """Bytes of a row of codes."""
+    return cdiv(columns, 2) if element == "e2m1" else columns
 
 
 def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:
@@ -232,11 +235,14 @@ def _run(x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optiona
     if whole and col is None and element != "e2m1" and x.numel() % TILES[-1] == 0:
         high, wide = x.numel() // TILES[-1], TILES[-1]  # elementwise: rows that begin at aligned addresses
     m, n, warps = (128, 128, 8) if col is not None or rows == 128 else (32, 128, 4)
+    if element == "e2m1" and col is not None:
+        m, n, warps = 64, 64, 8
     codes, scales = row or (None, None)
     turned, turned_scales = col or (None, None)
     narrow = x.dtype is torch.bfloat16 and cols == declared.BLOCK
     _launch_tiles(
-        cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, "", element, kind, rows,
+        cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
+        _stride(high, element), "", element, kind, rows,
         cols, row is not None, col is not None, narrow, native(), m, n, num_warps=warps,
     )  # fmt: skip
 
@@ -322,7 +328,7 @@ def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) ->
         return quantize_col(x, element, rows, cols, "pow2", None, None, False)
     made, (high, wide) = _room(codes, t.shape[1:], *t.shape[::-1], element, (rows, cols), "pow2"), t.shape
     _launch_tiles(
-        cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, element, element, "pow2",
+        cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, wide, high, element, element, "pow2",
         rows, cols, False, True, False, native(), 128, 128, num_warps=8,
     )  # fmt: skip
     return made
