@@ -24,6 +24,7 @@ from funcops.kernels import (
     norm,
     pointwise,
     qkv_split,
+    quantize,
     rope,
     sibling_linear,
 )
@@ -88,12 +89,17 @@ class Maker:
     def ids(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, device=self.device)
 
+    def codes(self, *shape: int) -> Tensor:
+        return torch.randint(127, shape, device=self.device, dtype=torch.uint8)
+
     def key(self) -> Tensor:
         return random.key(0).to(self.device)
 
 
 def samples(make: Maker) -> Iterator[Sample]:
-    families = (_norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products, _siblings)
+    families = (
+        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers, _products, _siblings,
+    )  # fmt: skip
     for family in families:
         yield from family(make)
 
@@ -264,6 +270,31 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
     steps = [make.wide().fill_(3.0) for _ in shapes]
     decayed = [len(shape) > 1 for shape in shapes]
     yield Sample(adamw.adamw, f"gpt-2 {len(shapes)} tensors", (p, g, m, v, steps, decayed, 1e-3, None, 0.9, 0.95, 1e-8, 0.1))
+
+
+def _quantisers(make: Maker) -> Iterator[Sample]:
+    """What the recipes make of activations and gradients."""
+    rows, width = make.sizes(8192, 4096)
+    x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(rows, -(-width // 128))
+    block, tensor = ("e4m3", 1, 128, "pow2"), ("e4m3", 0, 0, "float32")
+    each, mx, nv = ("e4m3", 1, 0, "float32"), ("e4m3", 1, 32, "e8m0"), ("e2m1", 1, 16, "e4m3")
+    for args, amax in ((block, None), (tensor, whole), (each, None), (mx, None), (nv, whole)):
+        shape = f"{args[0]} {args[1]}x{args[2]} {args[3]} {rows}x{width}"
+        yield Sample(quantize.quantize_row, shape, (x, *args, amax, None))
+        if args is not each:
+            yield Sample(quantize.quantize_col, shape, (x, *args, amax, None, False))
+            yield Sample(quantize.quantize_both, shape, (x, *args, amax))
+    yield Sample(quantize.quantize_row, f"e4m3 128x128 pow2 {rows}x{width}", (x, "e4m3", 128, 128, "pow2", None, None))
+    yield Sample(quantize.quantize_scaled, f"e4m3 {rows}x{width}", (x, "e4m3", whole))
+    yield Sample(quantize.amax, f"{rows}x{width}", (x, False))
+    codes = make.codes(rows, width)
+    yield Sample(quantize.retile, f"e4m3 1x128 {rows}x{width}", (codes, scales, "e4m3", 1, 128))
+    yield Sample(quantize.transpose, f"{rows}x{width}", (codes,))
+    yield Sample(quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype))
+    tiles = make.codes(rows, -(-width // 16))
+    yield Sample(
+        quantize.dequantize, f"e2m1 1x16 {rows}x{width}", (make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype)
+    )
 
 
 def _products(make: Maker) -> Iterator[Sample]:

@@ -39,8 +39,9 @@ ELEMENTS = {
     "e2m1": Element(6.0, 0, 1),
 }
 KINDS = ("pow2", "float32", "e8m0", "e4m3")
-NAN_E4M3, NAN_E8M0 = 0x7F, 0xFF
+NAN, NAN_E8M0 = 0x7F, 0xFF
 GREATEST = torch.finfo(torch.float32).max
+BLOCK = 128
 HADAMARD = 16  # elements along the last dimension that are transformed together
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, of the rows of the matrix
 
@@ -51,7 +52,7 @@ def quantize_row(
 ) -> tuple[Tensor, Tensor]:
     """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor; it is the
     amax of a single tile, and e4m3 scales are made with it. `key`: rounds stochastically."""
-    codes, scales = _quantize(_matrix(x), x.dtype, element, rows, cols, kind, amax, key)
+    codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
 
 
@@ -61,7 +62,7 @@ def quantize_col(
 ) -> tuple[Tensor, Tensor]:
     """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
     its rows by `hadamard`, 16 at a time. `amax` is then that after the transform."""
-    turned = _matrix(x).mT
+    turned = matrix(x).mT
     return _quantize(hadamard_of(turned) if hadamard else turned, x.dtype, element, rows, cols, kind, amax, key)
 
 
@@ -70,7 +71,7 @@ def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_row` and `quantize_col` of one read."""
-    turned = _matrix(x).mT
+    turned = matrix(x).mT
     codes, scales = _quantize(turned.mT, x.dtype, element, rows, cols, kind, amax, None)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(turned, x.dtype, element, rows, cols, kind, amax, None)
 
@@ -85,20 +86,20 @@ def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Ten
 @kernel()
 def amax(x: Tensor, hadamard: bool) -> Tensor:
     """The largest |x| as float32 [1], NaN left out; 0 of nothing. `hadamard`: of x transformed along its rows."""
-    return _largest(hadamard_of(_matrix(x).mT) if hadamard else x.float())
+    return _largest(hadamard_of(matrix(x).mT) if hadamard else x.float())
 
 
 @kernel()
 def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """ "col" codes [K, R] and scales of "row" ones with scales of powers of two, [*, K] and [R / rows, K / cols]."""
-    x = decode_tiles(_matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
+    x = decode_tiles(matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
     return _quantize(x.mT, torch.float32, element, rows, cols, "pow2", None, None)
 
 
 @kernel()
 def transpose(codes: Tensor) -> Tensor:
     """Bytes [*, K] as [K, R]."""
-    return _matrix(codes).mT.contiguous()
+    return matrix(codes).mT.contiguous()
 
 
 @kernel()
@@ -114,7 +115,7 @@ def dequantize(
     out: torch.dtype,
 ) -> Tensor:
     """x [*, width] in the dtype `out`: codes times scales (times `scale`, float32 [1], of the whole tensor), rounded once."""
-    made = decode_tiles(_matrix(codes), scales, scale, element, rows, cols, kind, width)
+    made = decode_tiles(matrix(codes), scales, scale, element, rows, cols, kind, width)
     return made.reshape(*codes.shape[:-1], width).to(out)
 
 
@@ -124,7 +125,7 @@ def tensor_scale(amax: Tensor) -> Tensor:
 
 
 def _tensor_factor(amax: Tensor) -> Tensor:
-    s = (448.0 * 6.0) / amax
+    s = _over(448.0 * 6.0, amax)
     return torch.where((amax == 0) | (s == 0), 1.0, s.clamp(max=GREATEST))
 
 
@@ -180,8 +181,14 @@ def decode_scales(scales: Tensor, kind: str) -> Tensor:
     return scales.view(torch.float8_e4m3fn).float() if kind == "e4m3" else scales
 
 
-def _matrix(x: Tensor) -> Tensor:
+def matrix(x: Tensor) -> Tensor:
+    """x [*, K] as [R, K]."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _over(number: float, t: Tensor) -> Tensor:
+    """number / t, rounded once: torch takes `number / t` for number * (1 / t)."""
+    return torch.full_like(t, number) / t
 
 
 def _spread(t: Tensor, times: int, dim: int) -> Tensor:
@@ -204,7 +211,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     """Codes and scales of x [R, K], once of the given dtype."""
     r, k = x.shape
-    rows, cols = rows or max(r, 1), cols or max(k, 1)
+    rows, cols, amax = rows or max(r, 1), cols or max(k, 1), None if amax is None else amax.float()
     padded = torch.nn.functional.pad(x.float(), (0, -k % cols, 0, -r % rows))
     tiles = padded.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
     if 0 in tiles.shape:
@@ -213,15 +220,16 @@ def _quantize(
         found = torch.where(tiles == tiles, tiles.abs(), 0.0).amax((1, 3))
     if amax is not None and kind != "e4m3":
         found = amax.reshape(1, 1).expand_as(found)
-    factor, scales = _scales(found, element, kind, dtype, amax)
+    factor, scales = _scales(found, element, kind, dtype, amax, cols == BLOCK)
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
-        scales = torch.where((tiles != tiles).any(3).any(1), NAN_E4M3 if kind == "e4m3" else NAN_E8M0, scales)
+        scales = torch.where((tiles != tiles).any(3).any(1), NAN if kind == "e4m3" else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
     return _encode(scaled, element, key), scales
 
 
-def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What elements are multiplied by, float32, and what is stored, of the largest |x| of each tile."""
+def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None, blocks: bool) -> tuple[Tensor, Tensor]:
+    """What elements are multiplied by, float32, and what is stored, of the largest |x| of each tile. Where `largest` over that is
+    infinite: the greatest number of float32, in blocks that of the dtype."""
     largest = ELEMENTS[element].largest
     if kind == "e4m3":
         assert whole is not None
@@ -230,8 +238,8 @@ def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Te
     if kind == "e8m0":
         exponent = _rounded_up(amax * (1.0 / largest))
         return _power(254 - exponent), exponent.to(torch.uint8)
-    s = largest / amax
-    finite = torch.finfo(dtype).max if dtype is torch.bfloat16 else GREATEST
+    s = _over(largest, amax)
+    finite = torch.finfo(dtype).max if dtype is torch.bfloat16 and blocks else GREATEST
     s = torch.where((amax == 0) | (amax == torch.inf), 1.0, torch.where(s == torch.inf, finite, s))
     if kind == "pow2":
         s = (s.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -251,17 +259,18 @@ def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
     of = ELEMENTS[element]
     if key is not None:
         v = _stochastic(v, of, random.bits(key, v.numel()).reshape(v.shape))
+    number = v == v
     v = v.clamp(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
     if of.dtype is not None:
-        return v.to(of.dtype).view(torch.uint8)
-    codes = _e2m1(v)
+        return torch.where(number, v.to(of.dtype).view(torch.uint8), NAN)  # of one sign, as a device's instruction gives it
+    codes = torch.where(number, _e2m1(v), 7)
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
 def _e2m1(v: Tensor) -> Tensor:
-    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, and the sign in bit 3. v within +-6, or NaN (code 7)."""
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, and the sign in bit 3. v within +-6."""
     bits = v.contiguous().view(torch.int32)
     a = bits & 0x7FFFFFFF
     normal = (a + 0x1FFFFF + ((a >> 22) & 1) - 0x3F000000) >> 22
