@@ -25,6 +25,7 @@ from funcops.kernels import (
     pointwise,
     qkv_split,
     quantize,
+    quantize_after,
     rope,
     scaled_mm,
     sibling_linear,
@@ -100,8 +101,8 @@ class Maker:
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
-        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers, _products,
-        _siblings, _scaled_products,
+        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
+        _quantised_outputs, _products, _siblings, _scaled_products,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -298,6 +299,18 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     yield Sample(
         quantize.dequantize, f"e2m1 1x16 {rows}x{width}", (make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype)
     )
+
+
+def _quantised_outputs(make: Maker) -> Iterator[Sample]:
+    """What a quantised linear layer reads, of the op before it."""
+    rows, width = make.sizes(8192, 4096)
+    x, both, w, b = make.floats(rows, width), make.floats(rows, 2 * width), make.floats(width), make.floats(width)
+    for how in (("e4m3", 128, "pow2"), ("e4m3", 32, "e8m0")):
+        shape = f"{how[0]} 1x{how[1]} {how[2]} {rows}x{width}"
+        yield Sample(quantize_after.rms_norm_quantize, shape, (x, w, 1e-5, False, *how))
+        yield Sample(quantize_after.layer_norm_quantize, shape, (x, w, b, 1e-5, False, *how))
+        yield Sample(quantize_after.glu_quantize, shape, (both, "swiglu", True, *how))
+        yield Sample(quantize_after.activation_quantize, shape, (x, "gelu", *how))
 
 
 def _products(make: Maker) -> Iterator[Sample]:
