@@ -183,6 +183,8 @@ def _rewritten(
         left_out = left_out | absent
 
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
+        if joints and name in _pair(cfg, joints[0]):  # they have no residuals of their own
+            return inner, inner_cfg
         return _rewritten(inner, inner_cfg, inner_path(path, name), policy, offload, left_out, name is not None)
 
     cfg = cfg.with_parts(replace, **changes)
@@ -190,6 +192,11 @@ def _rewritten(
     if joints:
         op, cfg = joined(cfg, joints[0])
     return (remat(op) if again else op), cfg
+
+
+def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
+    names = list(cfg.names)
+    return names[names.index(second) - 1], second
 
 
 def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
