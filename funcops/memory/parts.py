@@ -72,8 +72,8 @@ class Holder(NamedTuple):
 def holders(op: Op, cfg: Any) -> Iterator[Holder]:
     """The fields of all parts, but for params and what is computed again or dropped."""
     for leaf in leaves_of(op, cfg):
-        made, args = getattr(leaf.op.fwd, "made_by", (None, ()))
-        actions = dict(args[1]) if made is packed else {}
+        made_by: Any = getattr(leaf.op.fwd, "made_by", (None, None))
+        actions: dict[str, Action] = dict(made_by[1][1]) if made_by[0] is packed else {}
         for name, field, value in _values(leaf):
             action = actions.get(name)
             if not isinstance(action, Drop):
@@ -91,16 +91,17 @@ def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
     viewed = leaf.program.origin | {
         out: call.main for call in leaf.program.calls if call.op.view for out in (call.out, *call.gives)
     }
-    x: Any = (leaf.call.main, *leaf.call.takes) if leaf.call.takes else leaf.call.main
-    alone = not isinstance(x, tuple) and any(field.alias == "x" for field in leaf.op.fields().values())  # a tensor, without parts
+    x = (leaf.call.main, *leaf.call.takes) if leaf.call.takes else leaf.call.main
+    parts: tuple[Value, ...] | None = x if isinstance(x, tuple) else None
+    alone = parts is None and any(field.alias == "x" for field in leaf.op.fields().values())  # a tensor, without parts
     for name, field in fields.items():
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
         if leaf.op.residuals is RematResiduals:
-            held: tuple[Value, ...] = x if isinstance(x, tuple) else (x,)
+            held: tuple[Value, ...] = (x,) if parts is None else parts
         elif part and alone:
             held = ()
         elif field.of_x:
-            held = (x[int(part)] if part and isinstance(x, tuple) else None if part else x,)
+            held = (x if not part else None if parts is None else parts[int(part)],)
         else:
             held = (leaf.call.out if field.alias == "y" else None,)
         for value in held:
