@@ -28,6 +28,8 @@ def test_a_block_keeps_less_than_autograd():
     kept = {(row.case, row.provider): row.value for row in residuals.run()}
     assert 20 < kept["llama block", "funcops"] <= 23.2 and kept["llama block", "autograd"] > 50
     assert 20 < kept["gpt-2 block", "funcops"] <= 20.3 and kept["gpt-2 block", "autograd"] > 36
+    packed = [kept[block, "funcops, compress_fp8"] for block in ("llama block", "gpt-2 block")]
+    assert packed[0] <= 11.9 and packed[1] <= 10.4, "half of each activation, attention's output once, and scales"
 
 
 @pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-3)], ids=str)
