@@ -27,7 +27,6 @@ REASONS = (
         "cross_entropy", "", "moved",
         "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
-    Reason("add_layer_norm_bwd", "x16384", "spills", "24 bytes a thread; Liger's layer norm, which adds nothing, spills 240"),
     Reason(
         "(rms|layer|l2|add_rms)_norm_bwd", "x32768$", "moved",
         "rows of 64 KB leave no registers, and their two sums take a pass of their own; who keeps them spills 8 to 648 bytes a "

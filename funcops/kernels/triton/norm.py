@@ -17,6 +17,7 @@ LONGEST_BYTES = 32768  # of the rows that a backward takes whole
 CHUNK = 2048  # elements of a longer row
 FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows where they are short
 ODD_WHOLE = 4096  # elements of such a row at odd addresses
+PIECES = 4  # of a 16-bit row that takes a program's tile more than once
 TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # of a backward: what a program loads at a time, of dy and of x
 PARTS = 128  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
 PROGRAMS = 512  # of a backward of longer rows, over parts and chunks of columns
@@ -131,13 +132,19 @@ def gradients(
     tensors, normed = (mean, rstd, add), (b is not None, again is not None)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
+    if whole is not None and whole.again and x.itemsize == 2 and (dw or db or how.centre):
+        kernels.launch_backward_row(
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
+            dx and dw and db,  # two partial sums leave no registers to keep the row
+            PIECES, whole.block // PIECES, num_warps=whole.warps,
+        )  # fmt: skip
+        return d_x, d_w, d_b
     if whole is not None:
-        # of float32, and where a mean leaves no registers: else a few bytes of spills cost less than to load twice
-        twice = whole.again and dx and (how.centre or x.itemsize == 4)
+        twice = whole.again and dx and x.itemsize == 4
         kernels.launch_backward(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db, twice,
             1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
-            num_warps=most_warps() if twice and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
+            num_warps=most_warps() if twice else whole.warps,  # 16 would spill float32
         )  # fmt: skip
         return d_x, d_w, d_b
     sums = x.new_empty((rows, 2), dtype=torch.float32) if dx else None
