@@ -90,6 +90,24 @@ def test_rows_longer_than_a_program_keeps(centre, width):
     assert_close(got, want, dtype=torch.float32, length=width)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_that_begin_anywhere(dtype):
+    draw = Random(str(dtype))
+    for width in (2049, 16 * draw.randrange(129, 512) + draw.randrange(1, 16)):
+        x, residual = torch.randn(3, width).to(dtype), torch.randn(3, width).to(dtype)
+        w, b, by, eps = torch.randn(width).to(dtype), torch.randn(width).to(dtype), draw.randrange(8), 1e-6
+        for kernel, args in (
+            (norm.rms_norm_fwd, (w, eps, True)),
+            (norm.layer_norm_fwd, (w, draw.choice([None, b]), eps, False)),
+            (norm.l2_norm_fwd, (eps,)),
+            (add_norm.add_layer_norm_fwd, (residual, w, b, eps, draw.random() < 0.5)),
+        ):
+            want = kernel(x, *args)
+            with backend("triton"):
+                got = kernel(offset(x, by), *args)
+            assert_close(got, want, dtype=dtype, length=width)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_rows_that_are_taken_in_pieces(dtype):
     """Of all pieces, and of rows that end within one or before one; whatever is asked for, with and without a weight."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
+from funcops.kernels.triton.aligned import GROUP
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
 from funcops.kernels.triton.pointwise import dropout_add, threshold_and_factor
 
@@ -103,6 +104,11 @@ def normalise(
     elif width > (LONGEST if width % 16 == 0 else ODD_LONGEST):
         kernels.launch_forward_long(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
+        )  # fmt: skip
+    elif width % 16 and width > FORWARD_TILE and key is None:
+        block = block_of(width // GROUP * GROUP, ODD_LONGEST)
+        kernels.launch_forward_odd(
+            rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, block, num_warps=warps_of(block // 2)
         )  # fmt: skip
     else:
         block = block_of(width, LONGEST)
