@@ -260,7 +260,7 @@ def _backward_row(
             if k * BLOCK < width:
                 inside = k * BLOCK + i < width
                 if AGAIN:
-                    each_dy, n, _ = _terms(dy_ptr + k * BLOCK, x_ptr + k * BLOCK, 0.0, at, inside, mean, rstd, False)
+                    each_dy, n, g = _terms(dy_ptr + k * BLOCK, x_ptr + k * BLOCK, 0.0, at, inside, mean, rstd, False)
                 else:
                     each_dy, n = dy[k].to(tl.float32), (x[k].to(tl.float32) - mean) * rstd
                 if DW:
