@@ -57,7 +57,7 @@ class Bound:
 
     def made(self, params: Any, residuals: Any) -> Any:
         """After the first forward: what is known of the next ones."""
-        slots = slots_of(residuals) or False
+        slots: Any = slots_of(residuals) or False
         if slots:
             self.fill, self.empty = slots.fill, slots.empty
             self.fwd, self.kind = raw_of(self.op.fwd) or self.op.fwd, type(params)

@@ -30,7 +30,7 @@ class Group:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
         self.small = None if cfg is None else dataclasses.replace(cfg, recompute=False)
         self.in_order = [module for _, module in sorted(named, key=lambda pair: pair[0])]  # of the leaves of a dict
-        self.dtypes = getattr(self.modules[0], "dtypes", frozenset())  # of an x
+        self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of an x
         self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
