@@ -91,9 +91,9 @@ class Maker:
     def ids(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, device=self.device)
 
-    def codes(self, *shape: int) -> Tensor:
-        """Bytes that are large numbers of 8 and 4 bits, and exponents with a bias of 127."""
-        return torch.randint(96, 127, shape, device=self.device, dtype=torch.uint8)
+    def codes(self, *shape: int, about: int = 0x38) -> Tensor:
+        """Bytes: of numbers about 1, of 8 bits and 4."""
+        return torch.randint(about - 8, about + 8, shape, device=self.device, dtype=torch.uint8)
 
     def key(self) -> Tensor:
         return random.key(0).to(self.device)
@@ -277,8 +277,9 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
 
 
 def _quantisers(make: Maker) -> Iterator[Sample]:
-    """What the recipes make of activations and gradients."""
+    """What the recipes make of activations and gradients, in bfloat16 alone."""
     rows, width = make.sizes(8192, 4096)
+    make = type(make)(make.device, torch.bfloat16, make.shrink)
     x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(rows, -(-width // 128))
     block, tensor = ("e4m3", 1, 128, "pow2"), ("e4m3", 0, 0, "float32")
     each, mx, nv = ("e4m3", 1, 0, "float32"), ("e4m3", 1, 32, "e8m0"), ("e2m1", 1, 16, "e4m3")
@@ -343,8 +344,9 @@ def _products(make: Maker) -> Iterator[Sample]:
 
 
 def _scaled_products(make: Maker) -> Iterator[Sample]:
-    """Those of the recipes, beside the product in high precision; by a device that cannot, decoded."""
+    """Those of the recipes, beside the product in bfloat16; by a device that cannot, decoded."""
     m, n, k = make.sizes(8192, 4096, 4096)
+    make = type(make)(make.device, torch.bfloat16, make.shrink)
     x, w = make.floats(m, k), make.floats(n, k)
     tensor, each, block, square = (0, 0), (1, 0), (1, 128), (128, 128)
     for a, b, kind, of_a, of_b in (
@@ -363,7 +365,8 @@ def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tu
     """Codes, scales and the scale of all of a tensor."""
     count = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
     codes = make.codes(rows, -(-width // 2) if element == "e2m1" else width)
-    return codes, make.codes(*count) if kind in ("e8m0", "e4m3") else make.wide(*count), make.wide(1) if kind == "e4m3" else None
+    scales = make.codes(*count, about=124 if kind == "e8m0" else 0x38) if kind in ("e8m0", "e4m3") else make.wide(*count)
+    return codes, scales, make.wide(1) if kind == "e4m3" else None
 
 
 def _siblings(make: Maker) -> Iterator[Sample]:
