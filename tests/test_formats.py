@@ -167,6 +167,11 @@ def published(x, element, rows, cols, kind, whole):
     return torch.from_numpy(codes), torch.from_numpy(np.ascontiguousarray(scales))
 
 
+def some(cases, nth):
+    """All, of which every nth is in the first tier."""
+    return [pytest.param(case, marks=() if i % nth == 0 else pytest.mark.slow, id=str(case)) for i, case in enumerate(cases)]
+
+
 def source(shape, dtype, kind, seed):
     """Numbers of many sizes, or of few; tiles of zeros; some that are infinite or NaN; sizes where 448 over them is infinite."""
     g = torch.Generator().manual_seed(seed)
@@ -210,7 +215,7 @@ def bits(t):
 SOURCES = "normal", "wide", "tiny", "special"
 
 
-@pytest.mark.parametrize("args", FORMATS, ids=str)
+@pytest.mark.parametrize("args", some(FORMATS, 2))
 def test_formats_by_the_published_formulas(args):
     """Of each format two shapes and sources, drawn for it."""
     rng = draws.Random(str(args))
@@ -377,7 +382,7 @@ def compared(kernel, *args):
     return got
 
 
-@pytest.mark.parametrize("args", FORMATS, ids=str)
+@pytest.mark.parametrize("args", some(FORMATS, 5))
 def test_triton_gives_the_same_bits(args):
     """Every kernel, of shapes, dtypes and sources drawn for the format."""
     rng, (element, rows, cols, kind) = draws.Random(f"triton {args}"), args

@@ -41,7 +41,7 @@ Prepared = Callable[..., Callable[[], Any]]
 class Sample:
     """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
     kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
-    measured by bytes), and of sums of `length` terms."""
+    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's."""
 
     kernel: Any
     shape: str
@@ -50,6 +50,7 @@ class Sample:
     product: Prepared | None = None
     flops: float = 0.0
     length: int = 1
+    dtype: torch.dtype | None = None
 
     @property
     def name(self) -> str:
@@ -295,11 +296,12 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     codes = make.codes(rows, width)
     yield Sample(quantize.retile, f"e4m3 1x128 {rows}x{width}", (codes, scales, "e4m3", 1, 128))
     yield Sample(quantize.transpose, f"{rows}x{width}", (codes,))
-    yield Sample(quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype))
-    tiles = make.codes(rows, -(-width // 16))
     yield Sample(
-        quantize.dequantize, f"e2m1 1x16 {rows}x{width}", (make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype)
+        quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype), dtype=make.dtype
     )
+    tiles = make.codes(rows, -(-width // 16))
+    args = make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype
+    yield Sample(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", args, dtype=make.dtype)
 
 
 def _quantised_outputs(make: Maker) -> Iterator[Sample]:
@@ -358,7 +360,8 @@ def _scaled_products(make: Maker) -> Iterator[Sample]:
         args = *left, *right, a, *of_a, b, *of_b, kind, k, make.dtype, True
         shape = f"{a} {of_a[0]}x{of_a[1]} by {b} {of_b[0]}x{of_b[1]} {kind} {m}x{k} to {n}"
         forward, *_ = _bare_products(x, w, x)
-        yield Sample(scaled_mm.scaled_mm, shape, args, product=forward, flops=2.0 * m * n * k, length=k)
+        flops = 2.0 * m * n * k
+        yield Sample(scaled_mm.scaled_mm, shape, args, product=forward, flops=flops, length=k, dtype=make.dtype)
 
 
 def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:
