@@ -35,6 +35,7 @@ from funcops.kernels.bias_activation import activation_bwd_again, bias_activatio
 from funcops.kernels.rope import rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
+Dtype = torch.dtype  # in `Sample` that name is a field's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Sample:
     product: Prepared | None = None
     flops: float = 0.0
     length: int = 1
-    dtype: torch.dtype | None = None
+    dtype: Dtype | None = None
 
     @property
     def name(self) -> str:
@@ -300,8 +301,8 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
         quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype), dtype=make.dtype
     )
     tiles = make.codes(rows, -(-width // 16))
-    args = make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype
-    yield Sample(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", args, dtype=make.dtype)
+    few = make.codes(rows, -(-width // 2)), tiles, whole, *nv, width, make.dtype
+    yield Sample(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", few, dtype=make.dtype)
 
 
 def _quantised_outputs(make: Maker) -> Iterator[Sample]:
