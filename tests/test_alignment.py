@@ -40,6 +40,7 @@ def test_every_kernel_at_odd_addresses(i, dtype):
     """A sample has a move of its own in each dtype, and each of its kernel's samples others."""
     by = (1, 3, 5)[(i // 3 + DTYPES.index(dtype)) % 3]
     sample = tiny(dtype)[i]
+    dtype = sample.dtype or dtype
     plain, args = moved(sample.args, 0), moved(sample.args, by)
     want = sample.kernel.kernel.torch_impl(*plain)
     with backend("triton"):

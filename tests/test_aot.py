@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
@@ -30,7 +31,8 @@ from funcops.backend.fingerprint import fingerprint
 from funcops.backend import backend
 from funcops.backend.launch import compiled_launches, launcher, planned_launches
 from funcops.bench.aot import never_built, plan, read
-from funcops.bench.choices import norms
+from funcops.bench.choices import norms, scaled_product
+from funcops.kernels.quantize import quantize_both
 from funcops.kernels.triton.matmul import Epilogue, matmul
 
 @triton.jit
@@ -100,6 +102,25 @@ for target in TARGETS:
 with stubbed(), compiled_launches() as launches:
     x = torch.empty(8192, device="meta")
     launcher(greedy)(1, 1, 1, x, x, 8192, num_warps=1)
+with stubbed(), compiled_launches() as quantisers, backend("triton"):
+    for element in ("e4m3", "e5m2"):
+        quantize_both(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"), element, 1, 128, "pow2", None)
+found["ptx"] = [one.compiled.asm["ptx"] for one in quantisers]
+
+def refused(target, *product):
+    with stubbed(TARGETS[target].gpu), planned_launches() as planned, backend("triton"):
+        try:
+            scaled_product(*product, emulate=False)
+        except ValueError as error:
+            assert not planned
+            return str(error)
+        return ""
+
+PRODUCTS = [
+    ("e4m3", "e5m2", "float32", (0, 0), (0, 0)), ("e4m3", "e4m3", "pow2", (1, 128), (128, 128)),
+    ("e4m3", "e4m3", "e8m0", (1, 32), (1, 32)), ("e2m1", "e2m1", "e4m3", (1, 16), (16, 16)),
+]
+found["refused"] = {target: [refused(target, *product) for product in PRODUCTS] for target in TARGETS}
 found["greedy"] = inspect(launches[0], "sm_90")._asdict()
 print(json.dumps(found))
 """
@@ -157,6 +178,17 @@ def within_limits(build):
     multiplies = build["kernel"].startswith("gemm") and build["kernel"] != "gemm.after"
     if multiplies and build["config"].startswith(("bfloat16", "float16")):
         assert build["matrix"] and (target != "sm_90" or "HGMMA" in build["matrix"]), build
+    if build["kernel"] == "scaled_mm.product":
+        assert set(build["matrix"].split(", ")) & multipliers(target, build["config"]), build
+    if build["kernel"].startswith(("quantize", "scaled_mm")):
+        assert target not in ("sm_90", "sm_100") or not build["spills"], build
+
+
+def multipliers(target, config):
+    """The opcodes of tensor cores for codes: on Hopper those with MX scales are multiplied as bfloat16."""
+    if target == "sm_90":
+        return {"HGMMA"} if "KIND=e8m0" in config else {"QGMMA"}
+    return {"UTCOMMA"} if "A=e2m1 B=e2m1" in config else {"UTCQMMA"}
 
 
 def wrong_rows(planned, table, compiler):
@@ -303,6 +335,33 @@ def test_the_bench_compiles_what_changed_alone(monkeypatch, tmp_path):
     assert again == [every[0]._replace(registers=9), every[1]._replace(registers=9), *every[2:]]
     with pytest.raises(BenchError, match="must be a table of `bench aot`"):
         aot.run(changed=tmp_path / "none.csv")
+
+
+def before_casts(ptx):
+    """The instructions that made what is cast to 8 bits."""
+    made = {register: opcode for opcode, register in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.]*)\s+(%\w+),", ptx, re.M)}
+    casts = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+%\w+, (%\w+), (%\w+);", ptx)
+    return [made[register] for cast in casts for register in cast]
+
+
+def test_nothing_is_clamped_before_a_cast(found):
+    """min and max give the other of a NaN and a number."""
+    assert len(found["ptx"]) == 2
+    for ptx in found["ptx"]:
+        made = before_casts(ptx)
+        assert len(made) == 128 and set(made) == {"mul.f32"}
+        clamped = ptx.replace("mul.f32", "min.f32", 200)
+        assert "min.f32" in before_casts(clamped)
+
+
+def test_a_device_that_lacks_a_format_says_so(found):
+    wanted = "scaled_mm: device must be of sm_{} or later for {} products of {} by {} (or emulate=True), got {}"
+    eight = [("90", "8-bit", "e4m3", "e5m2"), ("90", "8-bit", "e4m3", "e4m3")]
+    few = [("100", "MX", "e4m3", "e4m3"), ("100", "NVFP4", "e2m1", "e2m1")]
+    assert found["refused"].pop("sm_100") == [""] * 4
+    assert found["refused"].pop("sm_90") == ["", "", *(wanted.format(*words, "sm_90") for words in few)]
+    for target, messages in found["refused"].items():
+        assert messages == [wanted.format(*words, target) for words in eight + few]
 
 
 def test_a_kernel_that_spills_is_seen(found):

@@ -101,7 +101,7 @@ def contiguous(tree):
 def check(sample, change, dtype, implementation):
     """The right values, whatever fresh memory holds, and nothing written to but what is declared. Partial sums, whose number is an
     implementation's own, are compared by their sum."""
-    kernel = sample.kernel.kernel
+    kernel, dtype = sample.kernel.kernel, sample.dtype or dtype
     args = laid_out(sample, change)
     wanted_args, before = contiguous(args), contiguous(args)
     want = kernel.torch_impl(*wanted_args)

@@ -97,7 +97,7 @@ class StubDriver:
     """A driver that compiles for `target` and launches nothing. Each is a device of its own: Triton keeps what it compiled
     by device."""
 
-    launcher_cls, utils = _Launch, _Utils()
+    launcher_cls, utils, stands_in = _Launch, _Utils(), True
     _numbers = itertools.count(1000)
 
     def __init__(self, target: GPUTarget) -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.formats import FORMATS
+from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format
 from funcops.kernels import add_norm, norm, quantize, scaled_mm
 from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
 
@@ -37,7 +37,8 @@ def choices(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         yield from norms(dtype, width)
     if dtype is torch.bfloat16:
         for format in FORMATS:
-            yield from quantisers(dtype, format.element, format.tile, format.scales)
+            if format.scales != "float32" or format.element == "e4m3" or format.whole:
+                yield from quantisers(format)
         yield from _scaled_products()
 
 
@@ -49,36 +50,34 @@ def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable
     yield lambda: norm.row_sums(x)
 
 
-def quantisers(dtype: torch.dtype, element: str, tile: tuple[int, int], kind: str) -> Iterator[Callable[[], object]]:
-    """Of even rows."""
+def quantisers(format: Format) -> Iterator[Callable[[], object]]:
+    """Of activations as the recipes quantise them, and of a weight in float32."""
     rows, width = 512, 1024
-    x, whole = torch.empty(rows, width, dtype=dtype, device="meta"), torch.empty(1, device="meta")
-    amax = whole if kind == "e4m3" or tile == (0, 0) else None
-    args = element, *tile, kind
+    x, whole = torch.empty(rows, width, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
+    amax, args = whole if format.whole else None, format.args()
     yield lambda: quantize.quantize_row(x, *args, amax, None)
-    if tile != (1, 0):  # whose columns are rows of a copy
-        yield lambda: quantize.quantize_col(x, *args, amax, None, False)
+    if format.square:
+        yield lambda: quantize.quantize_row(x.float(), *args, amax, None)
+    elif format.tile[1]:  # the columns of rows with one scale are rows of a copy
         yield lambda: quantize.quantize_both(x, *args, amax)
-    codes, scales = quantize.quantize_row.kernel.torch_impl(x, *args, amax, None)
-    yield lambda: quantize.dequantize(codes, scales, amax if kind == "e4m3" else None, *args, width, dtype)
-    if (tile, kind) == ((1, 128), "pow2"):
-        yield lambda: quantize.retile(codes, scales, element, *tile)
-        yield lambda: quantize.quantize_scaled(x, element, whole)
+    if format in (E4M3_BLOCK, E5M2_BLOCK):
+        codes, scales = quantize.quantize_row.kernel.torch_impl(x, *args, None, None)
+        yield lambda: quantize.retile(codes, scales, format.element, *format.tile)
+        yield lambda: quantize.quantize_scaled(x, format.element, whole)
 
 
 def _scaled_products() -> Iterator[Callable[[], object]]:
     """Elements, and tiles of A and B, that the samples lack."""
-    for a, b in (("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2")):
-        for kind, of_a, of_b in (
-            ("float32", (1, 0), (1, 0)), ("float32", (0, 0), (0, 0)), ("pow2", (1, 128), (128, 128)), ("pow2", (1, 128), (1, 128)),
-            ("float32", (128, 128), (1, 128)), ("e8m0", (1, 32), (1, 32)), ("e8m0", (1, 32), (32, 32)),
-        ):  # fmt: skip
-            yield lambda a=a, b=b, kind=kind, of_a=of_a, of_b=of_b: _scaled_product(a, b, kind, of_a, of_b)  # type: ignore[misc]
-    yield lambda: _scaled_product("e2m1", "e2m1", "e4m3", (1, 16), (16, 16))
-    yield lambda: _scaled_product("e2m1", "e2m1", "e8m0", (1, 32), (1, 32))
+    for a, b, kind, of_a, of_b in (
+        ("e5m2", "e4m3", "pow2", (1, 128), (128, 128)), ("e5m2", "e4m3", "pow2", (1, 128), (1, 128)),
+        ("e4m3", "e4m3", "float32", (1, 128), (128, 128)), ("e4m3", "e5m2", "float32", (0, 0), (0, 0)),
+        ("e5m2", "e4m3", "e8m0", (1, 32), (1, 32)), ("e4m3", "e4m3", "e8m0", (1, 32), (32, 32)),
+        ("e2m1", "e2m1", "e4m3", (1, 16), (16, 16)),
+    ):  # fmt: skip
+        yield lambda a=a, b=b, kind=kind, of_a=of_a, of_b=of_b: scaled_product(a, b, kind, of_a, of_b)  # type: ignore[misc]
 
 
-def _scaled_product(a: str, b: str, kind: str, of_a: tuple[int, int], of_b: tuple[int, int]) -> object:
+def scaled_product(a: str, b: str, kind: str, of_a: tuple[int, int], of_b: tuple[int, int], emulate: bool = True) -> object:
     size = 1024
     whole = torch.empty(1, device="meta") if kind == "e4m3" else None
 
@@ -87,7 +86,7 @@ def _scaled_product(a: str, b: str, kind: str, of_a: tuple[int, int], of_b: tupl
         return make(x, element, *tile, kind, whole, None)  # type: ignore[no-any-return]
 
     (p, of_p), (q, of_q) = coded(a, of_a), coded(b, of_b)
-    return scaled_mm.scaled_mm(p, of_p, whole, q, of_q, whole, a, *of_a, b, *of_b, kind, size, torch.bfloat16, True)
+    return scaled_mm.scaled_mm(p, of_p, whole, q, of_q, whole, a, *of_a, b, *of_b, kind, size, torch.bfloat16, emulate)
 
 
 def _products_of_all_sizes(dtype: torch.dtype) -> Iterator[Callable[[], None]]:

@@ -35,13 +35,14 @@ from funcops.kernels.bias_activation import activation_bwd_again, bias_activatio
 from funcops.kernels.rope import rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
+Dtype = torch.dtype  # in `Sample` that name is a field's
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
     """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
     kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
-    measured by bytes), and of sums of `length` terms."""
+    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's."""
 
     kernel: Any
     shape: str
@@ -50,6 +51,7 @@ class Sample:
     product: Prepared | None = None
     flops: float = 0.0
     length: int = 1
+    dtype: Dtype | None = None
 
     @property
     def name(self) -> str:
@@ -91,9 +93,9 @@ class Maker:
     def ids(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, device=self.device)
 
-    def codes(self, *shape: int) -> Tensor:
-        """Bytes that are large numbers of 8 and 4 bits, and exponents with a bias of 127."""
-        return torch.randint(96, 127, shape, device=self.device, dtype=torch.uint8)
+    def codes(self, *shape: int, about: int = 0x38) -> Tensor:
+        """Bytes: of numbers about 1, of 8 bits and 4."""
+        return torch.randint(about - 8, about + 8, shape, device=self.device, dtype=torch.uint8)
 
     def key(self) -> Tensor:
         return random.key(0).to(self.device)
@@ -277,8 +279,9 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
 
 
 def _quantisers(make: Maker) -> Iterator[Sample]:
-    """What the recipes make of activations and gradients."""
+    """What the recipes make of activations and gradients, in bfloat16 alone."""
     rows, width = make.sizes(8192, 4096)
+    make = type(make)(make.device, torch.bfloat16, make.shrink)
     x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(rows, -(-width // 128))
     block, tensor = ("e4m3", 1, 128, "pow2"), ("e4m3", 0, 0, "float32")
     each, mx, nv = ("e4m3", 1, 0, "float32"), ("e4m3", 1, 32, "e8m0"), ("e2m1", 1, 16, "e4m3")
@@ -294,11 +297,12 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     codes = make.codes(rows, width)
     yield Sample(quantize.retile, f"e4m3 1x128 {rows}x{width}", (codes, scales, "e4m3", 1, 128))
     yield Sample(quantize.transpose, f"{rows}x{width}", (codes,))
-    yield Sample(quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype))
-    tiles = make.codes(rows, -(-width // 16))
     yield Sample(
-        quantize.dequantize, f"e2m1 1x16 {rows}x{width}", (make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype)
+        quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype), dtype=make.dtype
     )
+    tiles = make.codes(rows, -(-width // 16))
+    few = make.codes(rows, -(-width // 2)), tiles, whole, *nv, width, make.dtype
+    yield Sample(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", few, dtype=make.dtype)
 
 
 def _quantised_outputs(make: Maker) -> Iterator[Sample]:
@@ -343,8 +347,9 @@ def _products(make: Maker) -> Iterator[Sample]:
 
 
 def _scaled_products(make: Maker) -> Iterator[Sample]:
-    """Those of the recipes, beside the product in high precision; by a device that cannot, decoded."""
+    """Those of the recipes, beside the product in bfloat16; by a device that cannot, decoded."""
     m, n, k = make.sizes(8192, 4096, 4096)
+    make = type(make)(make.device, torch.bfloat16, make.shrink)
     x, w = make.floats(m, k), make.floats(n, k)
     tensor, each, block, square = (0, 0), (1, 0), (1, 128), (128, 128)
     for a, b, kind, of_a, of_b in (
@@ -356,14 +361,16 @@ def _scaled_products(make: Maker) -> Iterator[Sample]:
         args = *left, *right, a, *of_a, b, *of_b, kind, k, make.dtype, True
         shape = f"{a} {of_a[0]}x{of_a[1]} by {b} {of_b[0]}x{of_b[1]} {kind} {m}x{k} to {n}"
         forward, *_ = _bare_products(x, w, x)
-        yield Sample(scaled_mm.scaled_mm, shape, args, product=forward, flops=2.0 * m * n * k, length=k)
+        flops = 2.0 * m * n * k
+        yield Sample(scaled_mm.scaled_mm, shape, args, product=forward, flops=flops, length=k, dtype=make.dtype)
 
 
 def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:
     """Codes, scales and the scale of all of a tensor."""
     count = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
     codes = make.codes(rows, -(-width // 2) if element == "e2m1" else width)
-    return codes, make.codes(*count) if kind in ("e8m0", "e4m3") else make.wide(*count), make.wide(1) if kind == "e4m3" else None
+    scales = make.codes(*count, about=124 if kind == "e8m0" else 0x38) if kind in ("e8m0", "e4m3") else make.wide(*count)
+    return codes, scales, make.wide(1) if kind == "e4m3" else None
 
 
 def _siblings(make: Maker) -> Iterator[Sample]:

@@ -46,6 +46,16 @@ REASONS = (
         ".*norm_bwd|row_sums|sum_parts", "x4099$", "wide",
         "each row begins at another odd address, apart from weight and partial sums; the others' accesses are as narrow",
     ),
+    Reason(
+        "quantize_(row|col|both)", "^e2m1", "instructions",
+        "codes of 4 bits are made by steps on bits, since sm_90, for which this is counted, has no instruction for them",
+    ),
+    Reason("quantize_(col|both)", "^e2m1", "wide", "a column's codes in a tile are 32 bytes, 8 for each of 4 threads"),
+    Reason(
+        "quantize_(col|both)", "e8m0", "instructions",
+        "a scale for each 32 elements down a column, which lie with many threads",
+    ),
+    Reason("retile", "", "instructions", "of 2 bytes an element, which is decoded, multiplied twice, and encoded"),
     Reason("_fold_in", "", "wide", "two numbers of 64 bits: a launch is all that it takes"),
 )  # fmt: skip
 

@@ -205,8 +205,11 @@ def quantise(
 
 
 def native() -> bool:
-    """Whether the current device has the instructions that encode 8 bits."""
-    return not INTERPRETED and _native(driver.active.get_current_device(), driver.active)
+    """Whether the current device has the instructions that encode 8 bits. The interpreter has none, but what it counts or plans for
+    a device that is not there is launched as it is there."""
+    if INTERPRETED and not getattr(driver._active, "stands_in", False):
+        return False
+    return _native(driver.active.get_current_device(), driver.active)
 
 
 @functools.lru_cache(maxsize=64)

@@ -207,8 +207,9 @@ class _Made(NamedTuple):
     scales: Tensor
 
 
-def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str, tile: tuple[int, int], kind: str) -> _Made:
-    """For x as [rows, columns]; `shape`: the codes' but for the last dimension."""
+def _room(x: Tensor, shape: Sequence[int], size: Sequence[int], element: str, tile: tuple[int, int], kind: str) -> _Made:
+    """For x of this size, rows and columns; `shape`: the codes' but for the last dimension."""
+    rows, columns = size
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
     return _Made(x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
@@ -264,7 +265,7 @@ def quantize_row(
     if key is not None or not (each_row or _serves(x, rows, cols, kind, amax)):
         return declared.quantize_row.kernel.torch_impl(x, element, rows, cols, kind, amax, key)  # type: ignore[no-any-return]
     t = _matrix(x)
-    made = _room(x, x.shape[:-1], *t.shape, element, (rows, cols), kind)
+    made = _room(x, x.shape[:-1], t.shape, element, (rows, cols), kind)
     if each_row:
         _by_rows(t, element, kind, made)
     else:
@@ -281,7 +282,7 @@ def quantize_col(
     if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a copy that lies the other way
         return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None)
     t = _matrix(x)
-    made = _room(x, t.shape[1:], *t.shape[::-1], element, (rows, cols), kind)
+    made = _room(x, t.shape[1:], t.shape[::-1], element, (rows, cols), kind)
     _run(t, element, rows, cols, kind, amax, None, made)
     return made
 
@@ -294,8 +295,8 @@ def quantize_both(
         turned = quantize_col(x, element, rows, cols, kind, amax, None, False)
         return *quantize_row(x, element, rows, cols, kind, amax, None), *turned
     t = _matrix(x)
-    row = _room(x, x.shape[:-1], *t.shape, element, (rows, cols), kind)
-    col = _room(x, t.shape[1:], *t.shape[::-1], element, (rows, cols), kind)
+    row = _room(x, x.shape[:-1], t.shape, element, (rows, cols), kind)
+    col = _room(x, t.shape[1:], t.shape[::-1], element, (rows, cols), kind)
     _run(t, element, rows, cols, kind, amax, row, col)
     return *row, *col
 
@@ -305,7 +306,7 @@ def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Ten
     if x.numel() == 0 or x.dim() == 0:
         return declared.quantize_scaled.kernel.torch_impl(x, element, scale)  # type: ignore[no-any-return]
     t, largest = _matrix(x), x.new_zeros(1, dtype=torch.float32)
-    made = _room(x, x.shape[:-1], *t.shape, element, (0, 0), "float32")
+    made = _room(x, x.shape[:-1], t.shape, element, (0, 0), "float32")
     _run(t, element, 0, 0, "scaled", scale, made._replace(scales=largest.view(torch.int32)), None)
     return made.codes, largest
 
@@ -329,7 +330,7 @@ def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) ->
     if codes.numel() == 0 or (rows, cols) != (1, declared.BLOCK):
         x = dequantize(codes, scales, None, element, rows, cols, "pow2", codes.shape[-1], torch.float32)
         return quantize_col(x, element, rows, cols, "pow2", None, None, False)
-    made, (high, wide) = _room(codes, t.shape[1:], *t.shape[::-1], element, (rows, cols), "pow2"), t.shape
+    made, (high, wide) = _room(codes, t.shape[1:], t.shape[::-1], element, (rows, cols), "pow2"), t.shape
     _launch_tiles(
         cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, wide, high, element,
         element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
