@@ -14,7 +14,7 @@ Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd,
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
-What is kept         report, diff, donate, stow, fetch, Ledger
+What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion (Rule, Saving)
@@ -89,6 +89,7 @@ from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
 from funcops.program.rules import Saving as Saving
 from funcops.program.rules import register_fusion as register_fusion
+from funcops.quantization import quantization_report as quantization_report
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
 from funcops.residuals import Drop as Drop

@@ -34,6 +34,7 @@ from funcops.op import Op
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
+from funcops.quantization import quantization_report
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.trees import at, cast, has, leaf, put, replace, tree, tree_map, tree_map_with_path
 
@@ -52,6 +53,7 @@ __all__ = [
     "dense",
     "gradients_like",
     "op_of",
+    "quantization_report",
     "quantize_params",
     "quantize_tensor",
     "recipe_init",

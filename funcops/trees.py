@@ -152,13 +152,15 @@ def tensors(tree: Any) -> list[Tensor]:
     return [x for x in leaves(tree) if isinstance(x, Tensor)]
 
 
-def paths(tree: Any) -> dict[str, Any]:
-    """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "".
+def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+    """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "". `is_leaf` says which nodes are leaves.
 
     >>> paths({"a": (1, None)})
     {'a.0': 1, 'a.1': None}
     """
-    found, values, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True, namespace=NAMESPACE)
+    if is_leaf is not None:
+        require_callable("paths", is_leaf=is_leaf)
+    found, values, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return {".".join(map(str, path)): value for path, value in zip(found, values, strict=True)}
 
 

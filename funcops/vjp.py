@@ -11,7 +11,7 @@ from torch import Tensor
 from funcops.errors import describe, fail, require_flag, require_type
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.residuals import donate
+from funcops.residuals.donate import donate
 from funcops.trees import leaves, nothing_like, with_leaves
 
 

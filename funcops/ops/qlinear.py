@@ -282,7 +282,7 @@ def _dgrad(
 ) -> tuple[Tensor, QLinearPending | None]:
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
     check(where, "dy", dy, residuals.y_shape, residuals.dtype)
-    low = residuals.x is not None and recipe.wgrad == "low"
+    low = recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))  # also where x is computed again later
     row = col = None
     if amaxes is not None or isinstance(weight, Scaled):
         row, amax = scaled_tensor(dy, recipe.dy, weight.scale[2:3])

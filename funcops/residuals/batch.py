@@ -40,6 +40,17 @@ def collecting() -> bool:
     return _collector is not None and _collector.thread == threading.get_ident()
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Within a `collector`, weight gradients of the block run at once."""
+    global _collector
+    outer, _collector = _collector, None
+    try:
+        yield
+    finally:
+        _collector = outer
+
+
 def collect(run: Run, product: Any) -> None:
     """Leave a product to the enclosing `batch_wgrads`, which ends with `run(products, how)`."""
     assert _collector is not None

@@ -1,11 +1,15 @@
 """Fewer bytes for a kept tensor, at an error that is stated: each codec bounds it, and tests hold it to that.
 
-    codec   bytes an element   largest error of an element
-    bf16    2                  2^-8 of its size
-    fp8     1 (+ 4 a row)      2^-4 of its size, or 2^-10 * 2^-8 of the row's largest where it is that small
-    int8    1 (+ 4 a row)      1/254 of the row's largest
+    codec   bytes an element      largest error of an element
+    bf16    2                     2^-8 of its size
+    fp8     1 (+ 1 every 128)     2^-4 of its size, or 2^-17 of its block's largest where that is more
+    mxfp8   1 (+ 1 every 32)      the same, of a smaller block
+    int8    1 (+ 4 a row)         1/254 of the row's largest
 
-fp8 is e4m3 with a float32 scale for each row of the last dimension, which takes the row's largest element to 448.
+fp8 and mxfp8 are e4m3 in blocks of 128 and of 32 along the last dimension (the last of a row may be shorter). A block's scale is
+a power of two, one byte, the least that clips nothing: see `funcops.kernels.quantize`. An outlier takes precision from its own
+block alone. A NaN stays NaN; an infinity stays one, and the rest of its block becomes 0. Of blocks whose largest is below 2^-118
+errors are at most 2^-137.
 """
 
 from __future__ import annotations
@@ -17,40 +21,43 @@ import torch
 from torch import Tensor
 
 from funcops.errors import require
+from funcops.kernels import quantize as kernels
+
+Parts = tuple[Tensor, ...]
 
 
 class Codec(NamedTuple):
     name: str
-    encode: Callable[[Tensor], tuple[Tensor, ...]]
-    decode: Callable[..., Tensor]  # of the parts and the dtype
+    encode: Callable[[Tensor], Parts]
+    decode: Callable[[Parts, torch.dtype], Tensor]
 
 
-def _rows(t: Tensor, largest: float) -> tuple[Tensor, Tensor]:
-    """t over its rows' scales, and the scales [*, 1]. A row of zeros has scale 1; one with an infinity or NaN stays so."""
+def _blocks(width: int) -> tuple[Callable[[Tensor], Parts], Callable[[Parts, torch.dtype], Tensor]]:
+    """e4m3 with a scale, a byte, for each block of so many elements of a row."""
+    form = ("e4m3", 1, width, "e8m0")
+
+    def encode(t: Tensor) -> Parts:
+        return kernels.quantize_row(t, *form, None, None)
+
+    def decode(parts: Parts, dtype: torch.dtype) -> Tensor:
+        codes, scales = parts
+        return kernels.dequantize(codes, scales, None, *form, codes.shape[-1], dtype)  # type: ignore[no-any-return]
+
+    return encode, decode
+
+
+def _int8(t: Tensor) -> Parts:
     wide = t.float()
     amax = wide.abs().amax(-1, keepdim=True) if t.numel() else wide.new_ones((*t.shape[:-1], 1))
-    scale = torch.where(amax > 0, amax / largest, torch.ones_like(amax))
-    return wide / scale, scale
-
-
-def _fp8(t: Tensor) -> tuple[Tensor, ...]:
-    scaled, scale = _rows(t, 448.0)
-    return scaled.clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
-
-
-def _int8(t: Tensor) -> tuple[Tensor, ...]:
-    scaled, scale = _rows(t, 127.0)
-    return scaled.round().to(torch.int8), scale
-
-
-def _times_scale(parts: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    return (parts[0].float() * parts[1]).to(dtype)
+    scale = torch.where(amax > 0, amax / 127.0, torch.ones_like(amax))  # a row with an infinity or NaN stays so
+    return (wide / scale).round().to(torch.int8), scale
 
 
 CODECS = {
     "bf16": Codec("bf16", lambda t: (t.to(torch.bfloat16),), lambda parts, dtype: parts[0].to(dtype)),
-    "fp8": Codec("fp8", _fp8, _times_scale),
-    "int8": Codec("int8", _int8, _times_scale),
+    "fp8": Codec("fp8", *_blocks(128)),
+    "mxfp8": Codec("mxfp8", *_blocks(32)),
+    "int8": Codec("int8", _int8, lambda parts, dtype: (parts[0].float() * parts[1]).to(dtype)),
 }
 
 

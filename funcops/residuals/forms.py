@@ -7,6 +7,7 @@ them is a view of another.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
+from funcops.errors import short
+from funcops.formats import QTensor
 from funcops.marks import version, versions
 from funcops.residuals.codec import codec, smaller
 from funcops.residuals.offload import copies
 from funcops.residuals.policy import Action, Compress, Drop, Offload
-from funcops.trees import leaf, static, tree, tree_map, tree_map_tensors
+from funcops.trees import leaf, static, tree, tree_map
 
 
 class Layout(NamedTuple):
@@ -47,11 +50,12 @@ class Layout(NamedTuple):
 
 @tree
 class Packed:
-    """A kept tensor in another form. `parts`: what is kept; `view`: where it is a view of the tensor that was packed, the
-    layouts of both."""
+    """A kept tensor in another form. `parts`: what is kept; `shape`, `dtype` and `device` are its own; `view`: where it is a view
+    of the tensor that was packed, the layouts of both."""
 
     parts: Any = leaf("its tensors")
     action: Any = static()
+    shape: Any = static()
     dtype: Any = static()
     device: Any = static()
     view: Any = static(None)
@@ -61,14 +65,10 @@ class Packed:
         """Those of its parts: it is guarded as the tensor is that it stands for."""
         return versions(self)
 
-    def __reduce__(self) -> Any:
-        """Pickle has no code for 8-bit floats: they go as bytes."""
-        parts = tuple([(t.view(torch.uint8), t.dtype) if t.dtype.itemsize == 1 else (t, t.dtype) for t in self.parts])
-        return _unpickled, (parts, self.action, self.dtype, self.device, self.view)
-
-
-def _unpickled(parts: Any, action: Action, dtype: Any, device: Any, view: Any) -> Packed:
-    return Packed(tuple([t.view(kind) for t, kind in parts]), action=action, dtype=dtype, device=device, view=view)
+    @property
+    def form(self) -> str:
+        """As a report says it."""
+        return self.action.codec if isinstance(self.action, Compress) else f"{short(self.dtype)} on the host"
 
 
 class _Known(NamedTuple):
@@ -98,11 +98,15 @@ def _one_form_each() -> Iterator[None]:
 
 
 def pack(t: Any, action: Action) -> Any:
-    """The tensor, or each of a tree, in the form that the action gives it; as it is where that would not help."""
+    """The tensor, or each of a tree, in the form that the action gives it; as it is where that would not help. A `QTensor`, which
+    is in few bits already, is not compressed."""
     if isinstance(action, Drop):
         return None
     if not isinstance(t, Tensor):
-        return tree_map_tensors(lambda one: pack(one, action), t)
+        low = QTensor if isinstance(action, Compress) else ()
+        return tree_map(
+            lambda one: pack(one, action) if isinstance(one, Tensor) else one, t, is_leaf=lambda one: isinstance(one, low)
+        )
     compress = isinstance(action, Compress) and smaller(action.codec, t)
     if not compress and not (isinstance(action, Offload) and copies.leaves(t)):
         return t
@@ -116,7 +120,7 @@ def pack(t: Any, action: Action) -> Any:
             return found.form
         if found.layout.dense and layout.dense and _same_places(found.layout, layout):
             form = found.form
-            return Packed(form.parts, action=action, dtype=form.dtype, device=form.device, view=(found.layout, layout))
+            return dataclasses.replace(form, shape=t.shape, view=(found.layout, layout))
     form = _packed(t, action)
     known[key] = _Known(weakref.ref(storage), version(t), layout, form)
     return form
@@ -128,7 +132,7 @@ def _same_places(a: Layout, b: Layout) -> bool:
 
 def _packed(t: Tensor, action: Action) -> Packed:
     parts = codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (copies.on_host(t),)
-    return Packed(parts, action=action, dtype=t.dtype, device=t.device, view=None)
+    return Packed(parts, action=action, shape=t.shape, dtype=t.dtype, device=t.device, view=None)
 
 
 def unpack(value: Any) -> Any:

@@ -1,8 +1,8 @@
-"""A report as a picture. Needs matplotlib."""
+"""Reports as pictures. They need matplotlib."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from funcops.errors import sized
@@ -10,10 +10,6 @@ from funcops.errors import sized
 
 def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) -> Any:
     """Horizontal bars: one for each step, a part of it for each field that it keeps, in the unit that fits the longest."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("Report.plot needs matplotlib: pip install matplotlib") from error
     bars: dict[str, dict[str, int]] = {}
     for row in rows:
         if row.bytes:
@@ -21,7 +17,7 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
             step, field = ".".join(names[:depth]), ".".join(names[depth:]) or names[-1]
             parts = bars.setdefault(step, {})
             parts[field] = parts.get(field, 0) + row.bytes
-    figure = Figure(figsize=(9, 1.2 + 0.5 * max(1, len(bars))))
+    figure = _figure("Report.plot", 0.5 * max(1, len(bars)))
     axes = figure.add_subplot()
     colours = {field: f"C{i % 10}" for i, field in enumerate(dict.fromkeys(f for parts in bars.values() for f in parts))}
     most = max([sum(parts.values()) for parts in bars.values()], default=0)
@@ -37,12 +33,39 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
             else:
                 axes.text(left + width / 2, place, field, ha="center", va="center", fontsize=7)
             left += width
-    axes.set_yticks(range(len(bars)), list(bars))
-    axes.invert_yaxis()
-    axes.set_xlabel(f"{unit} kept for the backward")
-    axes.set_title(title, fontsize=8)
     if small:
         axes.legend(small.values(), list(small), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    return _done(figure, list(bars), f"{unit} kept for the backward", title, path)
+
+
+def grouped_bars(bars: Mapping[str, Mapping[str, float]], label: str, title: str, path: str | None) -> Any:
+    """Horizontal bars, side by side: a group for each row, a bar of it for each of its values."""
+    figure = _figure("QuantizationReport.plot", 0.4 * max(1, len(bars)))
+    axes = figure.add_subplot()
+    names = list(dict.fromkeys(name for group in bars.values() for name in group))
+    height = 0.8 / max(1, len(names))
+    for i, name in enumerate(names):
+        places = [place + (i - (len(names) - 1) / 2) * height for place in range(len(bars))]
+        axes.barh(places, [group[name] for group in bars.values()], height=height, color=f"C{i % 10}", label=name)
+    axes.legend(fontsize=7)
+    return _done(figure, list(bars), label, title, path)
+
+
+def _figure(where: str, height: float) -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"{where} needs matplotlib: pip install matplotlib") from error
+    return Figure(figsize=(9, 1.2 + height))
+
+
+def _done(figure: Any, rows: list[str], label: str, title: str, path: str | None) -> Any:
+    """The figure with its words, also written to `path`."""
+    (axes,) = figure.axes
+    axes.set_yticks(range(len(rows)), rows)
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=8)
     figure.tight_layout()
     if path is not None:
         figure.savefig(path, dpi=120)

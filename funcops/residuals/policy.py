@@ -3,7 +3,8 @@
     Policy({"attn": Recompute(), "*.mix.q": Compress("fp8"), "mlp.up.x": Offload()})
 
 A pattern is a glob over the paths of steps and of the fields that they keep, a repeat's layers written `*`; of those that match
-the last decides. `funcops.with_policy` makes an op of an op and a policy.
+the last decides. What waits in a pending alone, such as the `dy` of a linear, is meant by patterns that end in its name: `*.dy`.
+`funcops.with_policy` makes an op of an op and a policy.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Offload:
 
 @dataclasses.dataclass(frozen=True)
 class Compress:
-    """Keep it in fewer bytes: codec "bf16", "fp8" or "int8"; see `funcops.residuals.codec` for the errors."""
+    """Keep it in fewer bytes: codec "bf16", "fp8" (blocks of 128), "mxfp8" (of 32) or "int8"; `funcops.residuals.codec` states the
+    errors."""
 
     codec: str
 
@@ -79,18 +81,23 @@ class Policy:
             if value not in among:
                 fail("Policy", name, " or ".join(map(repr, among)), repr(value))
 
-    def action(self, path: str) -> Action | None:
-        """What the last matching rule says."""
-        rule = self.rule_for(path)
+    def action(self, path: str, waits: bool = False) -> Action | None:
+        """What the last matching rule says; see `means`."""
+        rule = self.rule_for(path, waits)
         return None if rule is None else self.rules[rule][1]
 
-    def rule_for(self, path: str) -> int | None:
+    def rule_for(self, path: str, waits: bool = False) -> int | None:
         """Which rule decides."""
-        found = [i for i, (pattern, _) in enumerate(self.rules) if fnmatch.fnmatchcase(path, pattern)]
+        found = [i for i, (pattern, _) in enumerate(self.rules) if means(pattern, path, waits)]
         return found[-1] if found else None
 
     def without(self, rule: int) -> Policy:
         return dataclasses.replace(self, rules=self.rules[:rule] + self.rules[rule + 1 :])
+
+
+def means(pattern: str, path: str, waits: bool = False) -> bool:
+    """Whether a pattern is for the path. `waits`: of a field of a pending alone, whose name the pattern must end with."""
+    return fnmatch.fnmatchcase(path, pattern) and (not waits or pattern.endswith(path.rpartition(".")[2]))
 
 
 _ACTIVATIONS = "*[xqkvy]"  # not the statistics, which are few and matter

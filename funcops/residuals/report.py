@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
+from funcops.formats import QTensor
 from funcops.marks import Gone
 from funcops.residuals.equal_layers import merged
+from funcops.residuals.forms import Packed
 from funcops.schema import AGAIN, Phase, Saved
 from funcops.trees import paths, tensors
 
 
 class Row(NamedTuple):
-    """One kept tensor. `bytes` is 0 where it shares the storage of `alias_of`: a parameter, an input, an earlier row."""
+    """One kept tensor. `bytes` is 0 where it shares the storage of `alias_of`: a parameter, an input, an earlier row. One that is
+    kept in another form, such as a `QTensor`, is a row of the shape that it stands for: `dtype` is that form's name."""
 
     path: str
     shape: tuple[int, ...]
@@ -109,16 +112,18 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     _check_kept(residuals, "residuals")
     owners: dict[int, str] = {}
     for name, tree in (("params", params), ("x", x)):
-        for path, t in paths(tree).items():
-            if isinstance(t, Tensor):
+        for path, value in _values(tree):
+            for t in tensors(value):
                 owners.setdefault(storage_of(t), f"{name}.{path}" if path else name)
     rows, aliased = [], 0
-    for path, t, phases in kept_tensors(residuals):
-        owner = owners.get(storage_of(t), "")
-        size = t.untyped_storage().nbytes()
-        aliased += size if owner else 0
-        rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
-        owners.setdefault(storage_of(t), path)
+    for path, value, phases in kept_values(residuals):
+        parts = {storage_of(t): t.untyped_storage().nbytes() for t in tensors(value)}
+        own = {storage: size for storage, size in parts.items() if storage not in owners}
+        aliased += sum(parts.values()) - sum(own.values())
+        shape, dtype = (value.shape, short(value.dtype)) if isinstance(value, Tensor) else _FORMS[type(value)](value)
+        owner = "" if own else next((owners[storage] for storage in parts), "")
+        rows.append(Row(path, tuple(shape), dtype, sum(own.values()), owner, phases))
+        owners.update(dict.fromkeys(own, path))
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
 
 
@@ -168,20 +173,31 @@ def diff(before: Report, after: Report) -> Difference:
     return Difference(sorted((c for c in changes if c.before != c.after), key=lambda c: -abs(c.after - c.before)))
 
 
-def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, str]]:
-    """Every tensor that residuals or pending hold: its path, the tensor, and what reads it."""
+_FORMS: dict[type, Any] = {  # of what is one row: the shape that it stands for, and its name
+    QTensor: lambda q: (q.shape, q.format.name),
+    Packed: lambda packed: (packed.shape, packed.form),
+}
+
+
+def _values(tree: Any) -> list[tuple[str, Any]]:
+    """The tensors of a tree and what stands for one, by path."""
+    every = paths(tree, is_leaf=lambda value: type(value) in _FORMS).items()
+    return [(path, value) for path, value in every if isinstance(value, Tensor) or type(value) in _FORMS]
+
+
+def kept_values(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """All that residuals or pending hold: its path, the tensor or what stands for one, and what reads it."""
     if node is None:
         return
     if isinstance(node, Saved):
         for name, field in node.fields.items():
             readers = [phase for phase in Phase if phase in field.needed_by and (node.needs.again or phase is not AGAIN)]
             phases = "+".join((phase.name or "").lower() for phase in readers)
-            for path, value in paths(getattr(node, name)).items():
-                if isinstance(value, Tensor):
-                    yield f"{prefix}{name}.{path}" if path else prefix + name, value, phases
+            for path, value in _values(getattr(node, name)):
+                yield f"{prefix}{name}.{path}" if path else prefix + name, value, phases
         return
     for name, child in node.items():
-        yield from kept_tensors(child, f"{prefix}{name}.")
+        yield from kept_values(child, f"{prefix}{name}.")
 
 
 def storage_of(t: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcops.errors import StaleResidualError
 from funcops.formats import dense
-from funcops.residuals import donate
+from funcops.residuals.donate import donate
 from funcops.residuals.policy import Offload
 from funcops.residuals.stow import fetch, stow
 from funcops.testing.case import Case

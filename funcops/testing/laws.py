@@ -15,7 +15,7 @@ from funcops.errors import require
 from funcops.formats import dense
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.residuals import donate
+from funcops.residuals.donate import donate
 from funcops.testing.case import FLOATS, Case
 from funcops.testing.checks import float_like as float_like
 from funcops.testing.checks import poisoned_empties, run, same_bits

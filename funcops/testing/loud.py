@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcops.errors import DonatedError, GradModeError, StaleResidualError
 from funcops.formats import dense
-from funcops.residuals import donate
+from funcops.residuals.donate import donate
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
 from funcops.trees import leaves, paths, tensors, tree_map_tensors

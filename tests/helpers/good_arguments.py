@@ -27,6 +27,7 @@ from funcops import (
     chain,
     checkpoint,
     cross_entropy,
+    formats,
     graphs,
     linear,
     nn,
@@ -240,7 +241,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
         entries=vars)),
     "trees.tree": Row(lambda: {"cls": type("Fresh", (), {})}),
     **{f"trees.{name}": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}) for name in
-       ("flatten", "leaves", "nbytes", "nothing_like", "paths", "structure", "tensors")},
+       ("flatten", "leaves", "nbytes", "nothing_like", "structure", "tensors")},
+    "trees.paths": Row(lambda: {"tree": tree(), "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
 }  # fmt: skip
 
 
@@ -374,6 +376,7 @@ OWN |= {
     "fetch": Row(lambda: {"stowed": kept()}, accepts={"stowed": ANY}),
     "report": Row(lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2, "expand": True}, {"tokens": ONE},
         {("residuals", "None"): "nothing was kept", "params": ANY, "x": ANY}),
+    "quantization_report": Row(lambda: {"params": params(), "x": x(), "cfg": CFG, "recipe": formats.E4M3_BLOCK, "dy": None}),
     "diff": Row(lambda: {"before": report_of(), "after": report_of()}),
     "rope_table": Row(lambda: {"positions": torch.arange(3), "cfg": RopeConfig(4), "dtype": torch.float32},
         accepts={("positions", "int64[3, 5]"): "of any size", ("positions", "int64[3]"): "one tensor may be anywhere"}),

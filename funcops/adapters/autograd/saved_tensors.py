@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.adapters.flatten import Place, Shape, flatten
+from funcops.formats import QTensor, QWeight
 from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 
@@ -105,6 +106,11 @@ def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tup
 def _reads(at: str, shape: Any, reads: list[str]) -> None:
     if type(shape) is Place:
         reads.append(at)
+    elif type(shape) is Shape and shape.cls in (QTensor, QWeight):  # one leaf, whose gradient is that of what it was made of
+        parts: list[str] = []
+        for child in shape.leaves.values():
+            _reads("None", child, parts)
+        reads += ["None"] * len(parts)
     elif type(shape) is Shape:
         for name, child in shape.leaves.items():
             _reads(f"{at}.{name}", child, reads)
