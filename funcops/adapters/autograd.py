@@ -28,6 +28,7 @@ from funcops.adapters.hollow import gradients, holes, hollow, refill
 from funcops.adapters.slots import gradient_writer, slots_of
 from funcops.backend import select
 from funcops.errors import fail, require_type
+from funcops.marks import version
 from funcops.needs import Needs
 from funcops.op import Op, refuse_autocast
 from funcops.program.rules import FEW
@@ -139,7 +140,7 @@ class Again(NamedTuple):
     cfg: Any
     shape: Any  # of (params, x)
     leaves: list[Tensor]
-    version: int  # of the output
+    version: Any  # of the output
 
 
 _again: Any = WeakTensorKeyDictionary()  # by that output, while it lives
@@ -149,7 +150,7 @@ def _left_out(x: Tensor, found: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
     """What a node keeps without x, the output of a cheap op, and with what that op read, which is kept anyway."""
     again: Again = _again[x]
     places = [i for i, t in enumerate(found) if t is x]
-    if not places or again.version != x._version:
+    if not places or again.version != version(x):
         return found, None
     kept = [None if t is x else t for t in found]
     return (*kept, *again.leaves), (again._replace(leaves=[]), places, len(kept))
@@ -257,7 +258,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
         return refill(bound.y_shape, found)
     if op.cheap and found.numel() >= FEW:
         given: list[Tensor] = []
-        _again[found] = Again(op, cfg, hollow((params, x), given), given, found._version)
+        _again[found] = Again(op, cfg, hollow((params, x), given), given, version(found))
     return found
 
 
