@@ -131,7 +131,9 @@ class Op(NamedTuple):
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
     own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
-    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`)."""
+    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`).
+    `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
+    `batch_wgrads` joins with others by `join(products, how)` of their class; what is no such product is added at once."""
 
     name: str
     config: type
@@ -147,6 +149,7 @@ class Op(NamedTuple):
     pending: Any = None
     again: Any = None
     lower: Any = None
+    products: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -191,9 +194,9 @@ def _op_at(module: str, name: str) -> Any:
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None,
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, products: Any = None,
 ) -> Op:  # fmt: skip
-    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
+    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The functions carry the decorators
     below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks
     it)."""
     if bool(cheap) != (again is not None):
@@ -204,7 +207,8 @@ def make_op(
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
     residuals = getattr(dgrad, "opens", None)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower)
+    products = _products(wgrad, products)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, products)
 
 
 def no_params(
@@ -225,6 +229,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`:
     the function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
+    if "wgrad" in changes:
+        changes.setdefault("products", _products(changes["wgrad"], None))
     return op._replace(**{"fwd": fwd, "again": None, "lower": None, **changes})
 
 
@@ -349,11 +355,13 @@ def bwd_of(
     return decorate
 
 
-def wgrad_of(node_class: Any, params_class: type) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
+def wgrad_of(
+    node_class: Any, params_class: type, name: str = ""
+) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
     """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
 
     def decorate(fn: Any) -> Any:
-        where = fn.__name__
+        where = name or fn.__name__
 
         @functools.wraps(fn)
         def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
@@ -456,6 +464,19 @@ def _no_wgrad(name: str, config: type) -> Any:
 
     wgrad.opens = None, NoneType  # type: ignore[attr-defined]
     return _named(wgrad, f"{name}_wgrad", config.__module__, f"`{name}` has no params: takes None and returns None.")
+
+
+def _products(wgrad: Any, written: Any) -> Any:
+    """The `products` of an op: as `written`, after the checks of its wgrad, which a combinator leaves to its parts."""
+    if written is not None and not hasattr(wgrad, "opens"):
+        return written
+    checked = wgrad if written is None else wgrad_of(*wgrad.opens, name=wgrad.__name__)(written)
+
+    def products(pending: Any, cfg: Any, *, into: Any) -> list[Any]:
+        found = checked(pending, cfg, into=into)
+        return [] if written is None or pending is None else found  # type: ignore[no-any-return]
+
+    return products
 
 
 def _named(fn: Any, name: str, module: str, doc: str) -> Any:

@@ -256,6 +256,10 @@ def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str
     return programs.wgrad_of_scope(chain, ChainPending, pending, cfg, into)
 
 
+def _products(pending: Any, cfg: ChainConfig, *, into: Any) -> list[Any]:
+    return programs.wgrad_of_scope(chain, ChainPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
+
+
 def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
     fall as it walks. Returns `(dparams, dx)`."""
@@ -263,5 +267,6 @@ def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) ->
 
 
 chain: Op = make_op(
-    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd, lower=_lower
-)
+    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd, lower=_lower,
+    products=_products,
+)  # fmt: skip

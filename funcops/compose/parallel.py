@@ -150,6 +150,10 @@ def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> di
     return programs.wgrad_of_scope(parallel, ParallelPending, pending, cfg, into)
 
 
+def _products(pending: Any, cfg: ParallelConfig, *, into: Any) -> list[Any]:
+    return programs.wgrad_of_scope(parallel, ParallelPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
+
+
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
     return programs.bwd_of_scope(parallel, ParallelResiduals, residuals, dy, cfg, into)
@@ -157,5 +161,5 @@ def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = No
 
 parallel: Op = make_op(
     "parallel", ParallelConfig, init=parallel_init, fwd=parallel_fwd, dgrad=parallel_dgrad, wgrad=parallel_wgrad, bwd=parallel_bwd,
-    lower=_lower,
+    lower=_lower, products=_products,
 )  # fmt: skip

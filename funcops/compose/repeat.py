@@ -212,6 +212,15 @@ def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     """All weight gradients, last layer first; added to `into` where that is given."""
+    return _collect(_by_layer(cfg.op.wgrad, pending, cfg, into), into, cfg)
+
+
+def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
+    return [product for layer in reversed(_by_layer(cfg.op.products, pending, cfg, into)) for product in layer]
+
+
+def _by_layer(run: Any, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
+    """What `run`, a wgrad of the body, gives for each layer, called for the last first."""
     _check_cfg("repeat_wgrad", cfg)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
@@ -219,13 +228,13 @@ def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     i = 0
     try:
         for i in reversed(range(cfg.times)):
-            found[i] = cfg.op.wgrad(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+            found[i] = run(None if node is None else part(node, i), cfg.cfg, into=sums[i])
     except Exception as error:
         in_step(error, i)
         raise
     if node is not None and node is not pending:
         node.empty()
-    return _collect(found, into, cfg)
+    return found
 
 
 def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> tuple[Any, Any]:
@@ -252,5 +261,6 @@ def _collect(found: list[Any], into: Any, cfg: RepeatConfig) -> Any:
 
 
 repeat: Op = make_op(
-    "repeat", RepeatConfig, init=repeat_init, fwd=repeat_fwd, dgrad=repeat_dgrad, wgrad=repeat_wgrad, bwd=repeat_bwd
-)
+    "repeat", RepeatConfig, init=repeat_init, fwd=repeat_fwd, dgrad=repeat_dgrad, wgrad=repeat_wgrad, bwd=repeat_bwd,
+    products=_products,
+)  # fmt: skip

@@ -126,4 +126,12 @@ def skip_bwd(residuals: Any, dy: Any, cfg: SkipConfig, *, into: Any = None) -> t
     return programs.bwd_of_body(skip, residuals, dy, cfg, into)
 
 
-skip: Op = make_op("skip", SkipConfig, init=skip_init, fwd=skip_fwd, dgrad=skip_dgrad, wgrad=skip_wgrad, bwd=skip_bwd, lower=_lower)
+def _products(pending: Any, cfg: SkipConfig, *, into: Any) -> list[Any]:
+    _check_cfg("skip_wgrad", cfg)
+    return cfg.op.products(pending, cfg.cfg, into=into)  # type: ignore[no-any-return]
+
+
+skip: Op = make_op(
+    "skip", SkipConfig, init=skip_init, fwd=skip_fwd, dgrad=skip_dgrad, wgrad=skip_wgrad, bwd=skip_bwd, lower=_lower,
+    products=_products,
+)  # fmt: skip

@@ -56,10 +56,16 @@ def packed(op: Op, actions: Actions) -> Op:
             waiting = waiting.copy(**again)
         return dx, waiting
 
-    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+    def plain(pending: Any, cfg: Any) -> Any:
         if pending is None or op.pending is None:
-            return op.wgrad(pending, cfg, into=into)
-        return op.wgrad(opened(f"{op.name}_wgrad", pending, op.pending, cfg, names, WGRAD)[0], cfg, into=into)
+            return pending
+        return opened(f"{op.name}_wgrad", pending, op.pending, cfg, names, WGRAD)[0]
+
+    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+        return op.wgrad(plain(pending, cfg), cfg, into=into)
+
+    def products(pending: Any, cfg: Any, *, into: Any) -> Any:
+        return op.products(plain(pending, cfg), cfg, into=into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
@@ -68,5 +74,5 @@ def packed(op: Op, actions: Actions) -> Op:
         open_node(f"{op.name}_again", residuals, op.residuals, cfg)
         return op.again(residuals.copy(**{name: unpack(getattr(residuals, name)) for name in names}), cfg)
 
-    changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "bwd": bwd}
+    changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
     return wrap(op, (packed, (op, actions)), **(changes if op.again else changes | {"again": None}))

@@ -24,8 +24,7 @@ from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.ops.linear_wgrads import Product, linear_wgrads
-from funcops.residuals.batch import collect, collecting
+from funcops.ops.linear_wgrads import Product
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -125,8 +124,6 @@ def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParam
     needs = pending.needs
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     if into is not None:
-        if pending.x is not None and collecting():
-            return _collected(pending.dy, pending.x, bias, into)
         return _wgrad_into("linear_wgrad", pending.dy, pending.x, bias, into)
     return LinearParams(*kernels.linear_wgrad(pending.dy, pending.x, bias))
 
@@ -151,8 +148,7 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
     """The gradients added to `into`: in the product itself, unrounded, where the accumulators are as wide as its sums."""
     if x is None:
         return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, None, bias)), into)
-    shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
-    check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
+    _check_into(where, dy, x, bias, into)
     db = into.bias if bias else None
     if takes_sums(into.weight, dy.dtype) and takes_sums(db, dy.dtype):
         fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into.weight, db)
@@ -160,12 +156,22 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
     return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, x, bias)), into)
 
 
-def _collected(dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> LinearParams:
-    """The product left to `batch_wgrads`, after the checks of a gradient that is added."""
+def _check_into(where: str, dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> None:
     shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
-    check_into("linear_wgrad", into, LinearParams(shape, shape[:, 0] if bias else None))
-    collect(linear_wgrads, Product.of(dy, x, into.weight, into.bias if bias else None))
-    return into
+    check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
 
 
-linear = make_op("linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd)
+def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams) -> list[Product]:
+    """`dw = dy^T x` as data, with its db; a db alone is added at once."""
+    bias = cfg.bias and (pending.needs.params is True or pending.needs.param("bias"))
+    if pending.x is None:
+        _wgrad_into("linear_wgrad", pending.dy, None, bias, into)
+        return []
+    _check_into("linear_wgrad", pending.dy, pending.x, bias, into)
+    return [Product.of(pending.dy, pending.x, into.weight, into.bias if bias else None)]
+
+
+linear = make_op(
+    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd,
+    products=linear_products,
+)  # fmt: skip

@@ -386,10 +386,16 @@ class Backward(Source):
 
 
 class Wgrad(Source):
-    """`wgrad(W, I) -> dparams`."""
+    """`wgrad(W, I) -> dparams`, or `products(W, I) -> those of all calls`."""
+
+    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
+        super().__init__(lowered, cover, traced)
+        self.which = which
 
     def write(self) -> tuple[str, dict[str, Any]]:
         left: dict[int, int] = {}
+        if self.which == "products":
+            self.put("found = []")
         for call in self.lowered.calls:
             if call.again is not None:
                 left[call.again.index] = left.get(call.again.index, 0) + 1
@@ -397,7 +403,7 @@ class Wgrad(Source):
         for row in self.lowered.backward:
             if type(row) is Call and row.place is not None:
                 self._call(row, left, computed)
-        return self.written("wgrad", "W, I", self.tree("q", self.gradients))
+        return self.written(self.which, "W, I", self.tree("q", self.gradients) if self.which == "wgrad" else "found")
 
     def _open(self, place: Place) -> None:
         scope = place.scope
@@ -441,8 +447,9 @@ class Wgrad(Source):
             left[k] -= 1
             if not left[k]:
                 self.put(f"del a{k}")
-        self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
-        self.put(f"q{i} = e{i}(p{i}, c{i}, into={self.part('I', place)})", f"del p{i}")
+        self.names |= {f"e{i}": getattr(call.op, self.which), f"c{i}": call.cfg}
+        target = f"q{i} =" if self.which == "wgrad" else "found +="
+        self.put(f"{target} e{i}(p{i}, c{i}, into={self.part('I', place)})", f"del p{i}")
 
 
 def _nested(value: Value, names: Iterator[str]) -> str:

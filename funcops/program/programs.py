@@ -73,11 +73,11 @@ program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-define
 
 def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:
     lowered = lower(op, cfg, needs)
-    found = cover(lowered, None if which == "wgrad" else device_type, dtype)
+    found = cover(lowered, device_type, dtype)
     if which == "forward":
         text, names = Forward(lowered, found, for_tracer).write()
-    elif which == "wgrad":
-        text, names = Wgrad(lowered, found, for_tracer).write()
+    elif which in ("wgrad", "products"):
+        text, names = Wgrad(lowered, found, for_tracer, which).write()
     else:
         text, names = Backward(lowered, found, for_tracer, which == "backward").write()
     file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
@@ -101,17 +101,17 @@ def bwd_of_scope(op: Op, cls: Any, residuals: Any, dy: Any, cfg: Any, into: Any)
     return (dparams if into is None else into), dx
 
 
-def wgrad_of_scope(op: Op, cls: Any, pending: Any, cfg: Any, into: Any) -> Any:
-    """The `wgrad` of an op whose pending is a scope's."""
+def wgrad_of_scope(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgrad") -> Any:
+    """The `wgrad` of an op whose pending is a scope's, or its `products`."""
     where = f"{op.name}_wgrad"
     if type(cfg) is not op.config:
         fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
     node = None if pending is None else open_node(where, pending, cls, cfg)
     sums = None if into is None else accumulators(where, op, into, node, cfg)
-    found = _found("wgrad", op, cfg, Needs.NONE if node is None else node.needs, None, None)(node, sums)
+    found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None, None)(node, sums)
     if node is not None and node is not pending:
         node.empty()
-    return found if into is None else into
+    return found if into is None or which == "products" else into
 
 
 def bwd_of_body(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:

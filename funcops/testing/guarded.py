@@ -15,7 +15,7 @@ from torch import Tensor
 from funcops.errors import StaleResidualError
 from funcops.residuals import donate
 from funcops.residuals.policy import Offload
-from funcops.residuals.stow import fetch, stow
+from funcops.residuals.put_away import fetch, stow
 from funcops.testing.case import Case
 from funcops.trees import flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
 
