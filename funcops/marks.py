@@ -2,7 +2,7 @@
 and how that goes along with a tree.
 
 A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
-a NumPy array or a raw pointer, goes unnoticed here as it does in autograd. Nobody else in the library reads a version: nodes ask for
+a NumPy array or a raw pointer, goes unnoticed here as it does in autograd. Nobody else here reads a version: nodes ask for
 their marks by the source that `mark_source` writes, all others by `Versions`.
 """
 

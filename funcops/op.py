@@ -196,9 +196,9 @@ def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
     keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, products: Any = None,
 ) -> Op:  # fmt: skip
-    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The functions carry the decorators
-    below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks
-    it)."""
+    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
+    functions carry the decorators below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for
+    bit (the Split law checks it)."""
     if bool(cheap) != (again is not None):
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
     init = init or _no_params(name, config)
@@ -470,7 +470,10 @@ def _products(wgrad: Any, written: Any) -> Any:
     """The `products` of an op: as `written`, after the checks of its wgrad, which a combinator leaves to its parts."""
     if written is not None and not hasattr(wgrad, "opens"):
         return written
-    checked = wgrad if written is None else wgrad_of(*wgrad.opens, name=wgrad.__name__)(written)
+    checked = wgrad
+    if written is not None:
+        node_class, params_class = wgrad.opens
+        checked = wgrad_of(node_class, params_class, name=wgrad.__name__)(written)
 
     def products(pending: Any, cfg: Any, *, into: Any) -> list[Any]:
         found = checked(pending, cfg, into=into)

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, split_x
+from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, note, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
 from funcops.program.values import abstract_params, add, has_params
-from funcops.residuals.nested import Nested, nested, part
+from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import WithExtras, leaves, tree_map
@@ -54,14 +54,15 @@ class RepeatConfig:
     def __post_init__(self) -> None:
         check_body("RepeatConfig", self.op, self.cfg)
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
-        object.__setattr__(self, "extras", extras_of(self.cfg))
-        object.__setattr__(self, "keys", keys_of(self.cfg))
-        object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
-        object.__setattr__(self, "layer_needs", {})
-        object.__setattr__(self, "entries", ((0, self.op, self.cfg),))
+        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), has_params=has_params(self.op, self.cfg), layer_needs={})
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
         self.follow("RepeatConfig", "", None)
+
+    @property
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `funcops.compose.widths`: all layers after the second are as that."""
@@ -82,22 +83,10 @@ class RepeatConfig:
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     has_params: ClassVar[bool]
-    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
 
-@nested("residuals")
-class RepeatResiduals(Nested):
-    """Residuals of the layers by number."""
-
-    __slots__ = ()
-
-
-@nested("pending")
-class RepeatPending(Nested):
-    """Pending weight gradients of the layers by number."""
-
-    __slots__ = ()
+RepeatResiduals, RepeatPending = nested("Repeat", "the layers by number", __name__)
 
 
 def needs_of_layers(cfg: RepeatConfig, needs: Needs) -> tuple[Needs, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, check_body, extras_of, keys_of, split_x
+from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, split_x
 from funcops.compose.widths import Width, follow, wanted
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
@@ -34,17 +34,13 @@ class SkipConfig:
 
     def __post_init__(self) -> None:
         check_body("SkipConfig", self.op, self.cfg)
-        object.__setattr__(self, "extras", extras_of(self.cfg))
-        object.__setattr__(self, "keys", keys_of(self.cfg))
-        object.__setattr__(self, "entries", ((None, self.op, self.cfg),))
-        object.__setattr__(self, "programs", {})
+        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), programs={})
         self.follow("SkipConfig", "", None)
 
-    program_while_tracing = programs.program_while_tracing
-
     @property
-    def lowered_by(self) -> Op:
-        return skip
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return (self.cfg,)
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
@@ -65,7 +61,6 @@ class SkipConfig:
             fail(where, name, f"one that gives [..., {before.size}], as its x is", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
-    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     programs: ClassVar[dict[Any, Any]]
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
@@ -135,3 +130,4 @@ skip: Op = make_op(
     "skip", SkipConfig, init=skip_init, fwd=skip_fwd, dgrad=skip_dgrad, wgrad=skip_wgrad, bwd=skip_bwd, lower=_lower,
     products=_products,
 )  # fmt: skip
+programs.lowers(SkipConfig, skip)

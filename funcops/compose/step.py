@@ -42,11 +42,9 @@ class Step:
         extras = extras_of(self.cfg)
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
-        object.__setattr__(self, "passes", bool(extras))
-        object.__setattr__(self, "names", extras or self.takes)
-        object.__setattr__(self, "keys", keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ())
-        object.__setattr__(self, "fold", random.path_id(self.name))
-        object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
+        keys = keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ()
+        note(self, passes=bool(extras), names=extras or self.takes, keys=keys)
+        note(self, fold=random.path_id(self.name), has_params=has_params(self.op, self.cfg))
 
     passes: ClassVar[bool]  # whether the op is a combinator that takes its extras by name
     names: ClassVar[tuple[str, ...]]  # the extras that reach the op, in order
@@ -89,6 +87,12 @@ class Step:
 
     def with_op(self, op: Op, cfg: Any) -> Step:
         return self if op is self.op and cfg is self.cfg else dataclasses.replace(self, op=op, cfg=cfg)
+
+
+def note(cfg: Any, **derived: Any) -> None:
+    """Put what follows from the fields of a config, which is frozen, on it."""
+    for name, value in derived.items():
+        object.__setattr__(cfg, name, value)
 
 
 def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, combinator: bool) -> Any:

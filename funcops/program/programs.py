@@ -67,6 +67,11 @@ def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_ty
     return _traced[key]
 
 
+def lowers(config: Any, op: Op) -> None:
+    """Note on the config of a combinator that `op` writes it down as a program."""
+    config.lowered_by, config.program_while_tracing = op, program_while_tracing
+
+
 # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
 program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
