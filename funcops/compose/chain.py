@@ -21,7 +21,7 @@ from funcops.errors import describe, fail, require, require_type
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
+from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
@@ -195,7 +195,7 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
 
 
 def _lower(
-    cfg: ChainConfig, rows: Lowering, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
+    cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
 ) -> tuple[Value, Back]:
     """Each step reads what the one before it wrote; backward they are reversed."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))

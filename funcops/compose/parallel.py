@@ -16,7 +16,7 @@ from funcops.errors import require, require_type
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value, calls_below
+from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value, calls_below
 from funcops.residuals.nested import nested
 
 __all__ = [
@@ -81,7 +81,7 @@ ParallelResiduals, ParallelPending = nested("Parallel", "the branches by name", 
 
 
 def _lower(
-    cfg: ParallelConfig, rows: Lowering, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
+    cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
 ) -> tuple[Value, Back]:
     """The branches in order, forward and backward; their gradients of x are summed."""
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))

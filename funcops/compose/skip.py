@@ -19,7 +19,7 @@ from funcops.ops.add import AddConfig
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
+from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
 from funcops.program.values import abstract_params
 
 __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
@@ -67,7 +67,7 @@ class SkipConfig:
 
 
 def _lower(
-    cfg: SkipConfig, rows: Lowering, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None
+    cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None
 ) -> tuple[Value, Back]:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
     wanted, fuse = _wants_main(needs, cfg), getattr(cfg.cfg, "fuse", True)
