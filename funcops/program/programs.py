@@ -16,7 +16,7 @@ from funcops.memo import reading, remember
 from funcops.needs import Mask, Needs
 from funcops.op import Op
 from funcops.program import rules, run, traced
-from funcops.program.backward import Backward, Wgrad
+from funcops.program.backward import Backward
 from funcops.program.forward import Forward
 from funcops.program.into import check_into_tree
 from funcops.program.lower import lower
@@ -81,10 +81,8 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     found = cover(lowered, device_type, dtype)
     if which == "forward":
         text, names = Forward(lowered, found, for_tracer).write()
-    elif which in ("wgrad", "products"):
-        text, names = Wgrad(lowered, found, for_tracer, which).write()
     else:
-        text, names = Backward(lowered, found, for_tracer, which == "backward").write()
+        text, names = Backward(lowered, found, for_tracer, which).write()
     file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     scope = dict(names)
