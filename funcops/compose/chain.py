@@ -223,22 +223,22 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
 @dgrad_of(ChainResiduals)
 def chain_dgrad(residuals: Any, dy: Any, cfg: ChainConfig) -> tuple[Any, Any]:
     """All dgrads, last step first. Returns dx and the pending weight gradients by step."""
-    return programs.backward("dgrad", chain, cfg, residuals.needs, dy)(residuals, dy)
+    return programs.dgrad(chain, residuals, dy, cfg)
 
 
 def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str, Any]:
     """All weight gradients, last step first; added to `into` where that is given."""
-    return programs.wgrad_of_scope(chain, ChainPending, pending, cfg, into)
+    return programs.wgrad(chain, ChainPending, pending, cfg, into)
 
 
 def _products(pending: Any, cfg: ChainConfig, *, into: Any) -> list[Any]:
-    return programs.wgrad_of_scope(chain, ChainPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
+    return programs.wgrad(chain, ChainPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
 
 
 def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
     fall as it walks. Returns `(dparams, dx)`."""
-    return programs.bwd_of_scope(chain, ChainResiduals, residuals, dy, cfg, into)
+    return programs.bwd(chain, residuals, dy, cfg, into)
 
 
 chain: Op = make_op(

@@ -114,21 +114,21 @@ def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: 
 @dgrad_of(ParallelResiduals)
 def parallel_dgrad(residuals: Any, dy: tuple[Any, ...], cfg: ParallelConfig) -> tuple[Any, Any]:
     """dx, the sum over the branches, and the pending weight gradients by branch. A part of dy may be None (zero)."""
-    return programs.backward("dgrad", parallel, cfg, residuals.needs, dy)(residuals, dy)
+    return programs.dgrad(parallel, residuals, dy, cfg)
 
 
 def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> dict[str, Any]:
     """The weight gradients of all branches; added to `into` where that is given."""
-    return programs.wgrad_of_scope(parallel, ParallelPending, pending, cfg, into)
+    return programs.wgrad(parallel, ParallelPending, pending, cfg, into)
 
 
 def _products(pending: Any, cfg: ParallelConfig, *, into: Any) -> list[Any]:
-    return programs.wgrad_of_scope(parallel, ParallelPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
+    return programs.wgrad(parallel, ParallelPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
 
 
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
-    return programs.bwd_of_scope(parallel, ParallelResiduals, residuals, dy, cfg, into)
+    return programs.bwd(parallel, residuals, dy, cfg, into)
 
 
 parallel: Op = make_op(

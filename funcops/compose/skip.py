@@ -106,7 +106,7 @@ def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) 
 def skip_dgrad(residuals: Any, dy: Any, cfg: SkipConfig) -> tuple[Any, Any]:
     """`dx = dy + body_dx(dy)`, and the body's pending."""
     _check_cfg("skip_dgrad", cfg)
-    return programs.dgrad_of_body(skip, residuals, dy, cfg)
+    return programs.dgrad(skip, residuals, dy, cfg)
 
 
 def skip_wgrad(pending: Any, cfg: SkipConfig, *, into: Any = None) -> Any:
@@ -118,7 +118,7 @@ def skip_wgrad(pending: Any, cfg: SkipConfig, *, into: Any = None) -> Any:
 def skip_bwd(residuals: Any, dy: Any, cfg: SkipConfig, *, into: Any = None) -> tuple[Any, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
     _check_cfg("skip_bwd", cfg)
-    return programs.bwd_of_body(skip, residuals, dy, cfg, into)
+    return programs.bwd(skip, residuals, dy, cfg, into)
 
 
 def _products(pending: Any, cfg: SkipConfig, *, into: Any) -> list[Any]:

@@ -117,31 +117,32 @@ def check_body(where: str, op: Any, cfg: Any) -> None:
         fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
 
 
-def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict[str, Any]:
-    """Params of every step by name, each from a key of its own."""
-    params, name = {}, ""
+def by_name(steps: Sequence[Step], make: Callable[[Step], Any]) -> dict[str, Any]:
+    """What is made of every step, by its name, which is in front of its errors."""
+    found, name = {}, ""
     try:
         for step in steps:
             name = step.name
-            own = None if key is None else random.fold_in(key, step.fold)
-            params[name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+            found[name] = make(step)
     except Exception as error:
         in_step(error, name)
         raise
-    return params
+    return found
+
+
+def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict[str, Any]:
+    """Params of every step by name, each from a key of its own."""
+
+    def init(step: Step) -> Any:
+        own = None if key is None else random.fold_in(key, step.fold)
+        return step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+
+    return by_name(steps, init)
 
 
 def abstract_parts(steps: Sequence[Step]) -> dict[str, Any]:
     """`abstract_params` of every step by name."""
-    params, name = {}, ""
-    try:
-        for step in steps:
-            name = step.name
-            params[name] = abstract_params(step.op, step.cfg)
-    except Exception as error:
-        in_step(error, name)
-        raise
-    return params
+    return by_name(steps, lambda step: abstract_params(step.op, step.cfg))
 
 
 def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:

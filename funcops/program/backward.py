@@ -72,10 +72,9 @@ class Backward(Source):
         """A tuple of gradients to those of its parts."""
         numbers = flat(value)
         targets = [f"g{v}" if v not in self.have else f"part{v}" for v in numbers]
+        parts = f"run.parts_of({name}, {value!r})"
         if len(numbers) == len(value):
-            parts = f"{name} if type({name}) is tuple and len({name}) == {len(value)} else run.parts_of({name}, {len(value)})"
-        else:
-            parts = f"run.nested_parts({name}, {value!r})"
+            parts = f"{name} if type({name}) is tuple and len({name}) == {len(value)} else {parts}"
         self.put(f"{_nested(value, iter(targets))} = {parts}")
         for v, target in zip(numbers, targets, strict=True):
             if v in self.have:
