@@ -7,9 +7,9 @@ What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
 (NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
+    layers           linear, qlinear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
     norms            layer_norm, rms_norm, l2_norm
-    pointwise        activation, glu, scale, add, cast, identity, reshape, fork
+    pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
@@ -17,10 +17,11 @@ What is asked for    Needs
 What is kept         report, diff, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
-Kernels              backend, explain, plan, register_fusion (Rule)
+Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
-Modules              funcops.nn, optim, precision, checkpoint, schedule, graphs, random, trees, testing, fused
+Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
+                     testing, fused
 """
 
 from types import ModuleType as _ModuleType
@@ -28,6 +29,7 @@ from types import ModuleType as _ModuleType
 from funcops import checkpoint as checkpoint
 from funcops import fused as fused
 from funcops import graphs as graphs
+from funcops import low_precision as low_precision
 from funcops import nn as nn
 from funcops import optim as optim
 from funcops import precision as precision
@@ -36,11 +38,9 @@ from funcops import schedule as schedule
 from funcops import testing as testing
 from funcops import trees as trees
 from funcops.adapters.autograd import differentiable as differentiable
-from funcops.adapters.delayed import delayed_wgrad as delayed_wgrad
+from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
 from funcops.adapters.from_function import op_from_torch as op_from_torch
-from funcops.adapters.vjp import value_and_grad as value_and_grad
-from funcops.adapters.vjp import vjp as vjp
 from funcops.backend import backend as backend
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
@@ -78,6 +78,8 @@ from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.qkv_split import *
+from funcops.ops.qlinear import *
+from funcops.ops.quantize import *
 from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
@@ -85,6 +87,7 @@ from funcops.ops.scale import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
+from funcops.program.rules import Saving as Saving
 from funcops.program.rules import register_fusion as register_fusion
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
@@ -100,10 +103,12 @@ from funcops.residuals import fetch as fetch
 from funcops.residuals import report as report
 from funcops.residuals import stow as stow
 from funcops.trees import WithExtras as WithExtras
+from funcops.vjp import value_and_grad as value_and_grad
+from funcops.vjp import vjp as vjp
 
 __version__ = "0.1.0"
 
-_ROOMS = ["checkpoint", "fused", "graphs", "nn", "optim", "precision", "random", "schedule", "testing", "trees"]
+_ROOMS = ["checkpoint", "fused", "graphs", "low_precision", "nn", "optim", "precision", "random", "schedule", "testing", "trees"]
 # one name a concept; the rest of an operator (linear_fwd, LinearResiduals) is imported from here all the same
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Residuals", "Pending")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

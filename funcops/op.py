@@ -131,9 +131,9 @@ class Op(NamedTuple):
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
     own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
-    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`).
-    `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet run, which
-    `batch_wgrads` joins with others by `join(products, how)` of their class; what is no such product is added at once."""
+    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
+    or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet
+    run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once."""
 
     name: str
     config: type
@@ -149,6 +149,7 @@ class Op(NamedTuple):
     pending: Any = None
     again: Any = None
     lower: Any = None
+    view: bool = False
     products: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
@@ -194,7 +195,7 @@ def _op_at(module: str, name: str) -> Any:
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, products: Any = None,
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False, products: Any = None,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
     functions carry the decorators below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for
@@ -208,7 +209,7 @@ def make_op(
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
     residuals = getattr(dgrad, "opens", None)
     products = _products(wgrad, products)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, products)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products)
 
 
 def no_params(

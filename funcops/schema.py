@@ -47,6 +47,16 @@ class Field(NamedTuple):
     again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot ask
     dgrad: bool = False
 
+    @property
+    def of_x(self) -> bool:
+        """Whether it is the op's x, or a part of it."""
+        return (self.alias or "").partition(".")[0] == "x"
+
+    @property
+    def of_params(self) -> bool:
+        """Whether it is a parameter, which is there anyway."""
+        return (self.alias or "").startswith("params")
+
     def wanted(self, needs: Needs) -> bool:
         if needs.again and self.again:
             return True

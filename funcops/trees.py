@@ -142,9 +142,9 @@ def replace(node: T, **changes: Any) -> T:
     return dataclasses.replace(node, **changes)  # type: ignore[type-var]
 
 
-def leaves(tree: Any) -> list[Any]:
-    """All leaves, None included."""
-    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
+    """All leaves, None included, and nodes of which `is_leaf` says so."""
+    return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -176,21 +176,22 @@ def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
     return tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
 
 
-def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
+def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
     """As `tree_map`; `fn` gets the leaf's dotted path first."""
-    require_callable("tree_map_with_path", fn=fn)
+    if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
+        require_callable("tree_map_with_path", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
 
     def named(path: Any, *values: Any) -> Any:
         return fn(".".join(map(str, path)), *values)
 
     return optree.tree_map_with_path(  # type: ignore[return-value]
-        named, given, *rest, none_is_leaf=True, namespace=NAMESPACE
+        named, given, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
     )
 
 
 def cast(tree: T, dtype: torch.dtype) -> T:
-    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object."""
+    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. What is quantised stays."""
     require_type("cast", "dtype", dtype, torch.dtype)
     if not dtype.is_floating_point:
         fail("cast", "dtype", "a floating dtype", dtype, TypeError)
@@ -198,14 +199,20 @@ def cast(tree: T, dtype: torch.dtype) -> T:
     def changes(t: Tensor) -> bool:
         return t.is_floating_point() and t.dtype is not dtype
 
-    others = [t for t in tensors(tree) if changes(t)]
+    found = [t for t in leaves(tree, is_leaf=_stays) if isinstance(t, Tensor)]
+    others = [t for t in found if changes(t)]
     if not all([_copied_at_once(t) for t in others]):
-        return tree_map_tensors(lambda t: t.to(dtype) if changes(t) else t, tree)
+        return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and changes(t) else t, tree, is_leaf=_stays)
     made = [torch.empty_like(t, dtype=dtype) for t in others]
     if made:
         torch._foreach_copy_(made, others)  # a launch for many: on a GPU each would cost the host as much as all
     ready = iter(made)
-    return tree_map_tensors(lambda t: next(ready) if changes(t) else t, tree)
+    return tree_map(lambda t: next(ready) if isinstance(t, Tensor) and changes(t) else t, tree, is_leaf=_stays)
+
+
+def _stays(node: Any) -> bool:
+    """Whether it is a node whose tensors keep their dtypes."""
+    return getattr(node, "casts", True) is False
 
 
 def _copied_at_once(t: Tensor) -> bool:

@@ -7,8 +7,8 @@ from tiers import drawn
 
 from funcops import random
 from funcops.backend import backend
-from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, sibling_linear
-from funcops.kernels.activation import ACTIVATIONS
+from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
+from funcops.kernels.activation import ACTIVATIONS, activation_fwd
 from funcops.testing.tolerances import assert_close
 
 pytest.importorskip("triton")
@@ -50,8 +50,11 @@ def test_add_rms_norm(name, dtype, shape, centred):
         y, stream, rstd = add_norm.add_rms_norm_fwd(x, r, w, 1e-6, centred)
         dx, parts = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
         again = add_norm.add_rms_norm_bwd(dy, ds, stream, w, rstd, centred, True, True)
-    assert torch.equal(stream, x + r)
+        third, normed, _ = add_norm.add_rms_norm_bwd_again(dy, ds, stream, w, rstd, centred, False)
+    assert torch.equal(stream, x + r) and torch.equal(third, dx)
     assert torch.equal(dx, again[0]) and torch.equal(parts, again[1])
+    assert torch.equal(normed, y) if name == "triton" else normed.dtype is dtype
+    assert_close(normed, y, dtype=dtype)
     s, v = exact(stream, w)
     want = F.rms_norm(s, v.shape, v + 1 if centred else v, 1e-6)
     (want * dy.double()).sum().backward()
@@ -66,7 +69,11 @@ def test_add_layer_norm(name, dtype, shape, bias):
     with backend(name):
         y, stream, mean, rstd = add_norm.add_layer_norm_fwd(x, r, w, b if bias else None, 1e-5, False)
         dx, dw, db = add_norm.add_layer_norm_bwd(dy, ds, stream, w, mean, rstd, False, True, True, bias)
+        again = add_norm.add_layer_norm_bwd_again(dy, ds, stream, w, b if bias else None, mean, rstd, False, True, bias)
     assert torch.equal(stream, x + r) and (db is not None) == bias
+    assert torch.equal(again[0], dx) and torch.equal(again[2], dw) and (again[3] is None or torch.equal(again[3], db))
+    assert torch.equal(again[1], y) if name == "triton" else again[1].dtype is dtype
+    assert_close(again[1], y, dtype=dtype, length=shape[-1])
     s, v, c = exact(stream, w, b)
     want = F.layer_norm(s, v.shape, v, c if bias else None, 1e-5)
     (want * dy.double()).sum().backward()
@@ -82,6 +89,9 @@ def test_parts_are_summed(name, dtype, parts, width):
     t = draw(parts, width, dtype=torch.float32)
     with backend(name):
         got = norm.sum_parts(t, dtype)
+        for other in (t + 1.0, t[:1]):
+            two = norm.sum_two_parts(other, t, dtype)
+            assert torch.equal(two[0], norm.sum_parts(other, dtype)) and torch.equal(two[1], got)
     assert got.dtype is dtype
     assert_close(got, t.double().sum(0), dtype=dtype, length=parts)
 
@@ -104,6 +114,30 @@ def test_bias_activation(name, dtype, shape, kind):
     assert_close(db.sum(0), want.reshape(-1, shape[-1]).sum(0), dtype=dtype)
 
 
+@pytest.mark.parametrize(("kind", "shape"), large_ones_once(ACTIVATIONS, [(0, 8), (5, 3, 19)], (70, 1100)), ids=str)
+def test_activation_bwd_again_is_both_kernels(name, dtype, shape, kind):
+    x, dy = strided(draw(*shape, dtype=dtype)), draw(*shape, dtype=dtype, seed=1)
+    with backend(name):
+        want, y = bias_activation.bias_activation_bwd(dy, x, None, kind, True), activation_fwd(x, kind)
+        for db in (True, False):
+            again = dy.clone()
+            dz, parts = bias_activation.activation_bwd_again(again, x, kind, db)
+            assert torch.equal(dz, want[0]) and (torch.equal(parts, want[1]) if db else parts is None)
+            assert torch.equal(again, y) if name == "triton" else again.dtype is dtype
+            assert_close(again, y, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (3, 5), (7, 12), (2, 40, 1028), (300, 64)], ids=str)
+def test_dropout_and_its_sums(name, dtype, shape):
+    dy, key = strided(draw(*shape, dtype=dtype)), random.key(5)
+    with backend(name):
+        dx, sums = bias_activation.dropout_bwd_sums(dy, key, 0.4)
+        want = pointwise.dropout(dy, key, 0.4)
+    assert torch.equal(dx, want) if name == "triton" else dx.dtype is dtype
+    assert_close(dx, want, dtype=dtype)
+    assert_close(sums.sum(0), want.double().reshape(-1, shape[-1]).sum(0), dtype=dtype, length=max(1, want[..., 0].numel()))
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (1,), (3, 5), (7, 1031)], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_dropout_add(name, dtype, shape, bias):
@@ -115,6 +149,30 @@ def test_dropout_add(name, dtype, shape, bias):
     want = r.double() + kept * (x.double() + (b.double() if bias else 0.0)) / 0.6
     assert torch.equal(y[~kept], r[~kept]), "the very same elements are dropped"
     assert_close(y, want, dtype=dtype)
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 8), (7, 5), (2, 3, 2100), (3, 8300)], ids=str)
+@pytest.mark.parametrize("p", [0.3, 1.0 - 2.0**-40])
+def test_dropout_add_norm_is_both_kernels(name, dtype, shape, p):
+    x, r = strided(draw(*shape, dtype=dtype)), draw(*shape, dtype=dtype, seed=1)
+    w, b = draw(shape[-1], dtype=dtype, seed=2), draw(shape[-1], dtype=dtype, seed=3)
+    key = random.key(5)
+    with backend(name):
+        want = pointwise.dropout_add(x, None, r, key, p)
+        y, stream, rstd = add_norm.dropout_add_rms_norm_fwd(x, r, w, key, p, 1e-6, True)
+        assert torch.equal(stream, want)
+        assert all(torch.equal(g, w) for g, w in zip((y, rstd), norm.rms_norm_fwd(want, w, 1e-6, True), strict=True))
+        for bias in (None, b):
+            y, stream, mean, rstd = add_norm.dropout_add_layer_norm_fwd(x, r, w, bias, key, p, 1e-5, False)
+            found = (y, mean, rstd), norm.layer_norm_fwd(want, w, bias, 1e-5, False)
+            assert torch.equal(stream, want) and all(torch.equal(g, w) for g, w in zip(*found, strict=True))
+
+
+def test_column_sums_take_rows_apart(name, dtype):
+    t = draw(3, 11, 60, dtype=dtype)
+    with backend(name):
+        for part in t.split([20, 35, 5], -1):
+            assert torch.equal(norm.row_sums(part), norm.row_sums(part.contiguous()))
 
 
 @pytest.mark.parametrize("classes", [slice(0, 9), slice(0, 4), slice(4, 9), slice(8, 9)], ids=str)
@@ -152,10 +210,25 @@ def test_sibling_linear(name, dtype, rows, sizes, biased):
     with backend(name):
         ys = sibling_linear.sibling_linear_fwd(x, *w, *pad, *b, *pad)
         dx = sibling_linear.sibling_linear_dgrad(*dy, *pad, *w, *pad)
+        joined = sibling_linear.joined_linear_dgrad(torch.cat(dy, -1), *w) if n == 3 else dx
     assert ys[n:] == (None,) * (3 - n)
     want = tuple(F.linear(x.double(), w_.double(), None if b_ is None else b_.double()) for w_, b_ in zip(w, b, strict=True))
     assert_close(ys[:n], want, dtype=dtype, length=7)
-    assert_close(dx, sum(d.double() @ w_.double() for d, w_ in zip(dy, w, strict=True)), dtype=dtype, length=sum(sizes))
+    for found in (dx, joined):
+        assert_close(found, sum(d.double() @ w_.double() for d, w_ in zip(dy, w, strict=True)), dtype=dtype, length=sum(sizes))
+
+
+@pytest.mark.parametrize(("heads", "half"), drawn([(1, 1), (3, 5), (8, 2)], [(1, 2), (3, 6), (8, 40)]))
+def test_a_pair_is_turned_as_each(name, dtype, heads, half):
+    (heads, kv_heads), (half, dim) = heads, half
+    q, k = draw(2, 5, heads, dim, dtype=dtype), strided(draw(2, 5, kv_heads, dim, dtype=dtype, seed=1))
+    for interleaved, positions in ((False, torch.arange(5)), (True, torch.arange(10).reshape(2, 5))):
+        table = rope.rope_table(positions, 100.0, 2 * half, interleaved, torch.float32)
+        for inverse in (False, True):
+            with backend(name):
+                got = rope.rope_apply_pair(q, k, table, interleaved, inverse)
+                want = [rope.rope_apply(t, table, interleaved, inverse) for t in (q, k)]
+            assert all(torch.equal(g, w) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Fusion plans: which steps become which kernel, which nearly do, and that the numbers stay."""
 
 import dataclasses
+from random import Random
 
 import pytest
 import torch
@@ -44,9 +45,9 @@ from funcops import (
     with_policy,
 )
 from funcops.backend import backend
-from funcops.bench.models import gpt2_block_config, mlp_config
+from funcops.bench.models import block_config, gpt2_block_config, mlp_config
 from funcops.program import rules
-from funcops.program.rules import FORWARD, Rule, unregister_fusion
+from funcops.program.rules import FORWARD, Rule, Saving, unregister_fusion
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
@@ -93,7 +94,7 @@ def halves(words, needs=Needs.ALL, dtype=torch.bfloat16, device="cuda", **option
 TABLE = [
     ("linear", "", ""),
     ("linear gelu", "linear+gelu", ""),
-    ("linear_b gelu", "linear_b+gelu", ""),
+    ("linear_b gelu", "linear_b+gelu", "linear_b+gelu"),
     ("linear bias", "linear+bias", ""),
     ("linear bias silu", "linear+bias+silu", "bias+silu"),
     ("linear bias gelu add", "linear+bias+gelu+add", "bias+gelu"),
@@ -115,7 +116,12 @@ TABLE = [
     ("bias gelu linear", "", "bias+gelu"),
     ("rms linear gelu linear", "linear+gelu", "gelu+linear"),
     ("gelu linear add", "linear+add", "gelu+linear"),
-    ("linear gelu linear_b silu", "linear+gelu linear_b+silu", "gelu+linear_b"),
+    ("linear gelu linear_b silu", "linear+gelu linear_b+silu", "gelu+linear_b+silu"),
+    ("linear_b drop", "", "linear_b+drop"),
+    ("linear drop", "", ""),
+    ("linear_b drop_off", "", ""),
+    ("linear_b gelu linear_b drop add", "linear_b+gelu drop+add", "linear_b+gelu+linear_b+drop"),
+    ("linear_b drop linear silu linear_b", "linear+silu", "linear_b+drop+linear+silu+linear_b"),
     ("drop add", "drop+add", ""),
     ("bias drop add", "bias+drop+add", ""),
     ("linear bias drop add", "linear+bias drop+add", ""),
@@ -125,14 +131,19 @@ TABLE = [
     ("drop gelu add", "", ""),
     ("add fork rms", "add+fork+rms", "add+fork+rms"),
     ("add fork ln linear", "add+fork+ln linear+end", "add+fork+ln"),
+    ("drop add fork ln", "drop+add+fork+ln", "add+fork+ln"),
+    ("linear_b drop add fork rms linear", "drop+add+fork+rms linear+end", "linear_b+drop add+fork+rms"),
+    ("linear bias drop add fork ln_plain", "linear+bias drop+add+fork+ln_plain", "add+fork+ln_plain"),
+    ("drop_off add fork rms", "add+fork+rms", "add+fork+rms"),
     ("add rms", "", ""),
     ("fork rms", "", "fork+rms"),
     ("fork ln linear", "linear+end", "fork+ln"),
     ("fork linear_b", "linear_b+end", "fork+linear_b"),
     ("fork bias linear", "linear+end", ""),
     ("add fork gelu rms", "", ""),
-    ("linear add fork rms", "linear+add", "add+fork+rms"),
-    ("linear gelu add fork ln linear_b silu linear", "linear+gelu+add linear_b+silu linear+end", "add+fork+ln silu+linear"),
+    ("linear add fork rms", "add+fork+rms", "add+fork+rms"),
+    ("linear gelu add fork ln linear_b silu linear", "linear+gelu+add linear_b+silu linear+end",
+     "add+fork+ln linear_b+silu+linear"),
 ]  # fmt: skip
 
 
@@ -171,7 +182,8 @@ def test_near_misses_say_why(words, dtype, reason):
 def test_explain_shows_inner_chains_as_one_program():
     text = str(explain(gpt2_block_config(64, 4, 96, 0.1)))
     assert "forward   mlp.up + mlp.act: linear + epilogue" in text
-    assert "backward  mlp.act + mlp.down: linear dgrad + derivative" in text
+    assert "backward  mlp.up + mlp.act + mlp.down + mlp.drop: bias gradients, again, saves 3 passes and 3 launches" in text
+    assert "backward  attn.add + mlp.fork + mlp.norm: add + norm, again, saves 3 passes and 2 launches" in text
 
 
 def run(cfg, dtype, needs=Needs.ALL, donated=False, split=False, op=chain):
@@ -251,7 +263,16 @@ def test_fused_is_unfused(words):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "words", ["linear bias gelu add", "gelu linear_b", "bias drop add", "bias silu", "add fork ln linear", "add fork rms"]
+    "words",
+    [
+        "linear bias gelu add",
+        "gelu linear_b",
+        "bias drop add",
+        "bias silu",
+        "add fork ln linear",
+        "add fork rms",
+        "drop add fork ln",
+    ],
 )
 def test_fused_is_unfused_in_16_bits(words, dtype):
     compare(words, dtype)
@@ -271,9 +292,14 @@ def test_the_fused_kernels_are_those_that_run(monkeypatch):
     counted(fused.linear_dgrad, "fused_linear_dgrad")
     counted(fused.add_norm.kernels, "add_layer_norm_fwd")
     counted(fused.add_norm.kernels, "add_layer_norm_bwd")
+    counted(fused.add_norm.kernels, "dropout_add_layer_norm_fwd")
     with backend("triton"):
-        run(made("linear gelu linear_b drop add fork ln"), torch.float32)
-    assert ran == ["fused_linear_fwd", "dropout_add", "add_layer_norm_bwd", "fused_linear_dgrad"]
+        run(made("linear gelu linear drop add fork ln", recompute=False), torch.float32)
+    assert ran == ["fused_linear_fwd", "dropout_add_layer_norm_fwd", "add_layer_norm_bwd", "fused_linear_dgrad"]
+    ran.clear()
+    with backend("triton"):
+        run(made("linear_b drop add gelu"), torch.float32)
+    assert ran == ["dropout_add"]
     ran.clear()
     with backend("triton"):
         run(made("add fork ln gelu linear"), torch.float32)
@@ -320,7 +346,7 @@ def test_a_skip_is_planned_with_its_body(name, needs):
 def test_the_plan_of_a_skip():
     text = str(explain(SKIPS["llama mlp"], Needs.ALL))
     assert "forward   down + add: linear + epilogue" in text
-    assert "backward  fork + norm: fork + reader" in text
+    assert "backward  fork + norm: fork + norm, again, saves 3 passes and 2 launches" in text
 
 
 def chains():
@@ -358,7 +384,7 @@ def test_what_does_not_fit_is_refused_as_by_the_steps():
         chain.fwd(params, bad, cfg)
 
 
-LOUD = ["linear_b gelu", "linear add", "linear bias silu add", "linear scale", "bias drop add", "add fork ln", "add fork rms",
+LOUD = ["linear_b gelu", "linear add", "linear bias silu add", "linear scale", "bias drop add", "add fork ln", "drop add fork rms",
         "linear_b gelu linear", "linear scale linear", "bias gelu", "fork ln", "fork linear_b"]  # fmt: skip
 
 
@@ -400,6 +426,56 @@ def test_edited_residuals_are_checked_where_dgrads_are_fused(words):
         kept[holder] = 3.0
         with pytest.raises(TypeError, match="must be"):
             chain.bwd(kept, dy, cfg)
+
+
+def drawn_rules(draw, length):
+    """Rules that cover calls from some places of a chain of scales on, and save something."""
+
+    def rule(name):
+        starts, size = set(draw.sample(range(length), 3)), draw.randint(2, 4)
+        saves = Saving(draw.randint(-1, 3), draw.randint(0, 2))
+
+        def match(window):
+            return size if len(window.calls) >= size and int(window.calls[0].path.rpartition("_")[2]) in starts else None
+
+        return Rule(f"rule {name}", FORWARD, match, lambda *given: NotImplemented, saves), starts, size, saves
+
+    return [rule(name) for name in range(draw.randint(1, 6))]
+
+
+def most(found, length, i=0):
+    """What the best cover from call i on saves, by trying them all."""
+    if i >= length:
+        return 0, 0
+    best = most(found, length, i + 1)
+    for _, starts, size, saves in found:
+        if i in starts and i + size <= length:
+            best = max(best, tuple(map(sum, zip(saves, most(found, length, i + size), strict=True))))
+    return best
+
+
+def test_a_cover_is_the_cheapest(monkeypatch):
+    length, longest_first = 7, 0
+    cfg = made(" ".join(["scale"] * length))
+    for seed in range(60):
+        found = drawn_rules(Random(seed), length)
+        monkeypatch.setattr(rules, "_rules", [one[0] for one in found])
+        lines = plan(cfg).forward
+        saved = [sum(parts) for parts in zip(*(line.saves for line in lines), strict=True)]
+        assert tuple(saved) == most(found, length), seed
+        greedy = max((size for _, starts, size, _ in found if 0 in starts), default=1)
+        longest_first += len(lines[0].calls) == greedy
+        assert [call.path for line in lines for call in line.calls] == [step.name for step in cfg.steps]
+    assert longest_first < 55, "the draw must hold covers that begin otherwise than with the longest piece"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cover"), [(torch.bfloat16, "attn.out + attn.add"), (torch.float32, "attn.add + mlp.fork + mlp.norm")]
+)
+def test_who_multiplies_decides_who_adds(dtype, cover):
+    """A residual is added by our product, or by the norm after the library's."""
+    lines = plan(block_config(256, 4, 512), dtype=dtype).forward
+    assert cover in [" + ".join(line.paths) for line in lines if line.rule]
 
 
 def test_users_add_rules():

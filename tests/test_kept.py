@@ -31,7 +31,7 @@ from funcops import (
     with_policy,
 )
 from funcops.bench.models import block_config, mlp_config
-from funcops.residuals.policy import Packed
+from funcops.residuals.forms import Packed
 from funcops.testing.checks import float_like
 from funcops.testing.frugal import held, masks
 from funcops.trees import leaves, paths, replace, tensors, with_leaves
@@ -94,8 +94,14 @@ def test_branches_draw_masks_of_their_own():
 @pytest.mark.parametrize("pattern", ["*", "*.weight", "up.*", "*w*"])
 def test_no_rule_packs_weights(pattern, codec):
     cfg, x = mlp_config(16, 24), torch.randn(8, 16)
-    params = chain.init(cfg, key=random.key(0))
-    _, kept = with_policy(chain, Policy({pattern: Compress(codec)})).fwd(params, x, cfg)
+    params, op = chain.init(cfg, key=random.key(0)), with_policy(chain, Policy({pattern: Compress(codec)}))
+    if pattern == "*.weight":
+        with pytest.raises(
+            ValueError, match=r"rules at '\*.weight' must be one that changes what is kept, .*weight is a parameter"
+        ):
+            op.fwd(params, x, cfg)
+        return
+    _, kept = op.fwd(params, x, cfg)
     weights = {id(t) for t in tensors(params)}
     for step in ("norm", "up", "down"):
         assert id(kept[step].weight) in weights

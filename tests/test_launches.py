@@ -60,14 +60,14 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "MLP": Row(4, 8, MLP_FORWARD, MLP_BACKWARD),
-    "Llama block": Row(12, 22, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "GPT-2 block": Row(16, 37, GPT2_FORWARD, GPT2_BACKWARD),
-    "decoder of one Llama block": Row(21, 34, DECODER_FORWARD, DECODER_BACKWARD),
+    "MLP": Row(4, 7, MLP_FORWARD, MLP_BACKWARD),
+    "Llama block": Row(11, 16, LLAMA_FORWARD, LLAMA_BACKWARD),
+    "GPT-2 block": Row(15, 23, GPT2_FORWARD, GPT2_BACKWARD),
+    "decoder of one Llama block": Row(20, 28, DECODER_FORWARD, DECODER_BACKWARD),
 }
 SWAPPED = {
     "Hugging Face's Llama block, swapped": Row(23, 45, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "Hugging Face's GPT-2 block, swapped": Row(14, 36, GPT2_FORWARD, GPT2_BACKWARD),
+    "Hugging Face's GPT-2 block, swapped": Row(14, 34, GPT2_FORWARD, GPT2_BACKWARD),
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from funcops import LinearConfig, RepeatConfig, chain, diff, linear, random, repeat, report, with_policy
 from funcops.bench.models import mlp_config
-from funcops.residuals.layers import merged
+from funcops.residuals.equal_layers import merged
 from funcops.residuals.report import Row
 
 CFG = mlp_config(16, 24)

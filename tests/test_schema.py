@@ -237,7 +237,8 @@ def test_a_subclass_is_what_the_decorators_make():
 
 def test_a_derived_pending_has_the_fields_that_wgrad_reads_and_dy():
     derived, own = derive_pending("LinearPending", LinearResiduals, dy="[*, O]"), LinearPending
-    assert (derived.fields, derived.names, derived.kind) == (own.fields, own.names, own.kind) and issubclass(derived, Pending)
+    fields = {name: field for name, field in own.fields.items() if name != "sums"}  # which the backward of a fusion leaves
+    assert (derived.fields, derived.kind) == (fields, own.kind) and issubclass(derived, Pending)
 
 
 def test_a_static_that_there_is_not_is_refused():

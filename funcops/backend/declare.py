@@ -184,7 +184,7 @@ def _schema(body: Implementation, mutates: tuple[str, ...]) -> str:
 
 
 _CALL = """
-def call({names}):
+def call({parameters}):
     if {first}.is_cpu and not select.chosen_anywhere:
         return body({names})
     return choose({first})({names})
@@ -193,10 +193,12 @@ def call({names}):
 
 def _write_call(body: Implementation, declared: Kernel) -> Any:
     """The dispatch, written out with the body's own argument names: it runs in every call of a kernel."""
-    names = list(inspect.signature(body).parameters)
+    parameters = inspect.signature(body).parameters
+    names = list(parameters)
+    defaults = [name if p.default is p.empty else f"{name}={p.default!r}" for name, p in parameters.items()]
     first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
     scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose}
-    exec(_CALL.format(names=", ".join(names), first=first), scope)
+    exec(_CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first), scope)
     return scope["call"]
 
 

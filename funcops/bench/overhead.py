@@ -13,7 +13,7 @@ from torch import nn
 
 from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, chain, linear, random, rms_norm, rope_table
 from funcops import nn as fnn
-from funcops.adapters.autograd import backward_calls
+from funcops.adapters.autograd.differentiable import backward_calls
 from funcops.bench.measure import Row, interleaved, summary
 from funcops.bench.models import block_config, mlp_config
 from funcops.bench.plain import MLP, PlainBlock

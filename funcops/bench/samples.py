@@ -24,11 +24,12 @@ from funcops.kernels import (
     norm,
     pointwise,
     qkv_split,
+    quantize,
     rope,
     sibling_linear,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
-from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
+from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
 from funcops.kernels.rope import rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
@@ -88,12 +89,17 @@ class Maker:
     def ids(self, *shape: int, below: int) -> Tensor:
         return torch.randint(below, shape, device=self.device)
 
+    def codes(self, *shape: int) -> Tensor:
+        return torch.randint(127, shape, device=self.device, dtype=torch.uint8)
+
     def key(self) -> Tensor:
         return random.key(0).to(self.device)
 
 
 def samples(make: Maker) -> Iterator[Sample]:
-    families = (_norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _products, _siblings)
+    families = (
+        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers, _products, _siblings,
+    )  # fmt: skip
     for family in families:
         yield from family(make)
 
@@ -126,6 +132,7 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
     yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
     yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
+    yield Sample(norm.sum_two_parts, f"256x{width}", (make.wide(256, width), make.wide(256, width), make.dtype))
     yield from _add_norms(make, rows, width)
 
 
@@ -137,6 +144,10 @@ def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(add_norm.add_rms_norm_bwd, shape, (dy, dstream, x, w, rstd, False, True, True))
     yield Sample(add_norm.add_layer_norm_fwd, shape, (x, residual, w, b, 1e-6, False))
     yield Sample(add_norm.add_layer_norm_bwd, shape, (dy, dstream, x, w, mean, rstd, False, True, True, True))
+    yield Sample(add_norm.add_rms_norm_bwd_again, shape, (dy, dstream, x, w, rstd, False, True))
+    yield Sample(add_norm.add_layer_norm_bwd_again, shape, (dy, dstream, x, w, b, mean, rstd, False, True, True))
+    yield Sample(add_norm.dropout_add_rms_norm_fwd, shape, (x, residual, w, make.key(), 0.1, 1e-6, False))
+    yield Sample(add_norm.dropout_add_layer_norm_fwd, shape, (x, residual, w, b, make.key(), 0.1, 1e-6, False))
 
 
 def _keys(make: Maker) -> Iterator[Sample]:
@@ -173,6 +184,8 @@ def _activations(make: Maker) -> Iterator[Sample]:
         yield Sample(bias_activation_bwd, shape, (dy, x, b, kind, True))
         if kind == "gelu_tanh":
             yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
+        yield Sample(activation_bwd_again, shape, (dy, x, kind, True))
+    yield Sample(dropout_bwd_sums, f"{rows}x{width}", (dy, make.key(), 0.1))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:
@@ -200,6 +213,8 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
         shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
         yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
+        k = make.floats(2, tokens, heads // 2, 128)
+        yield Sample(rope.rope_apply_pair, f"{shape} and {heads // 2}", (x, k, table, interleaved, False))
         qkv, kv_heads = make.floats(2, tokens, 2 * heads * 128), heads // 2
         yield Sample(qkv_split.qkv_split_fwd, shape, (qkv, table, heads, kv_heads, interleaved))
         dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
@@ -257,6 +272,31 @@ def _optimisers(make: Maker) -> Iterator[Sample]:
     yield Sample(adamw.adamw, f"gpt-2 {len(shapes)} tensors", (p, g, m, v, steps, decayed, 1e-3, None, 0.9, 0.95, 1e-8, 0.1))
 
 
+def _quantisers(make: Maker) -> Iterator[Sample]:
+    """What the recipes make of activations and gradients."""
+    rows, width = make.sizes(8192, 4096)
+    x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(rows, -(-width // 128))
+    block, tensor = ("e4m3", 1, 128, "pow2"), ("e4m3", 0, 0, "float32")
+    each, mx, nv = ("e4m3", 1, 0, "float32"), ("e4m3", 1, 32, "e8m0"), ("e2m1", 1, 16, "e4m3")
+    for args, amax in ((block, None), (tensor, whole), (each, None), (mx, None), (nv, whole)):
+        shape = f"{args[0]} {args[1]}x{args[2]} {args[3]} {rows}x{width}"
+        yield Sample(quantize.quantize_row, shape, (x, *args, amax, None))
+        if args is not each:
+            yield Sample(quantize.quantize_col, shape, (x, *args, amax, None, False))
+            yield Sample(quantize.quantize_both, shape, (x, *args, amax))
+    yield Sample(quantize.quantize_row, f"e4m3 128x128 pow2 {rows}x{width}", (x, "e4m3", 128, 128, "pow2", None, None))
+    yield Sample(quantize.quantize_scaled, f"e4m3 {rows}x{width}", (x, "e4m3", whole))
+    yield Sample(quantize.amax, f"{rows}x{width}", (x, False))
+    codes = make.codes(rows, width)
+    yield Sample(quantize.retile, f"e4m3 1x128 {rows}x{width}", (codes, scales, "e4m3", 1, 128))
+    yield Sample(quantize.transpose, f"{rows}x{width}", (codes,))
+    yield Sample(quantize.dequantize, f"e4m3 1x128 {rows}x{width}", (codes, scales, None, *block, width, make.dtype))
+    tiles = make.codes(rows, -(-width // 16))
+    yield Sample(
+        quantize.dequantize, f"e2m1 1x16 {rows}x{width}", (make.codes(rows, width // 2), tiles, whole, *nv, width, make.dtype)
+    )
+
+
 def _products(make: Maker) -> Iterator[Sample]:
     for tokens, inner, outer in ((8192, 4096, 4096), (16384, 1024, 512), (48, 4096, 4096), (4096, 4099, 1001)):
         tokens, inner, outer = make.sizes(tokens, inner, outer)
@@ -299,6 +339,9 @@ def _siblings(make: Maker) -> Iterator[Sample]:
         yield Sample(sibling_linear.sibling_linear_fwd, shape, args, product=forward, flops=flops, length=inner)
         args = *dy, *pad, *w, *pad
         yield Sample(sibling_linear.sibling_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
+        if not pad:
+            args = torch.cat(dy, -1), *w
+            yield Sample(sibling_linear.joined_linear_dgrad, shape, args, product=dgrad, flops=flops, length=sum(sizes))
 
 
 def _siblings_shapes(tokens: int, inner: int, sizes: list[int]) -> tuple[list[tuple[int, ...]], ...]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import FLOATS
+from funcops.kernels.triton.gemm_table import choose
 from funcops.op import Op
 from funcops.program.lower import Call
 
@@ -22,6 +23,11 @@ def joins(call: Call, op: Op) -> bool:
     return call.op is op and len(call.takes) == 1 and not call.gives
 
 
+def by_library(family: str, dtype: torch.dtype, columns: int) -> bool:
+    """Whether the products of many rows with such an epilogue are left to torch's kernels, and one after them."""
+    return choose(family, dtype, 1 << 20, columns, True).library
+
+
 def alike(*given: Any) -> bool:
     """Tensors of one float dtype on one device, none of which autograd would record: what the calls themselves ask for."""
     first, recording = given[0], torch.is_grad_enabled()
@@ -31,3 +37,8 @@ def alike(*given: Any) -> bool:
     return all(
         [isinstance(t, Tensor) and t.dtype is dtype and t.device == device and not (recording and t.requires_grad) for t in given]
     )
+
+
+def is_key(key: Any, like: Tensor) -> bool:
+    """A random key where that tensor is."""
+    return isinstance(key, Tensor) and key.dtype is torch.int64 and key.shape == (2,) and key.device == like.device

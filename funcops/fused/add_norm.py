@@ -1,23 +1,33 @@
 """The sum of a residual stream and the norm that reads it: one kernel forward, and one backward, which adds the stream's gradient.
 
-Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension.
+Steps: an add, a fork that gives the stream, and an RMSNorm or LayerNorm over the last dimension; forward a dropout before them,
+where there is one.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone, joins
+from funcops.fused._steps import alike, alone, is_key, joins
 from funcops.kernels import add_norm as kernels
-from funcops.ops.add import AddResiduals, add
-from funcops.ops.fork import ForkResiduals, fork
-from funcops.ops.layer_norm import LayerNormPending, LayerNormResiduals, layer_norm
-from funcops.ops.rms_norm import RMSNormPending, RMSNormResiduals, rms_norm
-from funcops.program.rules import BACKWARD, FORWARD, Rule, Window, register_fusion
+from funcops.ops.add import add, add_kept
+from funcops.ops.dropout import dropout, dropout_kept
+from funcops.ops.fork import fork, fork_kept
+from funcops.ops.layer_norm import LayerNormPending, layer_norm, layer_norm_kept
+from funcops.ops.rms_norm import RMSNormPending, rms_norm, rms_norm_kept
+from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 from funcops.program.values import add as summed
-from funcops.schema import Inputs
+
+
+def _match_forward(window: Window) -> int | str | None:
+    drop = window.calls[0]
+    if not joins(drop, dropout) or not drop.cfg.train or drop.cfg.p in (0.0, 1.0):
+        return _match(window)
+    size = _match(window._replace(calls=window.calls[1:]))
+    return size + 1 if isinstance(size, int) else size
 
 
 def _match(window: Window) -> int | str | None:
@@ -41,57 +51,93 @@ def _match_backward(window: Window) -> int | str | None:
 
 
 def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
-    join, split, norm = calls
-    residual, cfg, w = values[join.takes[0]], norm.cfg, params[2].weight
-    b = getattr(params[2], "bias", None)
+    *dropped, join, split, norm = calls
+    residual, cfg, w = values[join.takes[0]], norm.cfg, params[-1].weight
+    b, key = getattr(params[-1], "bias", None), values[dropped[0].takes[0]] if dropped else None
     if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
         return NotImplemented
     sizes = [main.shape[-1:], w.shape, cfg.dim if b is None else b.shape]
     if main.shape != residual.shape or any([tuple(size) != cfg.dim for size in sizes]):
         return NotImplemented
+    if dropped and not is_key(key, main):
+        return NotImplemented
+    drawn, how = (key, dropped[0].cfg.p) if dropped else (), (cfg.eps, cfg.zero_centered_gamma)
     if norm.op is rms_norm:
-        y, stream, rstd = kernels.add_rms_norm_fwd(main, residual, w, cfg.eps, cfg.zero_centered_gamma)
-        node = RMSNormResiduals.keep(cfg, norm.kept, x=stream, weight=w, rstd=rstd, weight_dtype=w.dtype)
+        fwd = kernels.dropout_add_rms_norm_fwd if dropped else kernels.add_rms_norm_fwd
+        y, stream, rstd = fwd(main, residual, w, *drawn, *how)
+        node: Any = rms_norm_kept(cfg, norm.kept, stream, params[-1], rstd)
     else:
-        y, stream, mean, rstd = kernels.add_layer_norm_fwd(main, residual, w, b, cfg.eps, cfg.zero_centered_gamma)
-        like = None if norm.needs.x or norm.needs.param("weight") else (stream.shape, stream.dtype)
-        node = LayerNormResiduals.keep(
-            cfg, norm.kept, x=stream, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
-        )  # fmt: skip
+        fwd = kernels.dropout_add_layer_norm_fwd if dropped else kernels.add_layer_norm_fwd
+        y, stream, mean, rstd = fwd(main, residual, w, b, *drawn, *how)
+        node = layer_norm_kept(cfg, norm.kept, stream, params[-1], mean, rstd)
     values[split.gives[0]] = stream
-    statics = {"shape": stream.shape, "dtype": stream.dtype}
-    first = AddResiduals.keep(join.cfg, join.kept, inputs=Inputs.of((main, residual)), **statics)
-    return y, [first, ForkResiduals.keep(split.cfg, split.kept, **statics), node]
+    first = [dropout_kept(call.cfg, call.kept, (main, key)) for call in dropped]
+    return y, [*first, add_kept(join.cfg, join.kept, (main, residual)), fork_kept(split.cfg, split.kept, stream), node]
 
 
-def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
+def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], again: bool = False) -> Any:
     join, split, norm = calls
     node = kept[2]
     dstream = gradients.get(split.gives[0])
     if dstream is None or not alike(dy, dstream, node.x) or not dy.shape == dstream.shape == node.x.shape:
         return NotImplemented
     gradients.pop(split.gives[0])
-    dx, pending = norm_gradient(norm, node, dy, dstream)
+    dx, pending = norm_gradient(norm, node, dy, dstream, gradients if again else None)
     residual = join.takes[0]
     if join.needs.input(1):
         gradients[residual] = summed(gradients.get(residual), dx)
     return dx if join.needs.input(0) else None, [None, None, pending]
 
 
-def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any) -> tuple[Any, Any]:
-    """dx of a norm plus the gradient of the stream that it read, and the norm's pending."""
+def match_again(match: Any) -> Any:
+    """Where weight gradients alone read y of the norm, which was not kept."""
+
+    def found(window: Window) -> int | str | None:
+        size = match(window)
+        readers = window.calls[size - 1].readers if isinstance(size, int) else ()
+        return size if readers and all(call.needs and not call.again_in_dgrad for call in readers) else None
+
+    return found
+
+
+def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, again: dict[int, Any] | None = None) -> tuple[Any, Any]:
+    """dx of a norm plus the gradient of the stream that it read, and the norm's pending; y of the norm into `again`."""
     cfg = norm.cfg
     shared = (dy, dstream, node.x, node.weight)
     if norm.op is rms_norm:
         wanted = bool(node.needs.params)
-        dx, parts = kernels.add_rms_norm_bwd(*shared, node.rstd, cfg.zero_centered_gamma, True, wanted)
+        if again is not None:
+            dx, again[norm.out], parts = kernels.add_rms_norm_bwd_again(*shared, node.rstd, cfg.zero_centered_gamma, wanted)
+        else:
+            dx, parts = kernels.add_rms_norm_bwd(*shared, node.rstd, cfg.zero_centered_gamma, True, wanted)
         pending = RMSNormPending.keep(cfg, node.needs, parts=parts, weight_dtype=node.weight_dtype)
     else:
         wants = node.needs.param("weight"), cfg.bias and node.needs.param("bias")
-        dx, dw, db = kernels.add_layer_norm_bwd(*shared, node.mean, node.rstd, cfg.zero_centered_gamma, True, *wants)
+        how = node.mean, node.rstd, cfg.zero_centered_gamma
+        if again is not None:
+            dx, again[norm.out], dw, db = kernels.add_layer_norm_bwd_again(*shared, node.bias, *how, *wants)
+        else:
+            dx, dw, db = kernels.add_layer_norm_bwd(*shared, *how, True, *wants)
         pending = LayerNormPending.keep(cfg, node.needs, dw_parts=dw, db_parts=db, weight_dtype=node.weight_dtype)
     return dx, pending
 
 
-rule = register_fusion(Rule("add + norm", FORWARD, _match, _run))
-backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward))
+def _saves(window: Window) -> Saving:
+    """The norm does not read the sum, and what is dropped out is neither written nor read."""
+    return Saving(1, 1) if len(window.calls) == 3 else Saving(3, 2)
+
+
+rule = register_fusion(Rule("add + norm", FORWARD, _match_forward, _run, _saves))
+# the norm's gradient is neither written nor read
+backward_rule = register_fusion(Rule("add + norm", BACKWARD, _match_backward, _run_backward, Saving(2, 1)))
+again_rule = register_fusion(
+    Rule(
+        "add + norm, again",
+        BACKWARD,
+        match_again(_match_backward),
+        functools.partial(_run_backward, again=True),
+        Saving(3, 2),
+        whole=True,
+        again=True,
+    )  # fmt: skip
+)

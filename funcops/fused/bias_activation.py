@@ -13,8 +13,8 @@ import torch
 from funcops.fused._steps import alike, alone
 from funcops.kernels.bias_activation import bias_activation_bwd, bias_activation_fwd
 from funcops.ops.activation import activation
-from funcops.ops.bias import BiasPending, BiasResiduals, bias
-from funcops.program.rules import BACKWARD, FORWARD, Rule, Window, register_fusion
+from funcops.ops.bias import BiasPending, bias, bias_kept
+from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -38,7 +38,7 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     if not alike(main, b) or main.dim() < 1 or not b.shape == main.shape[-1:] == (calls[0].cfg.dim,):
         return NotImplemented
     y = bias_activation_fwd(main, b, calls[1].cfg.kind)
-    return y, [BiasResiduals.keep(calls[0].cfg, calls[0].kept, shape=y.shape, dtype=y.dtype), None]
+    return y, [bias_kept(calls[0].cfg, calls[0].kept, y), None]
 
 
 def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
@@ -50,5 +50,5 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
     return dz if first.needs.x else None, [pending, None]
 
 
-rule = register_fusion(Rule("bias + activation", FORWARD, _match_forward, _run))
-backward_rule = register_fusion(Rule("bias + activation", BACKWARD, _match_backward, _run_backward))
+rule = register_fusion(Rule("bias + activation", FORWARD, _match_forward, _run, Saving(2, 1)))
+backward_rule = register_fusion(Rule("bias + activation", BACKWARD, _match_backward, _run_backward, Saving(1, 1)))

@@ -5,15 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from funcops.fused._steps import alike, alone, joins
+from funcops.fused._steps import alike, alone, is_key, joins
 from funcops.kernels.pointwise import dropout_add
-from funcops.ops.add import AddResiduals, add
-from funcops.ops.bias import BiasResiduals, bias
-from funcops.ops.dropout import DropoutResiduals, dropout
-from funcops.program.rules import FORWARD, Rule, Window, register_fusion
-from funcops.schema import Inputs
+from funcops.ops.add import add, add_kept
+from funcops.ops.bias import bias, bias_kept
+from funcops.ops.dropout import dropout, dropout_kept
+from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -37,15 +35,13 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
         return NotImplemented
     if b is not None and (b.shape != (calls[0].cfg.dim,) or b.shape != main.shape[-1:]):
         return NotImplemented
-    if not isinstance(key, Tensor) or key.dtype is not torch.int64 or key.shape != (2,) or key.device != main.device:
+    if not is_key(key, main):
         return NotImplemented
     y = dropout_add(main, b, residual, key, drop.cfg.p)
-    statics = {"shape": y.shape, "dtype": y.dtype}
-    nodes = [
-        DropoutResiduals.keep(drop.cfg, drop.kept, key=key, inputs=Inputs.of((main, key)), **statics),
-        AddResiduals.keep(join.cfg, join.kept, inputs=Inputs.of((y, residual)), **statics),
-    ]
-    return y, nodes if b is None else [BiasResiduals.keep(calls[0].cfg, calls[0].kept, **statics), *nodes]
+    nodes: list[Any] = [dropout_kept(drop.cfg, drop.kept, (main, key)), add_kept(join.cfg, join.kept, (y, residual))]
+    return y, nodes if b is None else [bias_kept(calls[0].cfg, calls[0].kept, y), *nodes]
 
 
-rule = register_fusion(Rule("dropout + add", FORWARD, _match, _run))
+rule = register_fusion(
+    Rule("dropout + add", FORWARD, _match, _run, lambda window: Saving(2 * len(window.calls) - 2, len(window.calls) - 1))
+)

@@ -5,18 +5,19 @@ Steps: a fork that gives the stream, and a norm or a linear. Every `skip` is one
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone
-from funcops.fused.add_norm import norm_gradient
+from funcops.fused._steps import alike, alone, by_library
+from funcops.fused.add_norm import match_again, norm_gradient
 from funcops.kernels.fused_linear import fused_linear_dgrad_add
 from funcops.ops.fork import fork
 from funcops.ops.layer_norm import layer_norm
 from funcops.ops.linear import LinearPending, linear
 from funcops.ops.rms_norm import rms_norm
-from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
+from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -34,7 +35,7 @@ def _match(window: Window) -> int | str | None:
     return 2 if window.needs[0].x and window.needs[1].x else "no gradient is asked of its input"
 
 
-def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any:
+def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], again: bool = False) -> Any:
     split, reader = calls
     node, dstream = kept[1], gradients.get(split.gives[0])
     shape = node.y_shape[:-1] + node.weight.shape[1:] if reader.op is linear else node.x.shape
@@ -44,7 +45,7 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
         if dy.shape != shape:
             return NotImplemented
         gradients.pop(split.gives[0])
-        dx, pending = norm_gradient(reader, node, dy, dstream)
+        dx, pending = norm_gradient(reader, node, dy, dstream, gradients if again else None)
         return dx, [None, pending]
     if dy.shape != node.y_shape:
         return NotImplemented
@@ -53,4 +54,22 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
     return fused_linear_dgrad_add(dy, node.weight, 1.0, dstream), [None, pending]
 
 
-rule = register_fusion(Rule("fork + reader", BACKWARD, _match, _run))
+def _saves(window: Window) -> Saving:
+    """The reader's gradient is neither written nor read."""
+    reader = window.calls[1]
+    none = reader.op is linear and by_library("added", window.dtype, reader.cfg.in_features)
+    return Saving() if none else Saving(2, 1)
+
+
+rule = register_fusion(Rule("fork + reader", BACKWARD, _match, _run, _saves))
+again_rule = register_fusion(
+    Rule(
+        "fork + norm, again",
+        BACKWARD,
+        match_again(_match),
+        functools.partial(_run, again=True),
+        Saving(3, 2),
+        whole=True,
+        again=True,
+    )  # fmt: skip
+)

@@ -13,7 +13,7 @@ from funcops.kernels.glu import GATES, glu_bwd_again
 from funcops.kernels.linear import linear_dgrad
 from funcops.ops.glu import glu
 from funcops.ops.linear import LinearPending, linear
-from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
+from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -40,4 +40,4 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
     return dx, [None, LinearPending.keep(calls[1].cfg, calls[1].needs, x=again, dy=dy)]
 
 
-rule = register_fusion(Rule("GLU again + linear", BACKWARD, _match, _run, everywhere=True, whole=True))
+rule = register_fusion(Rule("GLU again + linear", BACKWARD, _match, _run, Saving(2, 1), everywhere=True, whole=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.memory.joint import Joint, register_joint
+from funcops.memory.joined_steps import Joint, register_joint
 from funcops.op import Op
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear import LinearConfig, LinearParams, linear

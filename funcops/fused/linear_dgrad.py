@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from funcops.fused._steps import alike, alone
+from funcops.fused._steps import alike, alone, by_library
 from funcops.kernels.fused_linear import fused_linear_dgrad
 from funcops.ops.activation import activation
 from funcops.ops.linear import LinearPending, linear
 from funcops.ops.scale import scale
-from funcops.program.rules import BACKWARD, Rule, Window, register_fusion
+from funcops.program.rules import BACKWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -41,4 +41,11 @@ def _run(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any]) -> Any
     return fused_linear_dgrad(dy, product.weight, z, calls[0].cfg.kind, 1.0), [None, pending]
 
 
-rule = register_fusion(Rule("linear dgrad + derivative", BACKWARD, _match, _run))
+def _saves(window: Window) -> Saving:
+    """The product's own result is neither written nor read; the library takes the factor, and leaves a derivative to a kernel."""
+    first, product = window.calls
+    derivative = first.op is activation and by_library("kept", window.dtype, product.cfg.in_features)
+    return Saving() if derivative else Saving(2, 1)
+
+
+rule = register_fusion(Rule("linear dgrad + derivative", BACKWARD, _match, _run, _saves))

@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.fused._steps import alike, alone, joins
+from funcops.fused._steps import alike, alone, by_library, joins
 from funcops.kernels.fused_linear import fused_linear_fwd
-from funcops.ops.activation import ActivationResiduals, activation
-from funcops.ops.add import AddResiduals, add
-from funcops.ops.bias import BiasResiduals, bias
-from funcops.ops.linear import LinearResiduals, linear
-from funcops.ops.scale import ScaleResiduals, scale
-from funcops.program.rules import FORWARD, Rule, Window, register_fusion
-from funcops.schema import Inputs
+from funcops.ops.activation import activation, activation_kept
+from funcops.ops.add import add, add_kept
+from funcops.ops.bias import bias, bias_kept
+from funcops.ops.linear import linear, linear_kept
+from funcops.ops.scale import scale, scale_kept
+from funcops.program.rules import FORWARD, Rule, Saving, Window, register_fusion
 
 
 def _match(window: Window) -> int | str | None:
@@ -61,20 +60,22 @@ def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
         return NotImplemented
     keep = bool(kind) and bool(calls[by_op[activation]].needs.x)
     y, z = fused_linear_fwd(main, weight, b, residual, kind, factor, keep)
-    statics = {"shape": y.shape, "dtype": y.dtype}
-    nodes = []
-    for step in calls:
-        wanted = step.kept
-        if step.op is linear:
-            node = LinearResiduals.keep(step.cfg, wanted, x=main, weight=weight, y_shape=y.shape, dtype=y.dtype)
-        elif step.op is activation:
-            node = ActivationResiduals.keep(step.cfg, wanted, x=z)
-        elif step.op is add:
-            node = AddResiduals.keep(step.cfg, wanted, inputs=Inputs.of((y, residual)), **statics)
-        else:
-            node = (BiasResiduals if step.op is bias else ScaleResiduals).keep(step.cfg, wanted, **statics)
-        nodes.append(node)
-    return y, nodes
+    made = {linear: (linear_kept, main, weight, y), bias: (bias_kept, y), scale: (scale_kept, y)}
+    made |= {activation: (activation_kept, z), add: (add_kept, (y, residual))}
+    nodes = [(call, *made[call.op]) for call in calls]
+    return y, [kept(call.cfg, call.kept, *given) for call, kept, *given in nodes]
+
+
+def _saves(window: Window) -> Saving:
+    """In a kernel of ours every step after the product; what the activation reads is written where it is kept. The library takes
+    bias and factor, and leaves the rest to one kernel."""
+    found = {call.op: call for call in window.calls}
+    keeps, steps = activation in found and bool(found[activation].needs.x), len(window.calls) - 1
+    family = "kept" if keeps else "added" if add in found else "fused"
+    if by_library(family, window.dtype, window.calls[0].cfg.out_features):
+        steps -= activation in found or add in found
+        return Saving(2 * steps, steps)
+    return Saving(2 * steps - keeps, steps)
 
 
 def _fits(cfg: Any, x: Any, weight: Any, b: Any, adds: bool, residual: Any) -> bool:
@@ -88,4 +89,4 @@ def _fits(cfg: Any, x: Any, weight: Any, b: Any, adds: bool, residual: Any) -> b
     return all(got == want for got, want in shapes)
 
 
-rule = register_fusion(Rule("linear + epilogue", FORWARD, _match, _run))
+rule = register_fusion(Rule("linear + epilogue", FORWARD, _match, _run, _saves))

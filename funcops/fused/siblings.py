@@ -13,35 +13,39 @@ from torch import Tensor
 
 from funcops.fused._steps import alike
 from funcops.kernels.sibling_linear import sibling_linear_dgrad, sibling_linear_fwd
-from funcops.ops.linear import LinearParams, LinearPending, LinearResiduals, linear
-from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Window, register_fusion
+from funcops.ops.linear import LinearParams, LinearPending, linear, linear_kept
+from funcops.program.rules import SIBLINGS_BACKWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
 
 MOST = 3
 
 
-def _match(window: Window) -> int | str | None:
+def _match(window: Window) -> tuple[int, ...] | str | None:
     if any(step.op is not linear for step in window.calls):
         return None
-    return len(window.calls) if len(window.calls) <= MOST else f"more than {MOST} branches"
+    return (1,) * len(window.calls) if len(window.calls) <= MOST else f"more than {MOST} branches"
 
 
-def _match_forward(window: Window) -> int | str | None:
-    size = _match(window)
-    return "float64 runs on torch" if size and window.dtype is torch.float64 else size
+def _match_forward(window: Window) -> tuple[int, ...] | str | None:
+    sizes = _match(window)
+    return "float64 runs on torch" if sizes and window.dtype is torch.float64 else sizes
 
 
-def _match_backward(window: Window) -> int | str | None:
-    size = _match(window)
-    if isinstance(size, int) and not all(needs.x for needs in window.needs):
+def _match_backward(window: Window) -> tuple[int, ...] | str | None:
+    sizes = _match(window)
+    if isinstance(sizes, tuple) and not all(needs.x for needs in window.needs):
         return "no gradient is asked of their input"
-    return size
+    return sizes
 
 
 def _three(given: Any) -> list[Any]:
     return [*given] + [None] * (MOST - len(given))
 
 
-def _run(calls: Any, params: Any, x: Any) -> Any:
+def _run(calls: Any, params: Any, x: Any, values: dict[int, Any]) -> Any:
+    return linears_fwd(calls, params, x)
+
+
+def linears_fwd(calls: Any, params: Any, x: Any) -> Any:
     if any(type(p) is not LinearParams for p in params) or not alike(x) or x.dim() < 1:
         return NotImplemented
     for step, p in zip(calls, params, strict=True):
@@ -53,13 +57,10 @@ def _run(calls: Any, params: Any, x: Any) -> Any:
             return NotImplemented
     ys: tuple[Tensor, ...] = sibling_linear_fwd(x, *_three([p.weight for p in params]), *_three([p.bias for p in params]))
     ys = ys[: len(calls)]
-    return ys, [
-        LinearResiduals.keep(call.cfg, call.kept, x=x, weight=p.weight, y_shape=y.shape, dtype=y.dtype)
-        for call, p, y in zip(calls, params, ys, strict=True)
-    ]
+    return ys, [linear_kept(call.cfg, call.kept, x, p.weight, y) for call, p, y in zip(calls, params, ys, strict=True)]
 
 
-def _run_backward(calls: Any, kept: list[Any], dys: list[Any]) -> Any:
+def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: dict[int, Any]) -> Any:
     weights = [node.weight for node in kept]
     if not alike(*dys, *weights) or any(d.shape != node.y_shape for d, node in zip(dys, kept, strict=True)):
         return NotImplemented
@@ -68,5 +69,10 @@ def _run_backward(calls: Any, kept: list[Any], dys: list[Any]) -> Any:
     return dx, pendings
 
 
+def _saves(window: Window) -> Saving:
+    """Of each sum of two gradients one read, and the read and write of the second."""
+    return Saving(2 * len(window.calls) - 2, len(window.calls) - 1)
+
+
 rule = register_fusion(Rule("sibling linears", SIBLINGS_FORWARD, _match_forward, _run))
-backward_rule = register_fusion(Rule("sibling linears", SIBLINGS_BACKWARD, _match_backward, _run_backward, everywhere=True))
+backward_rule = register_fusion(Rule("sibling linears", SIBLINGS_BACKWARD, _match_backward, _run_backward, _saves, everywhere=True))

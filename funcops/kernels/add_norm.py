@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 from funcops.backend import kernel
-from funcops.kernels import norm
+from funcops.kernels import norm, pointwise
 
 
 @kernel()
@@ -48,6 +49,50 @@ def add_layer_norm_bwd(
     """As `add_rms_norm_bwd`, and the partial sums of db."""
     d_x, d_w, d_b = norm.layer_norm_bwd.kernel.torch_impl(dy, stream, w, mean, rstd, centred, dx, dw, db)
     return _added(d_x, dstream), d_w, d_b
+
+
+@kernel()
+def add_rms_norm_bwd_again(
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
+) -> tuple[Tensor, Tensor, Optional[Tensor]]:
+    """`add_rms_norm_bwd`, and after dx the y of the forward."""
+    dx, parts = add_rms_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, rstd, centred, True, dw)
+    return dx, _again(stream.to(rstd.dtype) * rstd, w, None, centred, stream.dtype), parts
+
+
+@kernel()
+def add_layer_norm_bwd_again(
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
+    dw: bool, db: bool,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    """`add_layer_norm_bwd`, and after dx the y of the forward."""
+    dx, d_w, d_b = add_layer_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, mean, rstd, centred, True, dw, db)
+    return dx, _again((stream.to(rstd.dtype) - mean) * rstd, w, b, centred, stream.dtype), d_w, d_b
+
+
+def _again(n: Tensor, w: Tensor, b: Optional[Tensor], centred: bool, dtype: torch.dtype) -> Tensor:
+    y = n * (w.to(n.dtype) + 1.0 if centred else w.to(n.dtype))
+    return (y if b is None else y + b.to(n.dtype)).to(dtype)
+
+
+@kernel()
+def dropout_add_rms_norm_fwd(
+    x: Tensor, residual: Tensor, w: Tensor, key: Tensor, p: float, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`add_rms_norm_fwd` of dropout(x), which is not rounded."""
+    stream = pointwise.dropout_add.kernel.torch_impl(x, None, residual, key, p)
+    y, rstd = norm.rms_norm_fwd.kernel.torch_impl(stream, w, eps, centred)
+    return y, stream, rstd
+
+
+@kernel()
+def dropout_add_layer_norm_fwd(
+    x: Tensor, residual: Tensor, w: Tensor, b: Optional[Tensor], key: Tensor, p: float, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`add_layer_norm_fwd` of dropout(x), which is not rounded."""
+    stream = pointwise.dropout_add.kernel.torch_impl(x, None, residual, key, p)
+    y, mean, rstd = norm.layer_norm_fwd.kernel.torch_impl(stream, w, b, eps, centred)
+    return y, stream, mean, rstd
 
 
 def _added(dx: Optional[Tensor], dstream: Tensor) -> Optional[Tensor]:

@@ -1,4 +1,4 @@
-"""An activation of x + b, and its backward with the gradient of b. x, y, dy, dz: [*, D]; b: [D]; one dtype."""
+"""An activation of x + b, and its backward with the gradient of b; a dropout's with it. x, y, dy, dz: [*, D]; b: [D]; one dtype."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from funcops.backend import kernel, wide
 from funcops.kernels.activation import ACTIVATIONS
+from funcops.kernels.pointwise import dropout
 
 
 @kernel()
@@ -25,3 +26,18 @@ def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, d
     z = x.to(dtype) if b is None else x.to(dtype) + b.to(dtype)
     dz = f.backward(dy.to(dtype), z, f.forward(z) if f.reads_y else None)
     return dz.to(x.dtype), dz.reshape(-1, dz.shape[-1]).sum(0, keepdim=True) if db else None
+
+
+@kernel(mutates=("dy",))
+def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+    """`bias_activation_bwd` without b; y of the forward is written over dy, which is contiguous."""
+    dz, parts = bias_activation_bwd.kernel.torch_impl(dy, x, None, kind, db)
+    dy.copy_(ACTIVATIONS[kind].forward(x.to(wide(x.dtype))))
+    return dz, parts
+
+
+@kernel()
+def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    """`dropout` of dy, and its sum over rows before it is rounded, as partial sums [P, D] in the wide dtype."""
+    dx = dropout(dy.to(wide(dy.dtype)), key, p)
+    return dx.to(dy.dtype), dx.reshape(-1, dx.shape[-1]).sum(0, keepdim=True)

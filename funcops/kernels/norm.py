@@ -157,6 +157,12 @@ def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @kernel()
+def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """`sum_parts` of both."""
+    return _to(a.sum(0), dtype), _to(b.sum(0), dtype)
+
+
+@kernel()
 def l2_norm_fwd(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """y = x * rstd, rstd = (sum(x^2) + eps)^(-1/2). Returns y, rstd."""
     rstd = _rstd(x, 1.0, eps, wide(x.dtype))

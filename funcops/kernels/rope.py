@@ -37,6 +37,12 @@ def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Te
     return y if y.dtype is x.dtype else y.to(x.dtype)
 
 
+@kernel()
+def rope_apply_pair(q: Tensor, k: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+    """`rope_apply` of both, whose heads are of one size at the same positions: one launch."""
+    return rope_apply(q, table, interleaved, inverse), rope_apply(k, table, interleaved, inverse)
+
+
 def _partners(t: Tensor, size: int, interleaved: bool) -> Tensor:
     """A new tensor with the two numbers of every pair exchanged."""
     if interleaved:

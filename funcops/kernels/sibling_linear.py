@@ -30,3 +30,15 @@ def sibling_linear_dgrad(dy0: Tensor, dy1: Tensor, dy2: Optional[Tensor], w0: Te
     if dy2 is not None and w2 is not None:
         dx.addmm_(dy2.reshape(-1, w2.shape[0]), w2)
     return dx.view(*dy0.shape[:-1], w0.shape[1])
+
+
+@kernel(product=True)
+def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    """dx = dy [w0; w1; w2], where dy is [dy_0, dy_1, dy_2] side by side. Of many rows the weights are joined, for one product:
+    the sums of three would be written, read and written again."""
+    outer, (rows, inner) = [w.shape[0] for w in (w0, w1, w2)], (dy.numel() // dy.shape[-1], w0.shape[1])
+    if sum(outer) < 2 * rows:
+        return torch.matmul(dy, torch.cat((w0, w1, w2)))
+    parts = dy.reshape(-1, sum(outer)).split(outer, -1)
+    dx = torch.mm(parts[0], w0).addmm_(parts[1], w1).addmm_(parts[2], w2)
+    return dx.view(*dy.shape[:-1], inner)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -12,15 +15,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from funcops.compose.chain import ChainConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
 from funcops.errors import in_html, on_screen, require, require_dtype, size_of
-from funcops.memory.policy import part_paths, serves, with_policy
-from funcops.op import Op
+from funcops.memory.parts import has_parts, inner_path
+from funcops.memory.policy import part_paths, resolved, with_policy
+from funcops.memory.remat import remat
+from funcops.needs import Needs
+from funcops.op import Op, wrap
+from funcops.program.lower import lower
 from funcops.program.values import abstract_params, parts_of
 from funcops.residuals.policy import POLICIES, Policy, Recompute
-from funcops.residuals.report import report
-from funcops.trees import fake, tree_map, tree_map_tensors
+from funcops.residuals.report import kept_tensors, storage_of
+from funcops.trees import fake, tensors, tree_map, tree_map_tensors
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, out_shape: Any = None, **__: Any) -> int:
@@ -78,8 +86,9 @@ class Fitted(NamedTuple):
 def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = None) -> Fitted:
     """The policy that recomputes least and keeps at most `budget` bytes between forward and backward, for inputs like x.
 
-    Tried are the presets that lose no digit, and every subset of a block's parts computed again. Nothing is run: shapes alone
-    are followed, and of a repeat two layers, so that depth costs nothing. `dtype`: that of the params (by default torch's).
+    Tried are the presets that lose no digit, and every subset of a block's parts computed again. Nothing is run: the shapes of one
+    forward and backward are followed, of a repeat two layers, and what each policy keeps of that is counted. So depth costs
+    nothing, and a policy next to nothing. `dtype`: that of the params (by default torch's).
     Raises `ValueError`, with the least bytes found, where no policy fits.
 
         print(fit(chain, cfg, x, 2**30))
@@ -87,9 +96,8 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     check_body("fit", op, cfg)
     require_dtype("fit", dtype)
     require(isinstance(budget, int) and budget is not True and budget > 0, "fit", "budget", "a positive number of bytes", budget)
-    measured = [(name, policy, *_measure(with_policy(op, policy), cfg, x, dtype)) for name, policy in _candidates(op, cfg)]
-    base = min(flops for *_, flops in measured)
-    tried = [Tried(name, policy, kept, flops / base - 1.0 if base else 0.0) for name, policy, kept, flops in measured]
+    followed = _follow(op, cfg, x, dtype)
+    tried = [Tried(name, policy, *followed.under(held)) for name, policy, held in _candidates(*_short(op, cfg, False))]
     tried.sort(key=lambda one: (one.extra_flops, -one.kept_bytes))
     within = [one for one in tried if one.kept_bytes <= budget]
     least = min(tried, key=lambda one: one.kept_bytes)
@@ -103,59 +111,156 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     return Fitted(with_policy(op, within[0].policy), within[0], tried)
 
 
-def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy]]:
+def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
-        yield name, POLICIES[name]
-    parts = [path for path in part_paths(op, cfg) if serves(op, cfg, Policy({path: Recompute()}))][:MOST_PARTS]
-    for size in range(1, len(parts) + 1):
-        for chosen in itertools.combinations(parts, size):
-            if serves(op, cfg, policy := Policy({path: Recompute() for path in chosen})):
-                yield f"recompute {', '.join(chosen)}", policy
+        yield name, POLICIES[name], dict(_held(*resolved(op, cfg, POLICIES[name])))
+    served = [path for path in part_paths(op, cfg) if _recomputing(op, cfg, (path,))][:MOST_PARTS]
+    for size in range(1, len(served) + 1):
+        for chosen in itertools.combinations(served, size):
+            if found := _recomputing(op, cfg, chosen):
+                yield f"recompute {', '.join(chosen)}", *found
 
 
-def _measure(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
-    """Bytes kept, and the floating-point operations of matrix products in forward and backward. Of the layers of a repeat all but
-    the first are alike, so two are followed however many there are."""
-    times = list(_times(cfg))
-    once = [1] * len(times)
+def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held] | None:
+    policy = Policy({path: Recompute() for path in parts})
     try:
-        short = _resized(cfg, iter(once))
-        longer = [(n - 1, _resized(cfg, iter([*once[:i], 2, *once[i + 1 :]]))) for i, n in enumerate(times) if n > 1]
-    except ValueError:  # a tie names a layer that is not there
-        return _follow(op, cfg, x, dtype)
-    kept, flops = base = _follow(op, short, x, dtype)
-    for more, config in longer:
-        found = _follow(op, config, x, dtype)
-        kept, flops = kept + more * (found[0] - base[0]), flops + more * (found[1] - base[1])
-    return kept, flops
+        return policy, dict(_held(*resolved(op, cfg, policy)))
+    except ValueError:
+        return None
 
 
-def _times(cfg: Any) -> Iterator[int]:
-    """How many layers the repeats have that are in no other."""
-    if type(cfg) is RepeatConfig:
-        yield cfg.times
-    elif hasattr(cfg, "with_parts"):
-        for _, _, inner in parts_of(cfg):
-            yield from _times(inner)
+@dataclasses.dataclass
+class Part:
+    """What went through a part of a config in one forward and backward that keep everything: its x, and of an op that has no parts
+    what it keeps, by field, and its floating-point operations in matrix products. It stands for so many `layers`."""
+
+    path: str
+    layers: int
+    x: list[Tensor]
+    kept: list[tuple[str, Tensor]] = dataclasses.field(default_factory=list)
+    forward: int = 0
+    backward: int = 0
 
 
-def _resized(cfg: Any, times: Iterator[int]) -> Any:
-    """The config with other numbers of layers, in the order of `_times`."""
-    if type(cfg) is RepeatConfig:
-        return dataclasses.replace(cfg, times=next(times))
-    return cfg.with_parts(lambda _, op, inner: (op, _resized(inner, times))) if hasattr(cfg, "with_parts") else cfg
+class Run:
+    """The parts of one forward and backward, in the order of the forward."""
+
+    def __init__(self, counter: FlopCounterMode) -> None:
+        self.counter = counter
+        self.parts: list[Part] = []
+        self.layers = 1  # for how many what comes next stands
+        self.calls: Counter[str] = Counter()
+        self.waiting: dict[str, list[Part]] = defaultdict(list)  # for their backward
+
+    def counted(self, fn: Callable[[], Any]) -> tuple[Any, int]:
+        before = self.counter.get_total_flops()
+        return fn(), int(self.counter.get_total_flops()) - before
 
 
-def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> tuple[int, int]:
-    """The figures of `_measure`, of every layer."""
+_run: ContextVar[Run] = ContextVar("funcops.fit")
+
+
+def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named: bool = True) -> tuple[Op, Any]:
+    """The op and its config with two layers of a repeat, of which the second stands for all but the first, and without ties, which
+    cost nothing. Where they are `noting`, all is kept and each part notes what goes through it."""
+    if not has_parts(op, cfg):
+        return (_noted(op, path, times, True) if noting else op), cfg
+    layers = cfg.times if type(cfg) is RepeatConfig else 1
+    changes: dict[str, Any] = {}
+    if type(cfg) is ChainConfig:
+        changes = {"ties": (), "recompute": False if noting else cfg.recompute}
+    cfg = cfg.with_parts(lambda name, *inner: _short(*inner, noting, inner_path(path, name), layers, name is not None), **changes)
+    if layers > 2:
+        cfg = dataclasses.replace(cfg, times=2)
+    return (_noted(op, path, times, False) if noting and named else op), cfg
+
+
+_noting = functools.lru_cache(maxsize=16)(_short)  # so that a second run finds the programs of the first
+
+
+def _noted(op: Op, path: str, times: int, leaf: bool) -> Op:
+    """The op as the part at `path`, of the body of a repeat of so many layers where `times` is not 1."""
+
+    def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+        run = _run.get()
+        around, run.calls[path] = run.layers, run.calls[path] + 1
+        if times > 1 and run.calls[path] % 2 == 0:
+            run.layers *= times - 1
+        here = Part(path, run.layers, tensors(x))
+        run.parts.append(here)
+        (y, node), flops = run.counted(lambda: op.fwd(params, x, cfg, needs=needs))
+        if leaf:
+            here.kept = [(name.partition(".")[0], t) for name, t, _ in kept_tensors(node)]
+            here.forward = flops
+            run.waiting[path].append(here)
+        run.layers = around
+        return y, node
+
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
+        run = _run.get()
+        found, flops = run.counted(lambda: op.bwd(residuals, dy, cfg, into=into))
+        run.waiting[path].pop().backward = flops
+        return found
+
+    return wrap(op, (_noted, (op, path, times, leaf)), fwd=fwd, cheap="", **({"bwd": bwd} if leaf else {}))
+
+
+class Followed(NamedTuple):
+    """The parts of one forward and backward, the storages of the params, which cost nothing, and the parts that run their forward
+    again whatever the policy."""
+
+    parts: list[Part]
+    owned: frozenset[int]
+    again: frozenset[str]
+
+    def under(self, held: Held) -> tuple[int, float]:
+        """The bytes of what is held, each storage once; and the floating-point operations of what runs again, as a share of all."""
+        seen, kept = set(self.owned), 0
+        for part in self.parts:
+            if part.path in held:
+                dropped = held[part.path]
+                for t in part.x if dropped is None else [t for name, t in part.kept if name not in dropped]:
+                    if storage_of(t) not in seen:
+                        seen.add(storage_of(t))
+                        kept += part.layers * t.untyped_storage().nbytes()
+        again = [inner_path(path, "") for path, dropped in held.items() if dropped is None and path not in self.again]
+        more = [part for part in self.parts if any(inner_path(part.path, "").startswith(path) for path in again)]
+        base = sum(part.layers * (part.forward + part.backward) for part in self.parts)
+        return kept, (base + sum(part.layers * part.forward for part in more)) / base - 1.0 if base else 0.0
+
+
+def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
+    """A forward and backward of shapes alone."""
+    again = frozenset(path for path, dropped in _held(*_short(op, cfg, False)) if dropped is None)
+    op, cfg = _noting(op, cfg, True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
         params = tree_map_tensors(lambda t: fake(t, dtype), abstract_params(op, cfg))
         with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
-            y, residuals = op.fwd(params, given, cfg)
-            kept = report(residuals, params).kept_bytes
-            op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
-    return kept, counter.get_total_flops()
+            token = _run.set(run := Run(counter))
+            try:
+                y, residuals = op.fwd(params, given, cfg)
+                op.bwd(residuals, tree_map(lambda t: torch.empty_like(t) if _float(t) else None, y), cfg)
+            finally:
+                _run.reset(token)
+    return Followed(run.parts, frozenset(map(storage_of, tensors(params))), again)
+
+
+Held = dict[str, frozenset[str] | None]  # by path: the fields that a part does not keep; None where it keeps its x alone
+
+
+def _held(op: Op, cfg: Any, path: str = "", dropped: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str] | None]]:
+    """What the parts of an op hold between forward and backward."""
+    if not has_parts(op, cfg):
+        made, args = getattr(op.fwd, "made_by", (None, ()))
+        yield path, None if made is remat else dropped
+    elif op.lower is None:
+        for name, *inner in parts_of(cfg):
+            yield from _held(*inner, inner_path(path, name))
+    else:
+        for call in lower(op, cfg, Needs.ALL).calls:
+            if call.place is not None:
+                yield from _held(call.op, call.cfg, inner_path(path, call.path or None), frozenset(call.fields))
 
 
 def _float(t: Any) -> bool:

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import fnmatch
 import functools
 from collections.abc import Iterator
 from typing import Any
 
+from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import fail, require, require_type
+from funcops.errors import describe, fail, require, require_type
 from funcops.memo import remember
-from funcops.memory.forms import packed
-from funcops.memory.joint import joined, joint_of
+from funcops.memory.joined_steps import Joint, joined, joint_of
+from funcops.memory.packing import packed
+from funcops.memory.parts import has_parts, inner_path, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
 from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.program.lower import lower
 from funcops.program.values import parts_of
-from funcops.residuals.policy import POLICIES, Policy, Recompute, Save
-from funcops.schema import Saved
+from funcops.residuals.forms import Packed, one_form_each
+from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save
+from funcops.schema import Field, Saved
 
 
 def with_policy(op: Op, policy: Policy | str) -> Op:
     """The op, its residuals handled by `policy`: a `Policy`, or the name of one in `funcops.POLICIES`.
 
     Config, params, y, dx and dparams are the op's own. Packing follows each step's forward and unpacking precedes its
-    backward. Raises `ValueError` for an unknown name, and, when it first meets a config, for a rule that matches no path there
-    or asks to recompute what no step can give again.
+    backward; a tensor that several fields hold is packed once. Raises `ValueError` for an unknown name, and, when it first meets a
+    config, for a rule that matches no path there, changes nothing, gives one tensor two forms, or asks to recompute what no step
+    can give again; and at a first forward for a codec that makes nothing smaller there. Optional rules, as those of presets, are
+    left out instead.
 
         frugal = with_policy(chain, "minimal")
         y, residuals = frugal.fwd(params, x, cfg)
@@ -43,35 +50,44 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
 
 @functools.lru_cache(maxsize=256)
 def _with_policy(op: Op, policy: Policy) -> Op:
-    memo: dict[Any, tuple[Op, Any]] = {}
+    memo: dict[Any, tuple[Op, Any, list[Any]]] = {}
+    packs = any(isinstance(action, Compress | Offload) for _, action in policy.rules)
 
-    def resolved(cfg: Any) -> tuple[Op, Any]:
+    def inner_of(cfg: Any) -> tuple[Op, Any, list[Any]]:
+        """The op and config under the policy, and the rules of which no forward has shown yet that they make something smaller."""
         found = memo.get(cfg)
         if found is None:
             if type(cfg) is not op.config:
                 fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
-            found = remember(memo, cfg, _apply(op, cfg, policy))
+            rules = [] if policy.optional else [rule for rule in policy.rules if isinstance(rule[1], Compress)]
+            found = remember(memo, cfg, (*resolved(op, cfg, policy), rules))
         return found
 
     def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> Any:
         params = op.init(cfg, key=key, device=device, dtype=dtype)
-        resolved(cfg)  # here, so that a compiler finds it done
+        inner_of(cfg)  # here, so that a compiler finds it done
         return params
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
-        inner, inner_cfg = resolved(cfg)
-        return inner.fwd(params, x, inner_cfg, needs=needs)
+        inner, inner_cfg, unseen = inner_of(cfg)
+        if not packs:
+            return inner.fwd(params, x, inner_cfg, needs=needs)
+        with one_form_each():
+            y, residuals = inner.fwd(params, x, inner_cfg, needs=needs)
+        if not tracing() and unseen:
+            unseen[:] = [rule for rule in unseen if not _makes_smaller(policy, *rule, residuals)]
+        return y, residuals
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.bwd(residuals, dy, inner_cfg, into=into)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.dgrad(residuals, dy, inner_cfg)
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.wgrad(pending, inner_cfg, into=into)
 
     def products(pending: Any, cfg: Any, *, into: Any) -> Any:
@@ -82,26 +98,71 @@ def _with_policy(op: Op, policy: Policy) -> Op:
     return wrap(op, (with_policy, (op, policy)), cheap="", residuals=Saved, **functions)
 
 
-def serves(op: Op, cfg: Any, policy: Policy) -> bool:
-    """Whether `with_policy` takes the policy for this config."""
-    try:
-        _apply(op, cfg, policy)
-    except ValueError:
-        return False
-    return True
+def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
+    """The op and config that keep what the policy says. Raises `ValueError` for a rule that it cannot follow."""
+    if policy.optional:
+        left: frozenset[str] = frozenset()  # to its own
+        while torn := list(two_forms(*(found := _applied(op, cfg, policy, left)))):
+            left |= {field for _, forms in torn for field in forms}
+        return found
+    known = dict(kept_paths(op, cfg))
+    for pattern, _ in policy.rules:
+        near = ", ".join(difflib.get_close_matches(pattern, known, 4, 0.0))
+        matched = fnmatch.filter(known, pattern)
+        require(
+            bool(matched),
+            "with_policy",
+            "rules",
+            f"globs over the paths of cfg (nearest {near}; all {', '.join(known)})",
+            repr(pattern),
+        )
+    found = _applied(op, cfg, policy)
+    for tensor, forms in two_forms(*found):
+        said = ", ".join(f"{action} for {field}" for field, action in forms.items() if action is not None)
+        wanted = f"one for each field that holds {tensor} ({', '.join(forms)})"
+        fail("with_policy", "rules", wanted, f"{said}{'' if all(forms.values()) else ' alone'}")
+    for i, (pattern, action) in enumerate(policy.rules):
+        if _same_without(op, cfg, policy, i, found):
+            why = _why_nothing_changes(known, policy, pattern, action)
+            fail("with_policy", f"rules at {pattern!r}", "one that changes what is kept", f"{action}, without effect: {why}")
+    return found
 
 
-def _apply(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
-    known = list(dict.fromkeys(residual_paths(op, cfg)))
-    for pattern, _ in policy.rules if policy not in POLICIES.values() else ():  # a preset is for every op
-        matched = any(Policy({pattern: Recompute()}).action(path) for path in known)
-        require(matched, "with_policy", "rules", f"globs over {', '.join(known)}", repr(pattern))
+def _makes_smaller(policy: Policy, pattern: str, action: Action, residuals: Any) -> bool:
+    """Whether something is kept that the rule compresses. Raises `ValueError` where all that it is for is kept as it is."""
+    values = [value for path, value in kept_fields(residuals) if policy.action(path) is action and value is not None]
+    packed = any(type(value) is Packed for value in values)
+    if values and not packed:
+        kinds = ", ".join(dict.fromkeys(describe(value) for value in values))
+        fail("with_policy", f"rules at {pattern!r}", "for tensors that it makes smaller", f"{action} for {kinds}")
+    return packed
+
+
+def _applied(op: Op, cfg: Any, policy: Policy, left: frozenset[str] = frozenset()) -> tuple[Op, Any]:
     if policy.blocks == "residuals":
-        return _rewritten(op, cfg, "", policy)
+        return _rewritten(op, cfg, "", policy, left_out=left)
     offload = policy.blocks == "offloaded"
-    if not any(_repeats(op, cfg)):
-        return remat(op, offload), cfg
-    return _rewritten(op, cfg, "", policy, offload)
+    return _rewritten(op, cfg, "", policy, offload, left) if any(_repeats(op, cfg)) else (remat(op, offload), cfg)
+
+
+def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, Any]) -> bool:
+    try:
+        return what_is_kept(*_applied(op, cfg, policy.without(rule))) == what_is_kept(*found)
+    except ValueError:  # the others cannot do without it
+        return False
+
+
+def _why_nothing_changes(known: dict[str, Field | None], policy: Policy, pattern: str, action: Action) -> str:
+    decided = [path for path in fnmatch.filter(known, pattern) if policy.action(path) is action]
+    fields = [path for path in decided if known[path] is not None]
+    if not decided:
+        return "later rules decide for all that it matches"
+    if not fields and not isinstance(action, Recompute):
+        below = [path for path in known if path.startswith(f"{decided[0]}.") and known[path] is not None]
+        return f"of a step, only Recompute is one; fields of {decided[0]} are {', '.join(below) or 'none'}"
+    if fields and all(field.of_params for path in fields if (field := known[path]) is not None):
+        return f"{', '.join(fields)} is a parameter, which is there anyway"
+    return f"what is kept of {', '.join(decided)} is the same without it"
 
 
 def _rewritten(
@@ -111,8 +172,11 @@ def _rewritten(
     """The op and config at `path`, as the policy has them; with `offload` not None a repeat's body keeps its inputs alone.
     `left_out`: the fields that a chain around computes again; `named`: whether the path is its own, not that of a skip around."""
     action = policy.action(path) if path and named else None
-    if not hasattr(cfg, "with_parts"):
-        return _leaf(op, path, policy, action, left_out), cfg
+    again = isinstance(action, Recompute) and keeps_inside(op, cfg)
+    if again:  # no rule reaches inside
+        policy = Policy(outputs=policy.outputs)
+    if not has_parts(op, cfg):
+        return _leaf(op, path, policy, again, left_out), cfg
     if type(cfg) is RepeatConfig and offload is not None:
         return op, cfg.with_parts(lambda name, body, inner: (remat(body, offload), inner))
 
@@ -123,67 +187,66 @@ def _rewritten(
         left_out = left_out | absent
 
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
-        return _rewritten(inner, inner_cfg, _joined(path, name), policy, offload, left_out, name is not None)
+        return _rewritten(inner, inner_cfg, inner_path(path, name), policy, offload, left_out, name is not None)
 
     cfg = cfg.with_parts(replace, **changes)
     require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
     if joints:
         op, cfg = joined(cfg, joints[0])
-    return (remat(op) if isinstance(action, Recompute) else op), cfg
+    return (remat(op) if again else op), cfg
 
 
-def _leaf(op: Op, path: str, policy: Policy, action: Any, left_out: frozenset[str]) -> Op:
-    if isinstance(action, Recompute):
+def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
+    fields = {name: field for name, field in op.fields().items() if not field.of_params}
+    chosen = {name: policy.action(inner_path(path, name)) for name in fields if inner_path(path, name) not in left_out}
+    if again or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
-    fields = {name: field for name, field in op.fields().items() if _joined(path, name) not in left_out}
-    chosen = {name: policy.action(_joined(path, name)) for name in fields}
-    again = [n for n, a in chosen.items() if isinstance(a, Recompute) and fields[n].alias not in ("x", "x.0")]
-    if again:
-        return remat(op)
-    actions = tuple(
-        (name, action)
-        for name, action in chosen.items()
-        if action is not None and not isinstance(action, Recompute) and not (fields[name].alias or "").startswith("params")
-    )
+    actions = tuple((name, action) for name, action in chosen.items() if isinstance(action, Drop | Compress | Offload))
     return packed(op, actions) if actions else op
 
 
 def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ...], frozenset[str], list[str]]:
-    """The steps of a chain whose outputs it computes again, those of the policy's kind unless a rule says Save and others where
-    a rule says Recompute or names the fields; the fields that therefore are not kept; and the steps that are joined with the one
-    before for it."""
+    """The steps of a chain whose outputs it computes again: those of the policy's kind, unless a rule says something else of the
+    fields that hold them, and others where one says Recompute. The fields that therefore are not kept; and the steps that are
+    joined with the one before for it."""
     found, absent, joints = [], [], []
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
         again = _again_fields(cfg, before.name)
-        fields = [_joined(path, p) for p in again or _inputs(step)]
+        fields = [inner_path(path, p) for p in again or _inputs(step)]
         actions = [policy.action(field) for field in fields]
-        asked = [isinstance(action, Recompute) for action in actions]
-        if any(asked) and not again:
+        asked = any(isinstance(action, Recompute) for action in actions)
+        if asked and not again:
             joint = joint_of(before, step)
-            if isinstance(joint, str):
-                at = _joined(path, step.name)
+            if isinstance(joint, Joint):
+                joints.append(step.name)
+                absent += fields
+            elif not policy.optional:
+                at = inner_path(path, step.name)
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
-            joints.append(step.name)
-            absent += fields
-        elif not any(asked) and (named := [field for field in fields if policy.names(field)]):
-            wanted = f"one for each field that holds the output of {_joined(path, before.name)} ({', '.join(fields)})"
-            require(len(named) == len(fields), "with_policy", "rules", wanted, f"one for {', '.join(named)} alone")
-        elif any(asked) or (kind and again and not any(isinstance(a, Save) for a in actions)):
+        elif asked or (kind and again and not _kept_by_rule(policy, actions)):
             found.append(before.name)
             absent += fields
     return tuple(found), frozenset(absent), joints
 
 
-def residual_paths(op: Op, cfg: Any, path: str = "") -> Iterator[str]:
-    """The paths of steps, and of the fields that they keep; a repeat's layers are `*`."""
+def _kept_by_rule(policy: Policy, actions: list[Action | None]) -> bool:
+    """Whether rules for the fields that hold an output want it kept: an optional one only where it says so."""
+    wanted = Save if policy.optional else Save | Compress | Offload
+    return any(isinstance(action, wanted) for action in actions) or (
+        not policy.optional and all(isinstance(action, Drop) for action in actions)
+    )
+
+
+def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Field | None]]:
+    """The paths of steps, with None, and of the fields that they keep; a repeat's layers are `*`."""
     if path:
-        yield path
-    if not hasattr(cfg, "with_parts"):
-        yield from (_joined(path, name) for name in op.fields())
-        return
-    for name, inner, inner_cfg in parts_of(cfg):
-        yield from residual_paths(inner, inner_cfg, _joined(path, name))
+        yield path, None
+    if has_parts(op, cfg):
+        for name, inner, inner_cfg in parts_of(cfg):
+            yield from kept_paths(inner, inner_cfg, inner_path(path, name))
+    else:
+        yield from ((inner_path(path, name), field) for name, field in op.fields().items())
 
 
 def _inputs(step: Any) -> list[str]:
@@ -199,14 +262,10 @@ def _again_fields(cfg: ChainConfig, name: str) -> list[str]:
 
 
 def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
-    if hasattr(cfg, "with_parts"):
+    if has_parts(op, cfg):
         yield type(cfg) is RepeatConfig
         for _, inner, inner_cfg in parts_of(cfg):
             yield from _repeats(inner, inner_cfg)
-
-
-def _joined(path: str, name: Any) -> str:
-    return path if name is None else f"{path}.{name}" if path else str(name)
 
 
 def part_paths(op: Op, cfg: Any) -> list[str]:
@@ -217,8 +276,8 @@ def part_paths(op: Op, cfg: Any) -> list[str]:
 
 
 def _steps(op: Op, cfg: Any, path: str) -> Iterator[tuple[str, Op]]:
-    if hasattr(cfg, "with_parts"):
+    if has_parts(op, cfg):
         for name, inner, inner_cfg in parts_of(cfg):
             if name is not None:
-                yield _joined(path, name), inner
-            yield from _steps(inner, inner_cfg, _joined(path, name))
+                yield inner_path(path, name), inner
+            yield from _steps(inner, inner_cfg, inner_path(path, name))

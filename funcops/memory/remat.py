@@ -12,17 +12,17 @@ from typing import Any
 
 from funcops.errors import require_flag, require_type, stale
 from funcops.needs import Needs
-from funcops.op import ALL, Op, check_needs, wrap
+from funcops.op import ALL, Op, again_of, check_needs, wrap
 from funcops.residuals.donate import donate
 from funcops.residuals.offload import copies
-from funcops.schema import DGRAD, WGRAD, Saved, open_node, residuals, saved
+from funcops.schema import AGAIN, DGRAD, WGRAD, Saved, open_node, residuals, saved
 from funcops.trees import static, tensors, tree_map_tensors
 
 
 @residuals
 class RematResiduals:
-    params: Any = saved("the body's", needed_by=DGRAD | WGRAD, tree=True)
-    x: Any = saved("the body's", needed_by=DGRAD | WGRAD, tree=True)
+    params: Any = saved("the body's", alias="params", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
+    x: Any = saved("the body's", needed_by=DGRAD | WGRAD | AGAIN, tree=True)
     device: Any = static()  # of x, where that waits in the host's memory
 
     def complain(self, where: str) -> None:
@@ -71,4 +71,10 @@ def _remat(op: Op, offload: bool) -> Op:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         return op.bwd(opened(f"{name}_bwd", residuals, cfg), dy, cfg, into=into)
 
-    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, cheap="", residuals=RematResiduals)
+    def again(residuals: Any, cfg: Any) -> Any:
+        return op.fwd(residuals.params, residuals.x, cfg, needs=Needs.NONE)[0]
+
+    again.__name__ = f"{name}_again"
+    kept_again = op.again is not None and not offload
+    changes = {"again": again_of(RematResiduals)(again)} if kept_again else {"cheap": ""}
+    return wrap(op, (remat, (op, offload)), name=name, fwd=fwd, dgrad=dgrad, bwd=bwd, residuals=RematResiduals, **changes)

@@ -52,11 +52,25 @@ def finish(
     `owned`: nobody else reads the parts, so that a single one may itself become the gradient."""
     if parts is None:
         return None
-    if isinstance(accumulator, Tensor) and accumulator.element_size() >= parts.element_size():
-        dtype = parts.dtype
+    dtype = _dtype_of(parts, dtype, accumulator)
     if owned and len(parts) == 1:
         total = parts.squeeze(0)
         total = total if total.dtype is dtype else total.to(dtype)
     else:
         total = kernels.sum_parts(parts, dtype)
     return total if len(dim) == 1 else total.reshape(dim)
+
+
+def finish_two(
+    a: Tensor | None, b: Tensor | None, dim: tuple[int, ...], dtype: torch.dtype, into_a: Any, into_b: Any
+) -> tuple[Tensor | None, Tensor | None]:
+    """Both, in one launch where their dtypes are one."""
+    if a is None or b is None or _dtype_of(a, dtype, into_a) is not _dtype_of(b, dtype, into_b):
+        return finish(a, dim, dtype, into_a), finish(b, dim, dtype, into_b)
+    totals = kernels.sum_two_parts(a, b, _dtype_of(a, dtype, into_a))
+    return totals if len(dim) == 1 else (totals[0].reshape(dim), totals[1].reshape(dim))
+
+
+def _dtype_of(parts: Tensor, dtype: torch.dtype, accumulator: Any) -> torch.dtype:
+    wide = isinstance(accumulator, Tensor) and accumulator.element_size() >= parts.element_size()
+    return parts.dtype if wide else dtype

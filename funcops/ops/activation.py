@@ -50,13 +50,17 @@ class ActivationResiduals(Residuals):
     x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
 
 
+def activation_kept(cfg: ActivationConfig, needs: Needs, x: Tensor | None) -> ActivationResiduals | None:
+    return ActivationResiduals.keep(cfg, needs, x=x)
+
+
 @forward(ActivationConfig)
 def activation_fwd(
     params: None, x: Tensor, cfg: ActivationConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ActivationResiduals | None]:
     """`y = f(x)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
     check("activation_fwd", "x", x, (...,), FLOATS)
-    return kernels.activation_fwd(x, cfg.kind), ActivationResiduals.keep(cfg, needs, x=x)
+    return kernels.activation_fwd(x, cfg.kind), activation_kept(cfg, needs, x)
 
 
 @again_of(ActivationResiduals)

@@ -31,6 +31,10 @@ class AddResiduals(Residuals, static=("inputs", "shape", "dtype")):
     """No tensor: what dy must be."""
 
 
+def add_kept(cfg: AddConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> AddResiduals | None:
+    return AddResiduals.keep(cfg, needs, inputs=Inputs.of(x), shape=x[0].shape, dtype=x[0].dtype)
+
+
 @forward(AddConfig)
 def add_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Needs = Needs.ALL
@@ -41,8 +45,7 @@ def add_fwd(
     a, b = x
     check("add_fwd", "x.0", a, (...,), FLOATS)
     check("add_fwd", "x.1", b, a.shape, a.dtype, a)
-    kept = AddResiduals.keep(cfg, needs, inputs=Inputs.of(x), shape=a.shape, dtype=a.dtype)
-    return kernels.add(a, b), kept
+    return kernels.add(a, b), add_kept(cfg, needs, x)
 
 
 @dgrad_of(AddResiduals)

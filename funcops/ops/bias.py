@@ -68,12 +68,17 @@ def bias_init(cfg: BiasConfig, *, key: Tensor | None = None, device: Any = None,
     return BiasParams(torch.zeros(cfg.dim, device=device, dtype=dtype))
 
 
+def bias_kept(cfg: BiasConfig, needs: Needs, x: Tensor) -> BiasResiduals | None:
+    """Of x, or of what has its shape and dtype."""
+    return BiasResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
 @forward(BiasConfig, BiasParams)
 def bias_fwd(params: BiasParams, x: Tensor, cfg: BiasConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, BiasResiduals | None]:
     """`y = x + b`. x: [*, D] -> y: [*, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     check("bias_fwd", "x", x, (..., cfg.dim))
     check("bias_fwd", "params.bias", params.bias, (cfg.dim,), x.dtype, x)
-    return kernels.add(x, params.bias), BiasResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+    return kernels.add(x, params.bias), bias_kept(cfg, needs, x)
 
 
 @dgrad_of(BiasResiduals)

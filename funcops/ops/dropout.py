@@ -49,6 +49,10 @@ class DropoutResiduals(Residuals, static=("inputs", "shape", "dtype")):
     key: Tensor = saved("[2]", alias="x.1", needed_by=DGRAD)
 
 
+def dropout_kept(cfg: DropoutConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> DropoutResiduals | None:
+    return DropoutResiduals.keep(cfg, needs, key=x[1], inputs=Inputs.of(x), shape=x[0].shape, dtype=x[0].dtype)
+
+
 @forward(DropoutConfig)
 def dropout_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: DropoutConfig, *, needs: Needs = Needs.ALL
@@ -59,8 +63,7 @@ def dropout_fwd(
     t, key = x
     check("dropout_fwd", "x.0", t, (...,), FLOATS)
     check("dropout_fwd", "x.1 (the key)", key, (2,), torch.int64, t)
-    kept = DropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
-    return _apply(t, key, cfg), kept
+    return _apply(t, key, cfg), dropout_kept(cfg, needs, x)
 
 
 def _apply(t: Tensor, key: Tensor, cfg: DropoutConfig) -> Tensor:

@@ -31,13 +31,17 @@ class ForkResiduals(Residuals, static=("shape", "dtype")):
     """No tensor: what dy must be."""
 
 
+def fork_kept(cfg: ForkConfig, needs: Needs, x: Tensor) -> ForkResiduals | None:
+    return ForkResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
 @forward(ForkConfig)
 def fork_fwd(
     params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[tuple[Tensor, Tensor], ForkResiduals | None]:
     """`y = (x, x)`, the same tensor twice."""
     check("fork_fwd", "x", x, (...,), FLOATS)
-    return (x, x), ForkResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+    return (x, x), fork_kept(cfg, needs, x)
 
 
 @dgrad_of(ForkResiduals)
@@ -54,5 +58,5 @@ def fork_dgrad(residuals: ForkResiduals, dy: Any, cfg: ForkConfig) -> tuple[Tens
     return kernels.add(a, b), None
 
 
-fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad)
+fork = make_op("fork", ForkConfig, fwd=fork_fwd, dgrad=fork_dgrad, view=True)
 fork_init, fork_bwd, fork_wgrad = no_params(fork, fork_dgrad)

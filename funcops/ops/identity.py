@@ -55,5 +55,5 @@ def identity_dgrad(residuals: IdentityResiduals, dy: Any, cfg: IdentityConfig) -
     return dy if residuals.needs.x else NO_GRADIENT, None
 
 
-identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad)
+identity = make_op("identity", IdentityConfig, fwd=identity_fwd, dgrad=identity_dgrad, view=True)
 identity_init, identity_bwd, identity_wgrad = no_params(identity, identity_dgrad)

@@ -26,7 +26,7 @@ from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.ops._norm import check_norm, check_sizes, finish, flat
+from funcops.ops._norm import check_norm, check_sizes, finish_two, flat
 from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -93,6 +93,14 @@ def layer_norm_init(
     return LayerNormParams(fill(cfg.dim, device=device, dtype=dtype), bias)
 
 
+def layer_norm_kept(
+    cfg: LayerNormConfig, needs: Needs, x: Tensor, params: LayerNormParams, mean: Tensor, rstd: Tensor
+) -> LayerNormResiduals | None:
+    w, b = params.weight, params.bias
+    like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
+    return LayerNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
+
+
 @forward(LayerNormConfig, LayerNormParams)
 def layer_norm_fwd(
     params: LayerNormParams, x: Tensor, cfg: LayerNormConfig, *, needs: Needs = Needs.ALL
@@ -107,9 +115,7 @@ def layer_norm_fwd(
     y, mean, rstd = kernels.layer_norm_fwd(
         flat(x, dim), flat(w, dim), None if b is None else flat(b, dim), cfg.eps, cfg.zero_centered_gamma
     )
-    like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
-    kept = LayerNormResiduals.keep(cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype)
-    return y if len(dim) == 1 else y.reshape(x.shape), kept
+    return y if len(dim) == 1 else y.reshape(x.shape), layer_norm_kept(cfg, needs, x, params, mean, rstd)
 
 
 @again_of(LayerNormResiduals)
@@ -150,8 +156,7 @@ def layer_norm_dgrad(residuals: LayerNormResiduals, dy: Tensor, cfg: LayerNormCo
 def layer_norm_wgrad(pending: LayerNormPending, cfg: LayerNormConfig, *, into: LayerNormParams | None = None) -> LayerNormParams:
     """dw and db: [*D], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
     dtype, target = pending.weight_dtype, into or LayerNormParams(None, None)
-    dw = finish(pending.dw_parts, cfg.dim, dtype, target.weight)
-    db = finish(pending.db_parts, cfg.dim, dtype, target.bias)
+    dw, db = finish_two(pending.dw_parts, pending.db_parts, cfg.dim, dtype, target.weight, target.bias)
     return accumulate("layer_norm_wgrad", LayerNormParams(dw, db), into)
 
 

@@ -22,6 +22,7 @@ from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
+from funcops.kernels.norm import sum_parts
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear_wgrads import Product
@@ -78,6 +79,7 @@ class LinearResiduals(Residuals, static=("dtype",)):
 class LinearPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
     dy: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD)
+    sums: Tensor | None = saved("[P, O]", needed_by=WGRAD, of=("params.bias",))  # over blocks of its rows, by what made it
 
 
 @init_of(LinearConfig)
@@ -90,6 +92,10 @@ def linear_init(
     draw = functools.partial(random.uniform, low=-bound, high=bound, dtype=dtype, device=device)
     weight = draw(keys[0], (cfg.out_features, cfg.in_features))
     return LinearParams(weight, draw(keys[1], (cfg.out_features,)) if cfg.bias else None)
+
+
+def linear_kept(cfg: LinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> LinearResiduals | None:
+    return LinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
 
 
 @forward(LinearConfig, LinearParams)
@@ -106,7 +112,7 @@ def linear_fwd(
     elif bias is not None:
         require(False, "linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
     y = kernels.linear_fwd(x, weight, bias)
-    return y, LinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=dtype)
+    return y, linear_kept(cfg, needs, x, weight, y)
 
 
 @dgrad_of(LinearResiduals)
@@ -123,6 +129,8 @@ def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParam
     """`dw = dy^T x`, `db = sum of dy`; added to `into` where that is given."""
     needs = pending.needs
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    if bias and pending.sums is not None:
+        return _of_sums(pending, into)
     if into is not None:
         return _wgrad_into("linear_wgrad", pending.dy, pending.x, bias, into)
     return LinearParams(*kernels.linear_wgrad(pending.dy, pending.x, bias))
@@ -156,18 +164,41 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
     return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, x, bias)), into)
 
 
-def _check_into(where: str, dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> None:
-    shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
-    check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
+def _of_sums(pending: LinearPending, into: LinearParams | None) -> LinearParams:
+    """dw by itself, and db of partial sums."""
+    dy, x, sums = pending.dy, pending.x, pending.sums
+    assert sums is not None
+    if into is None:
+        return LinearParams(kernels.linear_wgrad(dy, x, False)[0], sum_parts(sums, dy.dtype))
+    _check_into("linear_wgrad", dy, x, True, into)
+    if x is not None:
+        _wgrad_into("linear_wgrad", dy, x, False, LinearParams(into.weight, None))
+    return _add_db(pending, into)
+
+
+def _add_db(pending: LinearPending, into: LinearParams) -> LinearParams:
+    sums = pending.sums
+    assert sums is not None
+    wide = into.bias is not None and into.bias.dtype is sums.dtype
+    accumulate("linear_wgrad", LinearParams(None, sum_parts(sums, sums.dtype if wide else pending.dy.dtype)), into)
+    return into
+
+
+def _check_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> None:
+    shape = dy.new_empty(()).expand(dy.shape[-1], dy.shape[-1] if x is None else x.shape[-1])
+    check_into(where, into, LinearParams(None if x is None else shape, shape[:, 0] if bias else None))
 
 
 def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams) -> list[Product]:
-    """`dw = dy^T x` as data, with its db; a db alone is added at once."""
-    bias = cfg.bias and (pending.needs.params is True or pending.needs.param("bias"))
+    """`dw = dy^T x` as data, with its db; a db alone, or of partial sums, is added at once."""
     if pending.x is None:
-        _wgrad_into("linear_wgrad", pending.dy, None, bias, into)
+        linear_wgrad(pending, cfg, into=into)
         return []
+    bias = cfg.bias and (pending.needs.params is True or pending.needs.param("bias"))
     _check_into("linear_wgrad", pending.dy, pending.x, bias, into)
+    if bias and pending.sums is not None:
+        _add_db(pending, into)
+        bias = False
     return [Product.of(pending.dy, pending.x, into.weight, into.bias if bias else None)]
 
 

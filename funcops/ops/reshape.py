@@ -55,14 +55,17 @@ class ReshapeResiduals(Residuals, static=("dtype",)):
     y_shape: torch.Size = static()
 
 
+def reshape_kept(cfg: ReshapeConfig, needs: Needs, x_shape: torch.Size, y: Tensor) -> ReshapeResiduals | None:
+    return ReshapeResiduals.keep(cfg, needs, x_shape=x_shape, y_shape=y.shape, dtype=y.dtype)
+
+
 @forward(ReshapeConfig)
 def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ReshapeResiduals | None]:
     """x: [*, *in] -> y: [*, *out]."""
     check("reshape_fwd", "x", x, (..., *cfg.in_shape), FLOATS)
     x_shape = x.shape
-    y_shape = (*x_shape[: len(x_shape) - len(cfg.in_shape)], *cfg.out_shape)
-    kept = ReshapeResiduals.keep(cfg, needs, x_shape=x_shape, y_shape=y_shape, dtype=x.dtype)
-    return torch.reshape(x, y_shape), kept
+    y = torch.reshape(x, (*x_shape[: len(x_shape) - len(cfg.in_shape)], *cfg.out_shape))
+    return y, reshape_kept(cfg, needs, x_shape, y)
 
 
 @dgrad_of(ReshapeResiduals)
@@ -72,5 +75,5 @@ def reshape_dgrad(residuals: ReshapeResiduals, dy: Any, cfg: ReshapeConfig) -> t
     return torch.reshape(dy, residuals.x_shape) if residuals.needs.x else NO_GRADIENT, None
 
 
-reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad)
+reshape = make_op("reshape", ReshapeConfig, fwd=reshape_fwd, dgrad=reshape_dgrad, view=True)
 reshape_init, reshape_bwd, reshape_wgrad = no_params(reshape, reshape_dgrad)

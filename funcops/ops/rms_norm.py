@@ -84,6 +84,11 @@ def rms_norm_init(
     return RMSNormParams(fill(cfg.dim, device=device, dtype=dtype))
 
 
+def rms_norm_kept(cfg: RMSNormConfig, needs: Needs, x: Tensor, params: RMSNormParams, rstd: Tensor) -> RMSNormResiduals | None:
+    w = params.weight
+    return RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
+
+
 @forward(RMSNormConfig, RMSNormParams)
 def rms_norm_fwd(
     params: RMSNormParams, x: Tensor, cfg: RMSNormConfig, *, needs: Needs = Needs.ALL
@@ -92,8 +97,7 @@ def rms_norm_fwd(
     w = params.weight
     check_norm("rms_norm_fwd", x, w, cfg.dim)
     y, rstd = kernels.rms_norm_fwd(flat(x, cfg.dim), flat(w, cfg.dim), cfg.eps, cfg.zero_centered_gamma)
-    kept = RMSNormResiduals.keep(cfg, needs, x=x, weight=w, rstd=rstd, weight_dtype=w.dtype)
-    return y if len(cfg.dim) == 1 else y.reshape(x.shape), kept
+    return y if len(cfg.dim) == 1 else y.reshape(x.shape), rms_norm_kept(cfg, needs, x, params, rstd)
 
 
 @again_of(RMSNormResiduals)

@@ -89,6 +89,10 @@ def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
     return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, wide(dtype))
 
 
+def rope_kept(cfg: RopeConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> RopeResiduals | None:
+    return RopeResiduals.keep(cfg, needs, positions=x[1], inputs=Inputs.of(x), shape=x[0].shape, dtype=x[0].dtype)
+
+
 @forward(RopeConfig)
 def rope_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: RopeConfig, *, needs: Needs = Needs.ALL
@@ -100,7 +104,7 @@ def rope_fwd(
     check_rows("rope_fwd", "x.0", t, cfg.dim)
     check_rotation("rope_fwd", t, positions, cfg)
     y = kernels.rope_apply(t, table_of(positions, cfg, t.dtype), cfg.interleaved, False)
-    return y, RopeResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return y, rope_kept(cfg, needs, x)
 
 
 @dgrad_of(RopeResiduals)

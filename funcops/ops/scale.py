@@ -38,11 +38,16 @@ class ScaleResiduals(Residuals, static=("shape", "dtype")):
     """No tensor: what dy must be."""
 
 
+def scale_kept(cfg: ScaleConfig, needs: Needs, x: Tensor) -> ScaleResiduals | None:
+    """Of x, or of what has its shape and dtype."""
+    return ScaleResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
 @forward(ScaleConfig)
 def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ScaleResiduals | None]:
     """`y = c x`. x: [*] -> y: [*]."""
     check("scale_fwd", "x", x, (...,), FLOATS)
-    return kernels.scale(x, cfg.factor), ScaleResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+    return kernels.scale(x, cfg.factor), scale_kept(cfg, needs, x)
 
 
 @dgrad_of(ScaleResiduals)

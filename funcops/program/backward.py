@@ -9,7 +9,7 @@ from funcops.op import NoneType, raw_of
 from funcops.ops.fork import fork
 from funcops.program import run
 from funcops.program.lower import Alias, Call, Fold, Lowered, Place, Scope, Value
-from funcops.program.rules import Cover, Piece
+from funcops.program.rules import Cover, Piece, Rule
 from funcops.program.source import Source, flat, total
 
 
@@ -25,6 +25,7 @@ class Backward(Source):
         self.computed: set[int] = set()  # the calls whose y was computed again
         self.held: set[int] = set()  # the calls whose residuals are at hand, after a piece that took them
         self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # which have no gradient
+        self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # with their weight gradients
 
     def write(self) -> tuple[str, dict[str, Any]]:
         if self.kept == "W":
@@ -37,7 +38,7 @@ class Backward(Source):
                     self._give(row.of, f"g{row.value}")
             elif row.index not in done and row.index not in self.cover.waiting:
                 piece = self.cover.backward.get(row.index)
-                if piece is None or (piece.rule.whole and not self.whole):
+                if piece is None:
                     self._call(row)
                 else:
                     self._piece(piece)
@@ -48,6 +49,17 @@ class Backward(Source):
         if self.whole:
             return self.written("backward", "K, dy, I", f"{self.tree('q', self.gradients)}, {dx}")
         return self.written("dgrad", "K, dy", f"{dx}, {self.tree('p', self._pending)}")
+
+    def _given_again(self) -> dict[int, list[Call]]:
+        """By a call of which y comes with its gradient: its readers, whose weight gradients wait for that."""
+        if not self.whole:
+            return {}
+        given = {piece.calls[-1] for piece in self.cover.backward.values() if piece.rule.again}
+        return {call.index: [row for row in self.lowered.backward if row in call.readers] for call in given}
+
+    def _goes_on(self, call: Call) -> bool:
+        """Whether its weight gradient follows its input's at once."""
+        return self.whole and call.index not in self.late
 
     def _pending(self, scope: Scope, parts: str) -> str:
         if not scope.needs:
@@ -192,7 +204,7 @@ class Backward(Source):
         """By the op's own function."""
         i = call.index
         filled = [f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, {again}, u{i})"] if again else []
-        if self.whole:
+        if self._goes_on(call):
             self.names[f"b{i}"] = call.op.bwd
             return [*filled, f"q{i}, d{i} = (e{i}(None, c{i}, {into}), None) if n{i} is None else b{i}(n{i}, {dy}, c{i}, {into})"]
         self.names[f"b{i}"] = call.op.dgrad
@@ -200,12 +212,12 @@ class Backward(Source):
 
     def _raw(self, call: Call, dy: str, into: str) -> list[str]:
         """By what that runs after its checks; nothing where there is no such thing."""
-        i, raw = call.index, raw_of(call.op.bwd if self.whole else call.op.dgrad)
+        i, raw = call.index, raw_of(call.op.bwd if self._goes_on(call) else call.op.dgrad)
         if raw is None or dy == "None":
             return []
         dgrad, wgrad = raw if isinstance(raw, tuple) else (raw, None)
         self.names |= {f"x{i}": dgrad, f"z{i}": wgrad}
-        if not self.whole:
+        if not self._goes_on(call):
             return [f"d{i}, p{i} = x{i}(n{i}, {dy}, c{i})"]
         if not isinstance(raw, tuple):
             return [f"q{i}, d{i} = x{i}(n{i}, {dy}, c{i}, {into})"]
@@ -231,41 +243,72 @@ class Backward(Source):
         """The weight gradients, or their products, of what waits."""
         if self.which == "products":
             self.put("found = []")
-        for call in [row for row in self.lowered.backward if type(row) is Call and row.place is not None]:
-            i, place = call.index, call.place
-            if call.op.params is NoneType:
-                self.put(f"q{i} = None")
-                continue
-            self._open(place)
-            self.at(call.path)
-            if place.scope is None:
-                self.put(f"p{i} = W; del W")
-            else:
-                k = place.scope.index
-                self.put(f"p{i} = None if W{k} is None else run.part(W{k}, {place.name!r})")
-            self._wgrad(call, call.again)
+        calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
+        for at, call in enumerate(calls):
+            self._wait(call)
+            piece = together.get(call.index)
+            if piece is None:
+                self._wgrads([call])
+            elif not any(other in piece.calls for other in calls[at + 1 :]):
+                self._wgrads([other for other in calls if other in piece.calls], piece.rule)
         return self.written(self.which, "W, I", "found" if self.which == "products" else self.tree("q", self.gradients))
 
-    def _wgrad(self, call: Call, source: Call | None) -> None:
-        """The weight gradient, of a pending and of what `source` gives again."""
-        i, which = call.index, "products" if self.which == "products" else "wgrad"
-        if source is not None:
-            again = self._again(source)
-            self.names[f"u{i}"] = call.needs
-            there = f"p{i} is not None and {again} is not None"
-            self.put(f"if {there}: p{i} = run.filled(p{i}, {call.fields!r}, {again}, u{i})")
+    def _wait(self, call: Call) -> None:
+        """What waits for the call's weight gradient, with y of its source put into it."""
+        place = call.place
+        assert place is not None
+        if call.op.params is NoneType:
+            return
+        self._open(place)
         self.at(call.path)
-        self.names |= {f"e{i}": getattr(call.op, which), f"c{i}": call.cfg}
-        target = f"q{i} =" if which == "wgrad" else "found +="
-        self.put(f"{target} e{i}(p{i}, c{i}, into={self.part('I', call.place)})")
+        if place.scope is None:
+            self.put(f"p{call.index} = W; del W")
+        else:
+            k = place.scope.index
+            self.put(f"p{call.index} = None if W{k} is None else run.part(W{k}, {place.name!r})")
+        if call.again is not None:
+            self._fill(call, call.again)
+
+    def _fill(self, call: Call, source: Call) -> None:
+        """The y of `source` put into the call's pending."""
+        i, again = call.index, self._again(source)
+        self.names[f"u{i}"] = call.needs
+        self.put(f"if p{i} is not None and {again} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {again}, u{i})")
+
+    def _wgrads(self, calls: list[Call], rule: Rule | None = None) -> None:
+        """The weight gradients of pendings that are there: together where the rule can, one by one otherwise."""
+        which, own = "products" if self.which == "products" else "wgrad", [c for c in calls if c.op.params is not NoneType]
+        self.put(*[f"q{call.index} = None" for call in calls if call not in own])
+        together = own[0].index if own and rule is not None and rule.wgrads is not None else None
+        if together is not None:
+            self.names |= {f"joint{together}": rule, f"own{together}": tuple(own)}
+            pendings, into, found = ("".join(f"{one}, " for one in of) for of in zip(*map(self._ends, own), strict=True))
+            self.put(f"j{together} = run.wgrads(joint{together}, own{together}, ({pendings}), ({into}))")
+            self.put(f"if j{together} is NotImplemented:")
+            self.depth += 1
+        for call in own:
+            i = call.index
+            self.at(call.path)
+            self.names |= {f"e{i}": getattr(call.op, which), f"c{i}": call.cfg}
+            target = f"q{i} =" if which == "wgrad" else "found +="
+            self.put(f"{target} e{i}(p{i}, c{i}, into={self._ends(call)[1]})")
+        if together is not None:
+            self.depth -= 1
+            self.put("else:", f"    ({found}) = j{together}")
+
+    def _ends(self, call: Call) -> tuple[str, str, str]:
+        """The names of a call's pending, accumulators and weight gradients."""
+        assert call.place is not None
+        return f"p{call.index}", self.part("I", call.place), f"q{call.index}"
 
     # What is computed again.
 
     def _filling(self, call: Call) -> str:
         """The y that is put into the call's residuals."""
-        if call.again is None or not (self.whole or call.again_in_dgrad):
+        if call.again is None or not (self._goes_on(call) or call.again_in_dgrad):
             return ""
-        self.names[f"u{call.index}"] = call.needs if self.whole else call.kept
+        self.names[f"u{call.index}"] = call.needs if self._goes_on(call) else call.kept
         again = self._again(call.again)
         self.at(call.path)
         return again
@@ -304,46 +347,75 @@ class Backward(Source):
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one where that will not have their inputs."""
         calls, i = piece.calls, piece.calls[0].index
-        in_order = calls if piece.siblings else calls[::-1]
+        in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
         sources = [call.again for call in calls if call.again is not None]
+        filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
+        late = self._given_again().get(calls[-1].index, []) if piece.rule.again else []
         for call in (*calls, *sources):
             self._open(call.place)
-        held = [] if piece.rule.whole else sources if self.whole else [call for call in calls if call.source]
+        held = [*filled.values(), *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
         self.at("")
         self.put(*[f"h{source.index} = {self._node(source)}" for source in dict.fromkeys(held)])
         scopes = {c.place.scope.index for c in (*calls, *sources) if c.place and c.place.scope and c.place.scope.needs}
         values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
-        dys = [self._gradient(call.out) for call in calls]
+        dys = [self._gradient(call.out) for call in piece.ends]
         dy = f"({', '.join(dys)})" if piece.siblings else dys[-1]
         where = next(self._where(call.place.scope) for call in calls if call.place and call.place.scope)
+        trees = ", ".join(f"{scope}: K{scope}" for scope in sorted(scopes))
         self.names |= {f"rule{i}": piece.rule, f"calls{i}": calls}
         self.put(
             f"G{i} = {{{', '.join(f'{v}: g{v}' for v in values)}}}",
-            f"out{i} = run.backward_piece(rule{i}, calls{i}, {{{', '.join(f'{s}: K{s}' for s in sorted(scopes))}}}, {dy}, G{i}, {where!r})",
+            f"out{i} = run.backward_piece(rule{i}, calls{i}, {{{trees}}}, {dy}, G{i}, {where!r})",
             f"if out{i} is NotImplemented:",
         )
         self.depth += 1
-        have, computed = set(self.have), set(self.computed)
+        have, computed, self.held = set(self.have), set(self.computed), {source.index for source in held}
+        if late:
+            self._again(calls[-1])
+        self.held = set()
         for call in in_order:
             self._call(call)
         self.depth -= 1
         self.put("else:")
         self.depth += 1
         after, self.have, self.computed, self.held = self.have, have, set(computed), {source.index for source in held}
-        inner = {v for call in calls for v in (call.out, *call.gives)}
+        if late:
+            self.put(f"a{calls[-1].index} = G{i}.pop({calls[-1].out})")
+        self._after(piece, [call for call in in_order if call.place and call.index not in self.late], filled)
+        self.put(*[f"g{v} = None" for v in sorted(after - self.have - {v for call in calls for v in (call.out, *call.gives)})])
+        self.depth -= 1
+        self.have, self.computed, self.held = after, computed, set()
+        if late:
+            self.computed.add(calls[-1].index)
+            for call in late:
+                self._fill(call, calls[-1])
+            self._wgrads(late, self._rule_of_wgrads(late))
+
+    def _filled_from(self, call: Call, piece: Piece) -> Call | None:
+        """The call whose y is put into the pending that the piece gave this one."""
+        given = call.index in self.late or (piece.rule.whole and call.again in piece.calls)
+        return call.again if self.whole and not given else None
+
+    def _after(self, piece: Piece, ready: list[Call], filled: dict[int, Call]) -> None:
+        """What the rule gave, `(dmain, pending of each)`, to where it goes."""
+        calls, i = piece.calls, piece.calls[0].index
         self.put(f"d{i}, ({''.join(f'p{call.index}, ' if call.place else '_, ' for call in calls)}) = out{i}")
         for call in calls:
             self._recipe(call)
-        for v in sorted({v for call in calls for v in call.takes} - self.keys - inner):
+        for v in sorted({v for call in calls for v in call.takes} - self.keys - {v for call in calls for v in call.gives}):
             self.put(f"g{v} = G{i}.get({v})")
             self.have.add(v)
         self._give_main(calls[0], f"d{i}")
-        for call in in_order if self.whole else ():
-            if call.place is not None:
-                self._wgrad(call, None if piece.rule.whole else call.again)
-        self.put(*[f"g{v} = None" for v in sorted(after - self.have - inner)])
-        self.depth -= 1
-        self.have, self.computed, self.held = after, computed, set()
+        if self.whole:
+            for call in ready:
+                if call.index in filled:
+                    self._fill(call, filled[call.index])
+            self._wgrads(ready, self._rule_of_wgrads(ready))
+
+    def _rule_of_wgrads(self, calls: list[Call]) -> Rule | None:
+        """The rule that gives weight gradients of these together."""
+        pieces = self.cover.backward.values()
+        return next((piece.rule for piece in pieces if piece.rule.wgrads and calls and calls[0] in piece.calls), None)
 
 
 def _nested(value: Value, names: Iterator[str]) -> str:

@@ -10,7 +10,7 @@ from funcops.errors import describe, fail, in_html, on_screen, require_device, r
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program.lower import Call, Lowered, lower
-from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, cover
+from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
 from funcops.program.values import parts_of
 
 
@@ -19,13 +19,15 @@ class Line(NamedTuple):
 
     calls: tuple[Call, ...]
     rule: Rule | None
+    saves: Saving = Saving()
 
     @property
     def paths(self) -> tuple[str, ...]:
         return tuple(path_of(call) for call in self.calls)
 
     def __str__(self) -> str:
-        return f"{' + '.join(self.paths)}: {self.rule.name if self.rule else self.calls[0].op}"
+        what = f"{self.rule.name}, saves {self.saves}" if self.rule else str(self.calls[0].op)
+        return f"{' + '.join(self.paths)}: {what}"
 
 
 class Plan(NamedTuple):
@@ -77,7 +79,7 @@ def _lines(lowered: Lowered, pieces: dict[int, Piece]) -> tuple[Line, ...]:
         if piece is None:
             found.append(Line((call,), None))
         elif piece.calls[0] is call:
-            found.append(Line(piece.calls, piece.rule))
+            found.append(Line(piece.calls, piece.rule, piece.saves))
     return tuple(found)
 
 

@@ -117,8 +117,6 @@ class Forward(Source):
         self.put("else:")
         self.depth += 1
         nodes = "".join(f"n{call.index}, " if call.place else "_, " for call in calls)
-        if piece.siblings:
-            self.put(f"({''.join(f'v{call.out}, ' for call in calls)}), ({nodes}) = out{i}")
-        else:
-            self.put(f"v{calls[-1].out}, ({nodes}) = out{i}", *[f"v{v} = E{i}[{v}]" for call in calls for v in call.gives])
+        out = f"({''.join(f'v{call.out}, ' for call in piece.ends)})" if piece.siblings else f"v{calls[-1].out}"
+        self.put(f"{out}, ({nodes}) = out{i}", *[f"v{v} = E{i}[{v}]" for call in calls for v in call.gives])
         self.depth -= 1

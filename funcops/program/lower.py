@@ -67,7 +67,12 @@ class Call:
     fuse: bool
     again: Call | None = None
     fields: tuple[str, ...] = ()
-    source: bool = False  # whether another call has this one for its `again`
+    readers: list[Call] = dataclasses.field(default_factory=list)  # the calls that have this one for their `again`
+
+    @property
+    def source(self) -> bool:
+        """Whether another call reads y again."""
+        return bool(self.readers)
 
     @property
     def kept(self) -> Needs:
@@ -180,7 +185,8 @@ class Lowered:
             fields = op.fields()
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(needs))
             if call.fields:
-                call.again, again.source = again, True
+                call.again = again
+                again.readers.append(call)
         return call.out, [call]
 
     def call(

@@ -78,7 +78,9 @@ program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-define
 
 def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any, for_tracer: bool = False) -> Any:
     lowered = lower(op, cfg, needs)
-    found = cover(lowered, device_type, dtype)
+    if which == "wgrad":  # of what may be anywhere
+        device_type, dtype = "cuda", torch.bfloat16
+    found = cover(lowered, device_type, dtype, which == "backward")
     if which == "forward":
         text, names = Forward(lowered, found, for_tracer).write()
     else:

@@ -13,21 +13,25 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.errors import fail, require_callable, require_flag, require_type
+from funcops.errors import describe, fail, require_callable, require_flag, require_type
 from funcops.needs import Needs
 from funcops.program.lower import Call, Lowered
 
 FORWARD, BACKWARD = "forward", "backward"
 SIBLINGS_FORWARD, SIBLINGS_BACKWARD = "siblings forward", "siblings backward"
+LONGEST = 8  # calls that a rule may cover
 FEW = 1 << 15  # elements of a dy below which, on the CPU, a rule costs more than it saves
 PHASES = (FORWARD, BACKWARD, SIBLINGS_FORWARD, SIBLINGS_BACKWARD)
 
 
 class Window(NamedTuple):
-    """What a rule may look at: calls of which each reads what the one before it wrote, and nobody else does; and the dtype of x."""
+    """What a rule may look at: calls of which each reads what the one before it wrote, and nobody else does; and the dtype of x.
+    For siblings the first calls of a parallel's branches, which read the same x, and in `branches` the calls that such a row
+    begins with."""
 
     calls: tuple[Call, ...]
     dtype: torch.dtype
+    branches: tuple[tuple[Call, ...], ...] = ()
 
     @property
     def needs(self) -> tuple[Needs, ...]:
@@ -35,38 +39,56 @@ class Window(NamedTuple):
         return tuple(call.needs for call in self.calls)
 
 
+class Saving(NamedTuple):
+    """Of calls that run as one, against one by one: passes over memory, each the read or the write of a tensor with the rows of
+    x, and launches. The cheapest cover saves most passes, then most launches."""
+
+    passes: int = 0
+    launches: int = 0
+
+    def __str__(self) -> str:
+        parts = [f"{n} {what}{'es' * (n != 1)}" for n, what in zip(self, ("pass", "launch"), strict=True) if n]
+        return " and ".join(parts) or "nothing"
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """`match(window)` says how many of the window's calls the rule covers; or, as a text, why it does not though it begins as it
-    should; or None. `run` does them:
+    """`match(window)` says how many of the window's calls the rule covers (for siblings, of each branch); or, as a text, why it
+    does not though it begins as it should; or None. `saves`, or `saves(window)` of the calls that it covers, is what that is worth:
+    the cover of a program is the cheapest that the rules make. `run` does them:
 
         forward:   run(calls, params, main, values) -> (y, residuals of each call); what a call takes is in `values`, by number, and
                    what it gives is put there
         backward:  run(calls, residuals, dy, gradients) -> (dmain, pending of each call); `gradients`, by number of the value, are
                    taken from and added to
 
-    The fork and the sum of a `skip` are calls without params, residuals and pending. For the first calls of the branches of a
-    `parallel`, which read the same x (`match` must cover all of them):
+    or returns NotImplemented for inputs that the calls one by one must take, or refuse. The fork and the sum of a `skip` are calls
+    without params, residuals and pending. Of siblings y and dy are tuples, of what the last call of each branch wrote.
+    `wgrads(calls, pendings)` gives their weight gradients together, or NotImplemented; it is asked where none is added to.
 
-        siblings forward:   run(calls, params, main) -> y of each, residuals of each
-        siblings backward:  run(calls, residuals, dys) -> (dmain, pending of each call)
-
-    or returns NotImplemented for inputs that the calls one by one must take, or refuse. `everywhere`: on the CPU too, for a dy of
-    at least FEW elements. `whole`: for a backward that goes on with the weight gradients at once; its pendings hold what is
-    computed again.
+    `everywhere`: on the CPU too, for a dy of at least FEW elements. `whole`: for a backward that goes on with the weight gradients
+    at once; its pendings hold what its own calls give again. `again`: y of its last call, which others read again, is put into
+    `gradients` in the place of its own; their weight gradients wait for it.
     """
 
     name: str
     phase: str
-    match: Callable[[Window], int | str | None]
+    match: Callable[[Window], int | tuple[int, ...] | str | None]
     run: Callable[..., Any]
+    saves: Saving | Callable[[Window], Saving] = Saving()
     everywhere: bool = False
     whole: bool = False
+    again: bool = False
+    wgrads: Callable[..., Any] | None = None
 
     def __post_init__(self) -> None:
         require_type("Rule", "name", self.name, str)
         require_callable("Rule", match=self.match, run=self.run)
-        require_flag("Rule", everywhere=self.everywhere, whole=self.whole)
+        if not isinstance(self.saves, Saving) and not callable(self.saves):
+            fail("Rule", "saves", "a Saving, or a function that gives one", describe(self.saves), TypeError)
+        if self.wgrads is not None:
+            require_callable("Rule", wgrads=self.wgrads)
+        require_flag("Rule", everywhere=self.everywhere, whole=self.whole, again=self.again)
         if self.phase not in PHASES:
             fail("Rule", "phase", f"one of {', '.join(PHASES)}", repr(self.phase))
 
@@ -76,7 +98,18 @@ class Piece(NamedTuple):
 
     calls: tuple[Call, ...]
     rule: Rule
+    saves: Saving
     siblings: bool = False
+
+    @staticmethod
+    def of(rule: Rule, window: Window, siblings: bool = False) -> Piece:
+        return Piece(window.calls, rule, rule.saves if isinstance(rule.saves, Saving) else rule.saves(window), siblings)
+
+    @property
+    def ends(self) -> tuple[Call, ...]:
+        """The calls that write what the piece does: the last, or that of each branch."""
+        inner = {call.main for call in self.calls if call.main != self.calls[0].main}
+        return tuple(call for call in self.calls if call.out not in inner)
 
 
 class NearMiss(NamedTuple):
@@ -103,8 +136,8 @@ changes: list[Rule] = []  # that were registered or taken out: programs are othe
 
 
 def register_fusion(rule: Rule) -> Rule:
-    """Add a rule to those that plans are made of. Where several match, the one that covers most steps wins, of equals the
-    latest. Raises `TypeError` for anything but a `Rule`, `ValueError` for a name that is taken."""
+    """Add a rule to those that plans are made of. Of covers that cost the same the one that joins most calls wins, of equals the
+    latest rule. Raises `TypeError` for anything but a `Rule`, `ValueError` for a name that is taken."""
     require_type("register_fusion", "rule", rule, Rule)
     if any(known.name == rule.name and known.phase == rule.phase for known in _rules):
         fail("register_fusion", "rule", "of a new name", f"{rule.name!r}, which is registered")
@@ -119,43 +152,74 @@ def unregister_fusion(rule: Rule) -> None:
     changes.append(rule)
 
 
-def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype) -> Cover:
-    """Pure, but for the rules that are registered. Without a device type nothing is fused."""
+def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: bool = True) -> Cover:
+    """The cheapest cover. Pure, but for the rules that are registered. Without a device type nothing is fused. `whole`: of a
+    backward that goes on with the weight gradients at once."""
     if device_type is None:
         return NOTHING
-    misses: list[NearMiss] = []
-    waiting: set[int] = set()
-
-    def half(phase: str, siblings_phase: str) -> dict[int, Piece]:
-        found: dict[int, Piece] = {}
-        taken: set[int] = set()
-        for heads in lowered.siblings:
-            size, rule = _best(Window(heads, dtype), siblings_phase, device_type, misses)
-            if rule is not None and size == len(heads):
-                first = heads[-1] if phase is BACKWARD else heads[0]
-                found[first.index] = Piece(heads, rule, True)
-                taken |= {call.index for call in heads}
-                if phase is BACKWARD:
-                    waiting.update(call.index for call in heads[:-1])
-        for run in _runs(lowered, taken):
-            i = 0
-            while i < len(run):
-                size, rule = _best(Window(run[i:], dtype), phase, device_type, misses)
-                if rule is not None:
-                    piece = Piece(run[i : i + size], rule)
-                    found[piece.calls[-1 if phase is BACKWARD else 0].index] = piece
-                i += size
-        return found
-
-    forward = half(FORWARD, SIBLINGS_FORWARD)
-    return Cover(forward, half(BACKWARD, SIBLINGS_BACKWARD), frozenset(waiting), tuple(misses))
+    asked = [one for one in _rules[::-1] if (one.everywhere or device_type != "cpu") and (whole or not one.whole)]
+    forward, misses = _cheapest(lowered, FORWARD, asked, dtype)
+    backward, more = _cheapest(lowered, BACKWARD, asked, dtype)
+    order = {row.index: i for i, row in enumerate(lowered.backward) if type(row) is Call}
+    last = {max(piece.calls, key=lambda call: order[call.index]).index: piece for piece in backward if piece.siblings}
+    waiting = frozenset(call.index for turn, piece in last.items() for call in piece.calls if call.index != turn)
+    turns = {piece.calls[-1].index: piece for piece in backward if not piece.siblings}
+    return Cover({piece.calls[0].index: piece for piece in forward}, turns | last, waiting, (*misses, *more))
 
 
-def _runs(lowered: Lowered, taken: set[int]) -> list[tuple[Call, ...]]:
+class Cut(NamedTuple):
+    """A row of calls in pieces; calls by themselves are in none. `joined`: the calls that were spared."""
+
+    passes: int = 0
+    launches: int = 0
+    joined: int = 0
+    pieces: tuple[Piece, ...] = ()
+    misses: tuple[NearMiss, ...] = ()
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        return -self.passes, -self.launches, -self.joined
+
+    def then(self, *others: Cut) -> Cut:
+        return Cut(*(sum(parts[1:], parts[0]) for parts in zip(self, *others, strict=True)))
+
+
+def _cut_of(piece: Piece, misses: tuple[NearMiss, ...] = ()) -> Cut:
+    return Cut(*piece.saves, len(piece.calls) - 1, (piece,), misses)
+
+
+def _cheapest(
+    lowered: Lowered, phase: str, rules: list[Rule], dtype: torch.dtype
+) -> tuple[tuple[Piece, ...], tuple[NearMiss, ...]]:
+    """The pieces of a half, and what nearly was one."""
+    own, of_siblings = ([one for one in rules if one.phase == name] for name in (phase, f"siblings {phase}"))
+    cuts = {row: _cut(row, own, dtype) for row in _rows(lowered)}
+    by_first = {row[0].index: row for row in cuts}
+    found = Cut()
+    for heads in lowered.siblings:
+        rows = [by_first[call.index] for call in heads if call.index in by_first]
+        if len(rows) < len(heads):
+            continue
+        piece, misses = _piece_of(Window(heads, dtype, tuple(rows)), of_siblings)
+        joint = Cut(misses=misses) if piece is None else _cut_of(piece, misses)
+        if piece is not None:
+            left = [row[sum(call in piece.calls for call in row) :] for row in rows]
+            with_it = {row: _cut(row, own, dtype) for row in left if row}
+            apart = [cuts[row] for row in rows]
+            if joint.then(*with_it.values()).cost <= apart[0].then(*apart[1:]).cost:
+                cuts = {row: cut for row, cut in cuts.items() if row not in rows} | with_it
+            else:
+                joint = Cut()
+        found = found.then(joint)
+    found = found.then(*cuts.values())
+    return found.pieces, found.misses
+
+
+def _rows(lowered: Lowered) -> list[tuple[Call, ...]]:
     """The longest rows of calls of which each alone reads what the one before it wrote."""
     found: list[list[Call]] = []
     for call in lowered.calls:
-        if not call.fuse or call.index in taken or (call.place is not None and call.place.scope is None):
+        if not call.fuse or (call.place is not None and call.place.scope is None):
             found.append([])
             continue
         last = found[-1][-1] if found and found[-1] else None
@@ -163,17 +227,36 @@ def _runs(lowered: Lowered, taken: set[int]) -> list[tuple[Call, ...]]:
             found[-1].append(call)
         else:
             found.append([call])
-    return [tuple(run) for run in found if run]
+    return [tuple(row) for row in found if row]
 
 
-def _best(window: Window, phase: str, device_type: str, misses: list[NearMiss]) -> tuple[int, Rule | None]:
-    size, rule = 1, None
-    for one in reversed(_rules):
-        if one.phase != phase or (device_type == "cpu" and not one.everywhere):
-            continue
-        answer = one.match(window)
+def _cut(row: tuple[Call, ...], rules: list[Rule], dtype: torch.dtype) -> Cut:
+    """The cheapest, from the end of the row to its beginning."""
+    best = [Cut()] * (len(row) + 1)
+    for i in range(len(row))[::-1]:
+        found: list[Cut] = []
+        misses: tuple[NearMiss, ...] = ()
+        for size in range(min(LONGEST, len(row) - i), 1, -1):
+            piece, reasons = _piece_of(Window(row[i : i + size], dtype), rules)
+            misses = misses or (reasons if size == min(LONGEST, len(row) - i) else ())
+            if piece is not None:
+                found.append(_cut_of(piece).then(best[i + size]))
+        cheapest = min([*found, best[i + 1]], key=lambda cut: cut.cost)  # of equals the first
+        best[i] = Cut(misses=misses).then(cheapest)
+    return best[0]
+
+
+def _piece_of(window: Window, rules: list[Rule]) -> tuple[Piece | None, tuple[NearMiss, ...]]:
+    """The piece of all calls of a window, or of the branches' beginnings, that saves most; and why others are none."""
+    found: list[Piece] = []
+    misses: list[NearMiss] = []
+    for rule in rules:
+        answer = rule.match(window)
         if isinstance(answer, str):
-            misses.append(NearMiss(one.name, phase, window.calls[0].path, answer))
-        elif answer is not None and answer > size:
-            size, rule = answer, one
-    return size, rule
+            misses.append(NearMiss(rule.name, rule.phase, window.calls[0].path, answer))
+        elif isinstance(answer, tuple):
+            calls = tuple(call for row, size in zip(window.branches, answer, strict=True) for call in row[:size])
+            found.append(Piece.of(rule, Window(calls, window.dtype), True))
+        elif answer == len(window.calls):
+            found.append(Piece.of(rule, window))
+    return (min(found, key=lambda piece: _cut_of(piece).cost) if found else None), tuple(misses)

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from funcops.backend import tracing
 from funcops.errors import describe, fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op
@@ -131,8 +132,6 @@ def forward_piece(rule: Rule, calls: tuple[Call, ...], params: tuple[Any, ...], 
     for call, own in zip(calls, params, strict=True):
         if call.place is not None and type(own) is not call.op.params:
             return NotImplemented
-    if rule.phase == "siblings forward":
-        return rule.run(calls, params, main)
     return rule.run(calls, params, main, values)
 
 
@@ -150,7 +149,7 @@ def backward_piece(
             path = call.path
             kept[i] = None if call.place is None else _read(call, kept[i], trees, where)
         path = joined(calls)
-        found = rule.run(calls, kept, dy) if rule.phase == "siblings backward" else rule.run(calls, kept, dy, gradients)
+        found = rule.run(calls, kept, dy, gradients)
     except Exception as error:
         in_path(error, path)
         raise
@@ -159,6 +158,22 @@ def backward_piece(
             tree = trees[place.scope.index]  # type: ignore[union-attr]
             if tree.donated:
                 tree[place.name] = None
+    return found
+
+
+def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into: tuple[Any, ...]) -> Any:
+    """The weight gradients of calls together, or NotImplemented: then one by one."""
+    nodes = [p._node if type(p) is Donated else p for p in pendings]
+    for call, node, sums in zip(calls, nodes, into, strict=True):  # what the op's own function would refuse, it refuses
+        if sums is not None or type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
+            return NotImplemented
+    if tracing():
+        return NotImplemented
+    found = rule.wgrads(calls, nodes)  # type: ignore[misc]
+    if found is not NotImplemented:
+        for call, cell in zip(calls, pendings, strict=True):
+            if type(cell) is Donated:
+                cell.take(f"{call.op.name}_wgrad")
     return found
 
 

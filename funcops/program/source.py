@@ -1,8 +1,8 @@
 """The functions of a program, written as straight-line Python: a few lines a call, no loop, no lookup.
 
 A local falls right after its last reader (`released`). Names, with the number of their value, call or scope: v value, g its
-gradient; n residuals of a call, h the same held for later, p pending, d gradient of x, q of params, a y computed again; E and G what a
-rule reads by value, out what it gives; P params, K residuals, W pending, I accumulators of a scope.
+gradient; n residuals of a call, h the same held for later, p pending, d gradient of x, q of params, a y computed again; E and G
+what a rule reads by value, out and j what it gives; P params, K residuals, W pending, I accumulators of a scope.
 
 What the ops' own functions check at every call is tested here by source that only says yes or no. Where it says no, and while a
 compiler traces, the ops' own functions run, and they say what is wrong.
@@ -113,7 +113,7 @@ class Source:
         ), self.names
 
 
-_LOCAL = re.compile(r"(?<![\w.])(?:v|g|n|p|a|h|d|dy|part|out|E|G)\d+(?:_\d+)?\b")
+_LOCAL = re.compile(r"(?<![\w.])(?:v|g|n|p|a|h|d|dy|part|out|j|E|G)\d+(?:_\d+)?\b")
 _TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 

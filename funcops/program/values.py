@@ -12,10 +12,12 @@ from funcops.trees import tensors, tree_map
 
 
 def add(a: Any, b: Any) -> Any:
-    """The sum of two gradients of one structure, where None is zero."""
+    """The sum of two gradients of one structure, where None is zero. A node that adds up in a way of its own has `plus`."""
     if a is None or b is None:
         return b if a is None else a
-    return a + b if isinstance(a, Tensor) else tree_map(add, a, b)
+    if isinstance(a, Tensor):
+        return a + b
+    return a.plus(b) if hasattr(a, "plus") else tree_map(add, a, b, is_leaf=lambda node: hasattr(node, "plus"))
 
 
 def has_params(op: Op, cfg: Any) -> bool:

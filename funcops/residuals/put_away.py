@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 from funcops.errors import require_type
-from funcops.residuals.policy import Compress, Offload, Packed, pack, unpack
+from funcops.residuals.forms import one_form_each, pack, unpack
+from funcops.residuals.policy import Compress, Offload
 from funcops.schema import Saved
-from funcops.trees import tree_map, tree_map_tensors
+from funcops.trees import tree_map
 
 T = TypeVar("T")
 
@@ -23,14 +24,17 @@ def stow(kept: T, action: Offload | Compress) -> T:
     """
     require_type("stow", "action", action, Offload, Compress)
     _check_fresh("stow", kept)
-    return tree_map_tensors(lambda t: pack(t, action), kept)
+    with one_form_each():
+        packed: T = pack(kept, action)
+    return packed
 
 
 def fetch(stowed: T) -> T:
     """The tree as a backward reads it. What was never stowed is the same object.
     Raises `StaleResidualError` for what was written to."""
     _check_fresh("fetch", stowed)
-    return tree_map(unpack, stowed, is_leaf=lambda value: type(value) is Packed)
+    fetched: T = unpack(stowed)
+    return fetched
 
 
 def _check_fresh(where: str, tree: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
 from funcops.marks import Gone
-from funcops.residuals.layers import merged
+from funcops.residuals.equal_layers import merged
 from funcops.schema import AGAIN, Phase, Saved
 from funcops.trees import paths, tensors
 
@@ -111,14 +111,14 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     for name, tree in (("params", params), ("x", x)):
         for path, t in paths(tree).items():
             if isinstance(t, Tensor):
-                owners.setdefault(_storage(t), f"{name}.{path}" if path else name)
+                owners.setdefault(storage_of(t), f"{name}.{path}" if path else name)
     rows, aliased = [], 0
     for path, t, phases in kept_tensors(residuals):
-        owner = owners.get(_storage(t), "")
+        owner = owners.get(storage_of(t), "")
         size = t.untyped_storage().nbytes()
         aliased += size if owner else 0
         rows.append(Row(path, tuple(t.shape), short(t.dtype), 0 if owner else size, owner, phases))
-        owners.setdefault(_storage(t), path)
+        owners.setdefault(storage_of(t), path)
     return Report(rows, aliased, tokens if tokens is not None else _tokens(x), expand)
 
 
@@ -184,7 +184,8 @@ def kept_tensors(node: Any, prefix: str = "") -> Iterator[tuple[str, Tensor, str
         yield from kept_tensors(child, f"{prefix}{name}.")
 
 
-def _storage(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
+    """What a tensor shares with its views."""
     return t.untyped_storage()._cdata
 
 

@@ -8,7 +8,7 @@ from funcops.schedule.chunked import interleaved_zb as interleaved_zb
 from funcops.schedule.chunked import zb_v as zb_v
 from funcops.schedule.delay import delay_w as delay_w
 from funcops.schedule.draw import draw as draw
-from funcops.schedule.fold import fold as fold
+from funcops.schedule.fewer_ranks import fold as fold
 from funcops.schedule.generators import gpipe as gpipe
 from funcops.schedule.generators import one_f_one_b as one_f_one_b
 from funcops.schedule.generators import zb_h1 as zb_h1

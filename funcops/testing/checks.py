@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.formats import dense
 from funcops.needs import Needs
 from funcops.testing.case import Case
 from funcops.trees import leaves, paths, same_structure, tree_map
 
 
 def float_like(tree: Any, seed: int) -> Any:
-    """A tree of random gradients for the floating leaves."""
+    """A tree of random gradients for the floating leaves; what is in low precision is one leaf, and its gradient dense."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(t: Any) -> Any:
@@ -24,7 +25,7 @@ def float_like(tree: Any, seed: int) -> Any:
             return None
         return torch.randn(t.shape, dtype=torch.float64, device="cpu", generator=generator).to(t)
 
-    return tree_map(draw, tree)
+    return tree_map(draw, dense(tree))
 
 
 def same_bits(a: Any, b: Any, what: str) -> None:

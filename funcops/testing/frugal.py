@@ -18,6 +18,7 @@ from funcops.compose.chain import ChainConfig
 from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step, live_inputs
+from funcops.formats import dense
 from funcops.needs import Mask, Needs
 from funcops.op import Op
 from funcops.program.values import abstract_params
@@ -36,7 +37,7 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
     assert op.fwd(params, x, cfg, needs=Needs.NONE)[1] is None, "Needs.NONE keeps nothing"
     _aliases_are_inputs(residuals, (params, x))
     _, pending = op.dgrad(residuals, dy, cfg)
-    for needs in masks(params, x):
+    for needs in masks(*dense((params, x))):
         _, kept = op.fwd(params, x, cfg, needs=needs)
         _keeps(kept, residuals, needs, "residuals")
         want = _masked(full, needs)

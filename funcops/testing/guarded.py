@@ -13,6 +13,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
 from funcops.errors import StaleResidualError
+from funcops.formats import dense
 from funcops.residuals import donate
 from funcops.residuals.policy import Offload
 from funcops.residuals.put_away import fetch, stow
@@ -100,7 +101,7 @@ def law_guarded(case: Case, dtype: torch.dtype) -> None:
     params, x = case.make(dtype)
     y, residuals = case.op.fwd(params, x, case.cfg)
     generator = torch.Generator().manual_seed(7)
-    dy = tree_map(lambda t: torch.randn(t.shape, generator=generator).to(t) if t.is_floating_point() else None, y)
+    dy = tree_map(lambda t: torch.randn(t.shape, generator=generator).to(t) if t.is_floating_point() else None, dense(y))
     for one in _forward(case, params, x, dy):
         want = one.run(one.tree)
         for name, tree in _moved(one, MOVES | COPIES).items():

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.backend import wide
 from funcops.errors import require
+from funcops.formats import dense
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals import donate
@@ -97,11 +98,12 @@ def _objects(tree: Any) -> dict[str, int]:
 def law_mirror(case: Case, dtype: torch.dtype) -> None:
     """Gradients have the structure, shapes and dtypes of what they are gradients of; None where not needed."""
     params, x, _, _, dy, (dparams, dx) = run(case, dtype)
+    params, x = dense((params, x))
     _mirrors(dparams, params, "dparams")
     _mirrors(dx, x, "dx")
     for t, d in zip(leaves(x), leaves(dx), strict=True):
         assert (d is not None) == (isinstance(t, Tensor) and t.is_floating_point()), "dx of every float leaf of x"
-    _, residuals = case.op.fwd(params, x, case.cfg)
+    _, residuals = case.op.fwd(*case.make(dtype), case.cfg)
     same_bits(case.op.bwd(residuals, None, case.cfg), (nothing_like(dparams), nothing_like(dx)), "bwd of dy=None")
 
 
@@ -118,11 +120,11 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     def double(t: Any) -> Any:
         return t.double().requires_grad_() if t.is_floating_point() else t
 
-    ref_params, ref_x = tree_map_tensors(double, params), tree_map_tensors(double, x)
+    ref_params, ref_x = tree_map_tensors(double, dense((params, x)))
     want = case.reference(ref_params, ref_x, case.cfg)
     length = max([t.numel() for t in tensors((params, x, y))] + [1])
     detached = tree_map_tensors(torch.detach, want)
-    assert_close(y, detached, dtype=dtype, length=length, what=f"y of {case}")
+    assert_close(dense(y), detached, dtype=dtype, length=length, what=f"y of {case}")
     wanted = [t for t in tensors((ref_params, ref_x)) if t.requires_grad]
     outputs = [(o, d.double()) for o, d in zip(leaves(want), leaves(dy), strict=True) if d is not None]
     found = torch.autograd.grad([o for o, _ in outputs], wanted, [d for _, d in outputs], allow_unused=True)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import DonatedError, GradModeError, StaleResidualError
+from funcops.formats import dense
 from funcops.residuals import donate
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
@@ -111,6 +112,7 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
         "that requires grad": lambda t: t.requires_grad_(),
         "expanded": lambda t: t.new_zeros(()).expand(t.shape) if t.numel() > 1 else None,
     }
+    params = dense(params)
     of = {path: t for path, t in paths(params).items() if isinstance(t, Tensor)}
     call = functools.partial(_backward_into, case, params, residuals, dy)
     for path, (what, fault) in itertools.product(of, faults.items()):

@@ -127,7 +127,7 @@ def test_a_forgotten_store_warns():
     store = delayed_wgrad()
     with store:
         model()(batches(1)[0]).sum().backward()
-    import funcops.adapters.delayed as module
+    import funcops.adapters.autograd.delayed as module
 
     module._unfinished = None
     with pytest.warns(ResourceWarning, match="1 weight gradients were never run"):

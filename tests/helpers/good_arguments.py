@@ -325,8 +325,11 @@ def rule() -> dict[str, Any]:
         "phase": "forward",
         "match": lambda window: None,
         "run": lambda *given: None,
+        "saves": funcops.Saving(passes=2, launches=1),
+        "wgrads": lambda calls, pendings: None,
         "everywhere": False,
         "whole": False,
+        "again": False,
     }
 
 

@@ -7,7 +7,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
 
 from funcops import delayed_wgrad
 from funcops import nn as fnn
-from funcops.adapters.delayed import WgradStore
+from funcops.adapters.autograd.delayed import WgradStore
 from funcops.adapters.pipelining import split_stage
 from funcops.testing.tolerances import assert_close
 

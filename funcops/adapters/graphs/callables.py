@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops.adapters.delayed import WgradStore, accumulate, delayed_wgrad
-from funcops.adapters.first_order import first_order
+from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wgrad
+from funcops.adapters.autograd.first_order import first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import Leaf, Snapshot, Written

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.adapters.autocast import LOWER, any_autocast, casts, is_on, outside
-from funcops.adapters.autograd import run
+from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import drawn_key
 from funcops.adapters.nn.module import OpModule, is_plain, untouched, watched
 from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind_of

@@ -11,7 +11,7 @@ from torch.fx import Proxy
 from torch.nn.modules import module as hooks
 
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
-from funcops.adapters.autograd import run
+from funcops.adapters.autograd.differentiable import run
 from funcops.errors import FLOATS, describe, fail
 from funcops.op import Op
 from funcops.trees import tree_map_tensors

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
-from funcops.adapters.autograd import run
+from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
 from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, untouched, watched
 from funcops.compose.chain import ChainConfig, chain

@@ -1,4 +1,4 @@
+from funcops.adapters.bucketed_mean import BucketedMean as BucketedMean
 from funcops.adapters.pipelining.modules import split_stage as split_stage
 from funcops.adapters.pipelining.pipeline import Pipeline as Pipeline
 from funcops.adapters.pipelining.pipeline import Stepped as Stepped
-from funcops.adapters.reduce import BucketedMean as BucketedMean

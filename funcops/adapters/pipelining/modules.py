@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.pipelining import PipelineStage
 
-from funcops.adapters.delayed import WgradStore, delayed_wgrad
+from funcops.adapters.autograd.delayed import WgradStore, delayed_wgrad
 
 
 def split_stage(

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import bias_activation as declared
-from funcops.kernels.triton.activation import derivative
+from funcops.kernels.triton.activation import activate, derivative
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, store_rounded, warps_of
-from funcops.kernels.triton.pointwise import add_repeated
+from funcops.kernels.triton.norm import row_sums, sums_tile
+from funcops.kernels.triton.norm_kernels import dropped
+from funcops.kernels.triton.pointwise import add_repeated, dropout, threshold_and_factor
 
 COLUMNS, TILE = 1024, 2048
 PARTS, PROGRAMS = 256, 1024  # of a backward: the most partial rows, and programs over parts and chunks of columns
@@ -22,8 +24,9 @@ PARTS, PROGRAMS = 256, 1024  # of a backward: the most partial rows, and program
 @triton.jit
 def _backward(
     dy_ptr, x_ptr, b_ptr, dz_ptr, db_ptr, rows, width, KIND: tl.constexpr, BIAS: tl.constexpr, DB: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    AGAIN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """With AGAIN y is written over dy."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b = tl.zeros([1, BLOCK], tl.float32)
@@ -33,15 +36,36 @@ def _backward(
     for group in range(part, tl.cdiv(rows, ROWS), parts):
         row = group * ROWS + tl.arange(0, ROWS)
         at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
-        dz = load_wide(dy_ptr + at, inside) * derivative(load_wide(x_ptr + at, inside) + b, KIND)
+        z = load_wide(x_ptr + at, inside) + b
+        dz = load_wide(dy_ptr + at, inside) * derivative(z, KIND)
         store_rounded(dz_ptr + at, dz, inside)
+        if AGAIN:
+            store_rounded(dy_ptr + at, activate(z, KIND), inside)
         if DB:
             total += dz
     if DB:
         tl.store(db_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
 
 
-_launch_backward = launcher(_backward)
+@triton.jit
+def _dropout_sums(
+    dy_ptr, key_ptr, dx_ptr, sums_ptr, rows, width, threshold, factor: tl.float32, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Of rows that are a multiple of four long: as many words has a Philox block."""
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for group in range(part, tl.cdiv(rows, ROWS), parts):
+        row = group * ROWS + tl.arange(0, ROWS)
+        at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
+        first = row * (width // 4) + tl.program_id(1) * (BLOCK // 4)
+        dx = dropped(load_wide(dy_ptr + at, inside), first, key_ptr, threshold, factor, ROWS, BLOCK)
+        store_rounded(dx_ptr + at, dx, inside)
+        total += tl.where(inside, dx, 0.0)
+    tl.store(sums_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
+
+
+_launch_backward, _launch_dropout_sums = launcher(_backward), launcher(_dropout_sums)
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -62,13 +86,22 @@ def bias_activation_fwd(x: Tensor, b: Tensor, kind: str) -> Tensor:
 
 @declared.bias_activation_bwd.triton
 def bias_activation_bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+    return _bwd(dy.contiguous(), x, b, kind, db, False)
+
+
+@declared.activation_bwd_again.triton
+def activation_bwd_again(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+    return _bwd(dy, x, None, kind, db, True)
+
+
+def _bwd(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: str, db: bool, again: bool) -> tuple[Tensor, Optional[Tensor]]:
     x, rows, width = flat_rows(x)
     dz, d_b, (at_once, block) = torch.empty_like(x), _room(x) if db else None, _tile(width)
     if not rows:
         return dz, None if d_b is None else d_b.zero_()
     grid = _parts(rows, width), cdiv(width, block), 1
     _launch_backward(
-        *grid, dy.contiguous(), x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, at_once, block,
+        *grid, dy, x, contiguous(b), dz, d_b, rows, width, kind, b is not None, db, again, at_once, block,
         num_warps=warps_of(TILE),
     )  # fmt: skip
     return dz, d_b
@@ -82,3 +115,32 @@ def _bias_activation_bwd_fake(dy: Tensor, x: Tensor, b: Optional[Tensor], kind: 
 def _room(x: Tensor) -> Tensor:
     width = x.shape[-1]
     return x.new_empty((_parts(x.numel() // width, width), width), dtype=torch.float32)
+
+
+@declared.activation_bwd_again.fake
+def _activation_bwd_again_fake(dy: Tensor, x: Tensor, kind: str, db: bool) -> tuple[Tensor, Optional[Tensor]]:
+    return torch.empty_like(x), _room(x) if db else None
+
+
+@declared.dropout_bwd_sums.triton
+def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    dy, rows, width = flat_rows(dy)
+    if width % 4:
+        dx = dropout(dy, key, p)
+        return dx, row_sums(dx)
+    dx, sums, (at_once, block) = torch.empty_like(dy), _room(dy), _tile(width)
+    if not rows:
+        return dx, sums.zero_()
+    grid = _parts(rows, width), cdiv(width, block), 1
+    _launch_dropout_sums(
+        *grid, dy, key.contiguous(), dx, sums, rows, width, *threshold_and_factor(p), at_once, block, num_warps=warps_of(TILE)
+    )  # fmt: skip
+    return dx, sums
+
+
+@declared.dropout_bwd_sums.fake
+def _dropout_bwd_sums_fake(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]:
+    if dy.shape[-1] % 4:
+        rows, width = dy.numel() // dy.shape[-1], dy.shape[-1]
+        return torch.empty_like(dy), dy.new_empty((sums_tile(rows, width, dy.itemsize)[0], width), dtype=torch.float32)
+    return torch.empty_like(dy), _room(dy)

@@ -10,6 +10,7 @@ from torch import Tensor
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
+from funcops.kernels.triton.pointwise import dropout_add, threshold_and_factor
 
 LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of rows at odd addresses each element takes registers
 LONGEST_BYTES = 32768  # of the rows that a backward takes whole
@@ -80,28 +81,34 @@ def parts_like(x: Tensor) -> Tensor:
 
 
 def normalise(
-    x: Tensor, w: Optional[Tensor], b: Optional[Tensor], how: Norm, residual: Optional[Tensor] = None
-) -> tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]:
-    """y, mean, rstd, and with `residual` the sum that was normalised."""
+    x: Tensor, w: Optional[Tensor], b: Optional[Tensor], how: Norm, residual: Optional[Tensor] = None,
+    key: Optional[Tensor] = None, p: float = 0.0,
+) -> tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]:  # fmt: skip
+    """y, mean, rstd, and with `residual` the sum that was normalised: of it and x or, with a key, what a dropout leaves of x."""
     x, rows, width = flat_rows(x)
+    if key is not None and (width % 4 or width > ODD_LONGEST) and residual is not None:
+        x, key, residual = dropout_add(x, None, residual, key, p), None, None  # its words are laid out by fours
+        y, mean, rstd, _ = normalise(x, w, b, how)
+        return y, mean, rstd, x
     y = torch.empty_like(x)
     stream = None if residual is None else torch.empty_like(x)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     mean = torch.empty_like(rstd) if how.centre else None
     w, b, residual = contiguous(w), contiguous(b), contiguous(residual)
     flags = residual is not None, how.centre, w is not None, how.shifted, b is not None
-    tensors = x, residual, w, b, y, stream, mean, rstd
+    tensors = w, b, y, stream, mean, rstd
     if not rows:
         pass
     elif width > (LONGEST if width % 16 == 0 else ODD_LONGEST):
         kernels.launch_forward_long(
-            rows, 1, 1, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
+            rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
     else:
         block = block_of(width, LONGEST)
         at_once = max(1, FORWARD_TILE // block)
         kernels.launch_forward(
-            cdiv(rows, at_once), 1, 1, *tensors, rows, width, how.alpha, how.eps, *flags, at_once, block,
+            cdiv(rows, at_once), 1, 1, x, residual, contiguous(key), *tensors, rows, width, how.alpha, how.eps,
+            *threshold_and_factor(p), flags[0], key is not None, *flags[1:], at_once, block,
             num_warps=warps_of(at_once * block) if block <= ODD_LONGEST else most_warps() if block == LONGEST else 8,
         )  # fmt: skip
     return y, mean, rstd, stream
@@ -109,36 +116,38 @@ def normalise(
 
 def gradients(
     dy: Tensor, x: Tensor, w: Optional[Tensor], mean: Optional[Tensor], rstd: Tensor, how: Norm, dx: bool, dw: bool,
-    db: bool, add: Optional[Tensor] = None,
+    db: bool, add: Optional[Tensor] = None, b: Optional[Tensor] = None, again: Optional[Tensor] = None,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """dx, to which `add` is added, and the partial sums of dw and db."""
+    """dx, to which `add` is added, and the partial sums of dw and db. `again` receives the forward's y, which has the bias b."""
     x, rows, width = flat_rows(x)
-    dy, w, add = dy.contiguous(), contiguous(w), contiguous(add)
+    dy, w, add, b = dy.contiguous(), contiguous(w), contiguous(add), contiguous(b)
     mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
     whole = whole_rows(width, x.itemsize)
     parts = number_of_parts(rows, width, whole)
     d_w = x.new_empty((parts, width), dtype=torch.float32) if dw else None
     d_b = x.new_empty((parts, width), dtype=torch.float32) if db else None
-    flags, tensors = (add is not None, how.centre, w is not None, how.shifted), (dy, x, w, mean, rstd)
+    flags = add is not None, how.centre, w is not None, how.shifted
+    tensors, normed = (mean, rstd, add), (b is not None, again is not None)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
     if whole is not None:
         # of float32, and where a mean leaves no registers: else a few bytes of spills cost less than to load twice
-        again = whole.again and dx and (how.centre or x.itemsize == 4)
+        twice = whole.again and dx and (how.centre or x.itemsize == 4)
         kernels.launch_backward(
-            parts, 1, 1, *tensors, add, d_x, d_w, d_b, rows, width, how.alpha, *flags, dx, dw, db, again,
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db, twice,
             1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
-            num_warps=most_warps() if again and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
+            num_warps=most_warps() if twice and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
         )  # fmt: skip
         return d_x, d_w, d_b
     sums = x.new_empty((rows, 2), dtype=torch.float32) if dx else None
     if dx:
         kernels.launch_row_sums(
-            rows, 1, 1, *tensors, sums, width, how.alpha, *flags[1:], CHUNK, num_warps=warps_of(CHUNK)
+            rows, 1, 1, dy, x, w, mean, rstd, sums, width, how.alpha, *flags[1:], CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
     kernels.launch_backward_long(
-        parts, cdiv(width, CHUNK), 1, *tensors, add, sums, d_x, d_w, d_b, rows, width, *flags, dx, dw, db, CHUNK,
+        parts, cdiv(width, CHUNK), 1, dy, x, w, b, *tensors, sums, d_x, again, d_w, d_b, rows, width, *flags, *normed,
+        dx, dw, db, CHUNK,
         num_warps=warps_of(CHUNK),
     )  # fmt: skip
     return d_x, d_w, d_b
@@ -200,12 +209,17 @@ def _row_sums_fake(dy: Tensor) -> Tensor:
 
 @declared.row_sums.triton
 def row_sums(dy: Tensor) -> Tensor:
-    dy, rows, width = flat_rows(dy)
+    width = dy.shape[-1]
+    dy = dy.reshape(-1, width) if width else dy
+    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    rows = dy.shape[0]
     count, at_once, block = sums_tile(rows, width, dy.itemsize)
     parts = dy.new_empty((count, width), dtype=torch.float32)
     if not rows:
         return parts.zero_()
-    kernels.launch_column_sums(count, cdiv(width, block), 1, dy, parts, rows, width, stages(), at_once, block, num_warps=4)
+    kernels.launch_column_sums(
+        count, cdiv(width, block), 1, dy, parts, rows, width, dy.stride(0), stages(), at_once, block, num_warps=4
+    )
     return parts
 
 
@@ -220,7 +234,19 @@ def add_parts(parts: Tensor, total: Tensor, add: bool) -> None:
     """total [D] = the sum of parts [P, D], with `add` to what is there."""
     rows, block = 32, 64
     grid = cdiv(parts.shape[1], block), 1, 1
-    kernels.launch_sum_parts(*grid, parts.contiguous(), total, *parts.shape, add, rows, block, num_warps=4)
+    kernels.launch_sum_parts(*grid, parts.contiguous(), None, total, None, *parts.shape, add, False, rows, block, num_warps=4)
+
+
+@declared.sum_two_parts.triton
+def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if a.shape != b.shape:
+        return sum_parts(a, dtype), sum_parts(b, dtype)
+    totals = a.new_empty(a.shape[1], dtype=dtype), a.new_empty(a.shape[1], dtype=dtype)
+    rows, block = 32, 64
+    grid = cdiv(a.shape[1], block), 2, 1
+    tensors = a.contiguous(), b.contiguous(), *totals
+    kernels.launch_sum_parts(*grid, *tensors, *a.shape, False, True, rows, block, num_warps=4)
+    return totals
 
 
 @declared.l2_norm_fwd.triton

@@ -12,21 +12,24 @@ import triton.language as tl
 
 from funcops.backend.launch import launcher
 from funcops.kernels.triton.common import load_wide, rounded, store_rounded
+from funcops.kernels.triton.pointwise import philox_words
 
 
 @triton.jit
 def _forward(
-    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32,
-    eps: tl.float32, ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr,
-    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, residual_ptr, key_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, rows, width, alpha: tl.float32,
+    eps: tl.float32, threshold, factor: tl.float32, ADD: tl.constexpr, DROP: tl.constexpr, CENTRE: tl.constexpr,
+    WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """y = (x - mean) * rstd * (w or 1 + w) + b, rstd = (alpha * sum((x - mean)^2) + eps)^(-1/2), of ROWS whole rows. With ADD
-    x is first the sum of x and residual, rounded, which goes to stream."""
+    x is first the sum of x, with DROP of what a dropout leaves of it, and residual, rounded, which goes to stream."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BLOCK)[None, :]
     at = row[:, None] * width + i
     inside = (row < rows)[:, None] & (i < width)
     x = load_wide(x_ptr + at, inside)
+    if DROP:
+        x = dropped(x, row * (width // 4), key_ptr, threshold, factor, ROWS, BLOCK)
     if ADD:
         x = add_rounded(x, residual_ptr, stream_ptr, at, inside)
     mean = tl.zeros([ROWS], tl.float32)
@@ -43,6 +46,14 @@ def _forward(
     if BIAS:
         y += load_wide(b_ptr + each, each < width)
     store_rounded(y_ptr + at, y, inside)
+
+
+@triton.jit
+def dropped(x, first, key_ptr, threshold, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """x times factor where its random word is at least the threshold, else 0. Rows begin with the words of the blocks `first`."""
+    block = first[:, None] + tl.arange(0, BLOCK // 4)[None, :]
+    words = tl.reshape(philox_words(block, tl.load(key_ptr), tl.load(key_ptr + 1)), [ROWS, BLOCK])
+    return tl.where(words >= tl.cast(threshold, tl.uint32), x * factor, x * 0.0)
 
 
 @triton.jit
@@ -112,12 +123,14 @@ def _weight(w_ptr, i, inside, SHIFTED: tl.constexpr):
 
 @triton.jit
 def _backward(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, add_ptr, dx_ptr, dw_ptr, db_ptr, rows, width, alpha: tl.float32,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, DX: tl.constexpr,
-    DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, add_ptr, dx_ptr, y_ptr, dw_ptr, db_ptr, rows, width, alpha: tl.float32,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
+    NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dx = rstd * (g - alpha sum(g) - n alpha sum(g n)) + add, and a part of dw and db: whole rows, ROWS at a time, of which
-    STAGES - 1 are on their way while one is used. With AGAIN dy, x and w are loaded for the sums, and once more for the rest."""
+    STAGES - 1 are on their way while one is used. With AGAIN dy, x and w are loaded for the sums, and once more for the rest. With
+    NORMED y is computed again, too."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.arange(0, BLOCK)[None, :]
     within = tl.arange(0, ROWS)[:, None] * width + i
@@ -146,6 +159,13 @@ def _backward(
             dw += dy * n
         if DB:
             db += dy
+        if NORMED:
+            y = n * w
+            if AGAIN:
+                y = n * _weight(w_ptr, i, i < width, SHIFTED)
+            if BIAS:
+                y += load_wide(b_ptr + i, i < width)
+            store_rounded(y_ptr + at + within, y, inside)
         if DX:
             if WEIGHT and AGAIN:
                 g = dy * _weight(w_ptr, i, i < width, SHIFTED)
@@ -184,9 +204,9 @@ def _row_sums(
 
 @triton.jit
 def _backward_long(
-    dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, add_ptr, sums_ptr, dx_ptr, dw_ptr, db_ptr, rows, width,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, DX: tl.constexpr,
-    DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, add_ptr, sums_ptr, dx_ptr, y_ptr, dw_ptr, db_ptr, rows, width,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
+    NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """As `_backward`, for program p and a chunk of columns of rows p, p + P, ..., whose sums are known."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -202,6 +222,11 @@ def _backward_long(
             mean = tl.load(mean_ptr + row)
         at = row * width + i
         dy, n, g = _terms(dy_ptr, x_ptr, w, at, inside, mean, rstd, WEIGHT)
+        if NORMED:
+            y = n * w
+            if BIAS:
+                y += load_wide(b_ptr + i, inside)
+            store_rounded(y_ptr + at, y, inside)
         if DX:
             dx = rstd * (g - tl.load(sums_ptr + 2 * row + 1) - n * tl.load(sums_ptr + 2 * row))
             if ADD:
@@ -218,20 +243,28 @@ def _backward_long(
 
 
 @triton.jit
-def _column_sums(dy_ptr, parts_ptr, rows, width, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A part of the sums of some columns, ROWS rows at a time, as in `_backward`."""
+def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A part of the sums of some columns, ROWS rows at a time, as in `_backward`; `stride`: between rows."""
     part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for group in tl.range(part, tl.cdiv(rows, ROWS), parts, num_stages=STAGES):
         row = group * ROWS + tl.arange(0, ROWS)
-        total += load_wide(dy_ptr + row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :])
+        total += load_wide(dy_ptr + row[:, None] * stride + i[None, :], (row < rows)[:, None] & (i < width)[None, :])
     tl.store(parts_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
 
 
 @triton.jit
-def _sum_parts(parts_ptr, total_ptr, parts, width, ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Every program sums a few columns: there are many parts, and few columns. With ADD to what is there."""
+def _sum_parts(
+    parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, ADD: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every program sums a few columns: there are many parts, and few columns. With ADD to what is there; with TWO programs of a
+    second row sum the others."""
+    if TWO:
+        if tl.program_id(1) == 1:
+            parts_ptr = others_ptr
+            total_ptr = other_total_ptr
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):

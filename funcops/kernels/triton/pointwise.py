@@ -51,12 +51,17 @@ def _scale(x_ptr, y_ptr, n, factor: tl.float32, BLOCK: tl.constexpr):
 def words_from(first, seed, stream, BLOCK: tl.constexpr):
     """The random words of 4 BLOCK elements: element 4 b + j gets word j of the Philox block b, b from `first`;
     key = (seed, stream)."""
-    block = first + tl.arange(0, BLOCK)
+    return tl.reshape(philox_words(first + tl.arange(0, BLOCK), seed, stream), [4 * BLOCK])
+
+
+@triton.jit
+def philox_words(block, seed, stream):
+    """The four words of each Philox block, in order."""
     w0, w1, w2, w3 = tl.philox_impl(
         block.to(tl.uint32), (block >> 32).to(tl.uint32), stream.to(tl.uint32), (stream >> 32).to(tl.uint32),
         seed.to(tl.uint32), (seed >> 32).to(tl.uint32),
     )  # fmt: skip
-    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [4 * BLOCK])
+    return tl.join(tl.join(w0, w2), tl.join(w1, w3))
 
 
 @triton.jit
@@ -137,15 +142,19 @@ def dropout_add(x: Tensor, b: Optional[Tensor], residual: Tensor, key: Tensor, p
     return _dropped(x, b, residual, key, p)
 
 
+def threshold_and_factor(p: float) -> tuple[int, float]:
+    """Of words, as 32 signed bits, and of what is kept. A threshold of 2^32, of which 32 bits hold 0, keeps none."""
+    threshold = round(p * 2**32)
+    return (threshold + 2**31) % 2**32 - 2**31, 1.0 / (1.0 - p) if threshold < 2**32 else 0.0
+
+
 def _dropped(x: Tensor, b: Optional[Tensor], residual: Optional[Tensor], key: Tensor, p: float) -> Tensor:
     x, b, residual = x.contiguous(), contiguous(b), contiguous(residual)
     y, n, width = torch.empty_like(x), x.numel(), 1 if b is None else b.numel()
     if n:
-        s, threshold = spans(n, width, BLOCK), round(p * 2**32)
-        # a threshold of 2^32, of which 32 bits hold 0, keeps none
-        factor = 1.0 / (1.0 - p) if threshold < 2**32 else 0.0
+        s = spans(n, width, BLOCK)
         _launch_dropout(
-            *s.grid, x, b, residual, key.contiguous(), y, n, s.groups, width, (threshold + 2**31) % 2**32 - 2**31, factor,
-            b is not None, residual is not None, b is not None and s.wraps, s.wide, BLOCK,
+            *s.grid, x, b, residual, key.contiguous(), y, n, s.groups, width, *threshold_and_factor(p), b is not None,
+            residual is not None, b is not None and s.wraps, s.wide, BLOCK,
         )  # fmt: skip
     return y

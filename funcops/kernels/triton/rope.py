@@ -69,7 +69,21 @@ def _apply(
         turn(x_ptr + at, y_ptr + at, cos, sin, heads, DIM, HALF, HEADS, BLOCK, REST, INTERLEAVED)
 
 
-_launch_apply = launcher(_apply)
+@triton.jit
+def _apply_pair(
+    q_ptr, k_ptr, table_ptr, to_q_ptr, to_k_ptr, batches, heads, kv_heads, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
+    position, positions = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    cos, sin = angles(table_ptr + position * 6 * HALF, HALF, BLOCK, INTERLEAVED, INVERSE)
+    for batch in range(tl.program_id(1), batches, tl.num_programs(1)):
+        row = (batch * positions + position) * DIM
+        at, kv_at = row * heads, row * kv_heads
+        turn(q_ptr + at, to_q_ptr + at, cos, sin, heads, DIM, HALF, HEADS, BLOCK, REST, INTERLEAVED)
+        turn(k_ptr + kv_at, to_k_ptr + kv_at, cos, sin, kv_heads, DIM, HALF, KV_HEADS, BLOCK, REST, INTERLEAVED)
+
+
+_launch_apply, _launch_apply_pair = launcher(_apply), launcher(_apply_pair)
 
 
 def grid_of(positions: int, batches: int) -> tuple[int, int, int]:
@@ -105,3 +119,19 @@ def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Te
             num_warps=warps_of_tile(at_once * max(2 * block, rest)),
         )  # fmt: skip
     return y
+
+
+@declared.rope_apply_pair.triton
+def rope_apply_pair(q: Tensor, k: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
+    q, k, table = q.contiguous(), k.contiguous(), table.contiguous()
+    to_q, to_k, (heads, dim), kv_heads = torch.empty_like(q), torch.empty_like(k), q.shape[-2:], k.shape[-2]
+    if q.numel():
+        half = table.shape[-1] // 6
+        block, rest = blocks_of(dim, half)
+        positions, at_once = table.numel() // (6 * half), heads_of(heads, block, rest)
+        batches = q.numel() // (positions * heads * dim)
+        _launch_apply_pair(
+            *grid_of(positions, batches), q, k, table, to_q, to_k, batches, heads, kv_heads, interleaved, inverse, dim, half,
+            at_once, heads_of(kv_heads, block, rest), block, rest, num_warps=warps_of_tile(at_once * max(2 * block, rest)),
+        )  # fmt: skip
+    return to_q, to_k

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Optional
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +15,7 @@ from funcops.kernels.triton.common import cdiv, contiguous, load_wide, store_rou
 from funcops.kernels.triton.fused_linear import rows_of
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import choose
-from funcops.kernels.triton.matmul import GROUP, aligned, left_to_library, precision
+from funcops.kernels.triton.matmul import GROUP, Epilogue, aligned, left_to_library, matmul, precision
 
 
 @triton.jit
@@ -89,6 +90,16 @@ def sibling_linear_fwd(
             tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return y0, y1, y2
+
+
+@declared.joined_linear_dgrad.triton
+def joined_linear_dgrad(dy: Tensor, w0: Tensor, w1: Tensor, w2: Tensor) -> Tensor:
+    if left_to_library("none", dy.dtype, dy.numel() // dy.shape[-1], w0.shape[1]):
+        return declared.joined_linear_dgrad.kernel.torch_impl(dy, w0, w1, w2)  # type: ignore[no-any-return]
+    dx = dy.new_empty((*dy.shape[:-1], w0.shape[1]))
+    if dx.numel():
+        matmul(rows_of(dy), torch.cat((w0, w1, w2)), rows_of(dx), Epilogue())
+    return dx
 
 
 @declared.sibling_linear_dgrad.triton

@@ -1,4 +1,4 @@
-"""packed: an op whose residuals wait in another form: compressed, in the host's memory, or not at all.
+"""`packed`: an op of which fields wait in another form: compressed, in the host's memory, or not at all.
 
 They are packed right after the forward and unpacked before the half of the backward that reads them; what only wgrad reads goes
 packed through dgrad into the pending.
@@ -12,7 +12,8 @@ from typing import Any
 from funcops.errors import require
 from funcops.needs import Needs
 from funcops.op import Op, wrap
-from funcops.residuals.policy import Action, Drop, pack, unpack
+from funcops.residuals.forms import pack, unpack
+from funcops.residuals.policy import Action, Drop
 from funcops.schema import DGRAD, WGRAD, Donated, Phase, Saved, open_node
 
 Actions = tuple[tuple[str, Action], ...]  # by field

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from funcops.accumulators import accumulate
-from funcops.adapters.cut import Graphs, Like, cut, resolved
-from funcops.adapters.hollow import gradients, holes, hollow, refill
+from funcops.adapters.flatten import flatten, gradients, places, unflatten
+from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.errors import check, describe, fail, require, require_callable, require_type
 from funcops.needs import Needs
 from funcops.op import Op, check_needs, config, dgrad_of, make_op, refuse_autocast
@@ -54,7 +54,7 @@ class Traced:
 
     def nothing(self) -> Any:
         """dx where there is no gradient."""
-        return refill(self.x_shape, [None] * len(self.asked))
+        return unflatten(self.x_shape, [None] * len(self.asked))
 
     def spread(self, found: Any, first: int, last: int) -> list[Any]:
         """Gradients of the leaves that were asked for, at the places of all."""
@@ -120,9 +120,9 @@ class _Function:
     def traced(self, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Traced, list[Tensor]]:
         """The trace for these trees, and their leaves."""
         leaves: list[Tensor] = []
-        params_shape = hollow(params, leaves)
+        params_shape = flatten(params, leaves)
         count = len(leaves)
-        x_shape = hollow(x, leaves)
+        x_shape = flatten(x, leaves)
         _check_leaves(f"{self.label}_fwd", params, x)
         flat = [resolved(t) for t in leaves]
         # The reprs are there because 1 == 1.0 == True and 0.0 == -0.0, which a function may tell apart.
@@ -150,7 +150,7 @@ class _Function:
         values = iter(found[count:])
         kept = {n: leaves[int(n[6:])] if n.startswith("input.") else next(values) for n in own.graphs.kept}
         node: Any = TorchResiduals
-        return refill(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
+        return unflatten(own.y_shape, found[:count]), node.keep(cfg, needs, kept=kept, traced=own, inputs=own) if needs else None
 
     def backward(self, residuals: Any, dy: Any) -> tuple[Any, Any]:
         own: Traced = residuals.traced
@@ -162,7 +162,7 @@ class _Function:
         kept = {n: like.laid_out(label, f"residuals.kept.{n}", residuals.kept[n]) for n, like in own.graphs.kept.items()}
         found = own.graphs.dgrad(*kept.values(), *dys)
         count = sum(own.asked[own.params :])
-        dx = refill(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
+        dx = unflatten(own.x_shape, own.spread(found[:count], own.params, len(own.asked)))
         if not residuals.needs.params:
             return dx, None
         middle, waiting = iter(found[count:]), {}
@@ -181,7 +181,7 @@ class _Function:
         own: Traced = node.traced
         waiting = [like.laid_out(label, f"pending.kept.{n}", node.kept[n]) for n, like in own.graphs.waiting.items()]
         found = own.graphs.wgrad(*waiting)
-        dparams = refill(own.params_shape, own.spread(found, 0, own.params))
+        dparams = unflatten(own.params_shape, own.spread(found, 0, own.params))
         if node is not pending:
             node.empty()
         elif into is None:
@@ -213,18 +213,18 @@ def _trace(
 ) -> Traced:
     asked = []
     for shape_, side in ((params_shape, needs.param), (x_shape, needs.input)):
-        for i, path in holes(shape_, ""):
+        for i, path in places(shape_, ""):
             wanted = side(path) if path else bool(needs.params if i < count else needs.x)
             asked.append(bool(wanted and (leaves[i].is_floating_point() or leaves[i].is_complex())))
     shape: list[Any] = []
 
     def run(flat: Any) -> Any:
         found: list[Tensor] = []
-        y = fn(refill(params_shape, flat), refill(x_shape, flat), cfg)
+        y = fn(unflatten(params_shape, flat), unflatten(x_shape, flat), cfg)
         for path, value in paths(y).items():
             if not isinstance(value, Tensor):
                 fail(f"{label}_fwd", "y" + (f".{path}" if path else ""), "a tensor", describe(value), TypeError)
-        shape[:] = [hollow(y, found)]
+        shape[:] = [flatten(y, found)]
         return found
 
     with torch.enable_grad():

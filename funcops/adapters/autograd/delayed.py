@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
-from funcops.adapters.reduce import BucketedMean
+from funcops.adapters.bucketed_mean import BucketedMean
 from funcops.errors import describe, fail
 from funcops.marks import Versions
 from funcops.op import Op

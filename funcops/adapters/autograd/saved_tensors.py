@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.adapters.hollow import Hole, Shape, hollow
+from funcops.adapters.flatten import Place, Shape, flatten
 from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 
@@ -76,8 +76,8 @@ def _slot(at: str, value: Any, lines: _Lines) -> bool:
         lines.writes.append(f"{at} = ({''.join(f't[{first + i}], ' for i in range(len(value)))})")
         lines.reads += [f"{at}[{i}]" for i in range(len(value))]
         return True
-    shape = hollow(value, [])
-    if type(shape) is not Shape or shape.hidden or not all(part is None or type(part) is Hole for part in shape.leaves.values()):
+    shape = flatten(value, [])
+    if type(shape) is not Shape or shape.hidden or not all(part is None or type(part) is Place for part in shape.leaves.values()):
         return False
     cls = f"C{len(lines.classes)}"
     lines.classes[cls] = shape.cls
@@ -103,7 +103,7 @@ def gradient_writer(params_shape: Any, x_shape: Any) -> Callable[[Any, Any], tup
 
 
 def _reads(at: str, shape: Any, reads: list[str]) -> None:
-    if type(shape) is Hole:
+    if type(shape) is Place:
         reads.append(at)
     elif type(shape) is Shape:
         for name, child in shape.leaves.items():

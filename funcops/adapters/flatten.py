@@ -1,4 +1,4 @@
-"""A tree taken apart into its tensors and a shape with holes, and put together again.
+"""A tree taken apart into its tensors and a shape with their places, and put together again.
 
 In plain Python, where `trees` uses optree: the shape must live through a traced `autograd.Function`, and a spec made outside of a
 compiled function cannot be used in it.
@@ -15,7 +15,7 @@ from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 
 
-class Hole(NamedTuple):
+class Place(NamedTuple):
     """The place of tensor number `i`."""
 
     i: int
@@ -30,54 +30,54 @@ class Shape(NamedTuple):
     hidden: dict[str, Any]
 
 
-def hollow(node: Any, found: list[Tensor]) -> Any:
+def flatten(node: Any, found: list[Tensor]) -> Any:
     """The shape of a tree; its tensors are added to `found`."""
     if isinstance(node, Tensor):
         found.append(node)
-        return Hole(len(found) - 1)
+        return Place(len(found) - 1)
     if isinstance(node, Nested):
-        shape: Any = {name: hollow(child, found) for name, child in node.items()}
+        shape: Any = {name: flatten(child, found) for name, child in node.items()}
         return type(node)(shape, cfg=node.cfg, needs=node.needs)
     if isinstance(node, dict):
-        return {name: hollow(child, found) for name, child in node.items()}
+        return {name: flatten(child, found) for name, child in node.items()}
     if isinstance(node, (tuple, list)):
-        parts = [hollow(child, found) for child in node]
+        parts = [flatten(child, found) for child in node]
         return type(node)._make(parts) if hasattr(node, "_make") else type(node)(parts)
     if type(node) in FIELDS:
         leaves, statics, hidden = FIELDS[type(node)]
         return Shape(
             type(node),
-            {name: hollow(getattr(node, name), found) for name in leaves},
+            {name: flatten(getattr(node, name), found) for name in leaves},
             {name: getattr(node, name) for name in statics},
             {name: getattr(node, name) for name in hidden if name != "_marks"},  # autograd has its own guard against writes
         )
     return node
 
 
-def refill(shape: Any, tensors: Sequence[Any]) -> Any:
-    """The tree of a shape, with other tensors in its holes."""
-    if type(shape) is Hole:
+def unflatten(shape: Any, tensors: Sequence[Any]) -> Any:
+    """The tree of a shape, with other tensors in their places."""
+    if type(shape) is Place:
         return tensors[shape.i]
     if type(shape) is Shape:
-        node = shape.cls(**{name: refill(child, tensors) for name, child in shape.leaves.items()}, **shape.statics)
+        node = shape.cls(**{name: unflatten(child, tensors) for name, child in shape.leaves.items()}, **shape.statics)
         for name, value in shape.hidden.items():
             setattr(node, name, value)
         return node
     if isinstance(shape, Nested):
-        parts: Any = {name: refill(child, tensors) for name, child in shape.items()}
+        parts: Any = {name: unflatten(child, tensors) for name, child in shape.items()}
         return type(shape)(parts, cfg=shape.cfg, needs=shape.needs)
     if isinstance(shape, dict):
-        return {name: refill(child, tensors) for name, child in shape.items()}
+        return {name: unflatten(child, tensors) for name, child in shape.items()}
     if isinstance(shape, (tuple, list)):
-        parts = [refill(child, tensors) for child in shape]
+        parts = [unflatten(child, tensors) for child in shape]
         return type(shape)._make(parts) if hasattr(shape, "_make") else type(shape)(parts)
     return shape
 
 
 def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
-    """What a tree of gradients holds at each hole of the shape that it mirrors, in the order of the holes; None where it has
+    """What a tree of gradients holds at each place of the shape that it mirrors, in the order of the places; None where it has
     less."""
-    if type(shape) is Hole:
+    if type(shape) is Place:
         found.append(tree)
     elif type(shape) is Shape:
         for name, child in shape.leaves.items():
@@ -91,9 +91,9 @@ def gradients(shape: Any, tree: Any, found: list[Any]) -> list[Any]:
     return found
 
 
-def holes(shape: Any, path: str) -> Iterator[tuple[int, str]]:
-    """The number and the path of each hole, in order."""
-    if type(shape) is Hole:
+def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
+    """The number and the path of each place, in order."""
+    if type(shape) is Place:
         yield shape.i, path
         return
     parts: Any = shape.leaves if type(shape) is Shape else shape
@@ -104,4 +104,4 @@ def holes(shape: Any, path: str) -> Iterator[tuple[int, str]]:
     else:
         return
     for name, child in named:
-        yield from holes(child, f"{path}.{name}" if path else str(name))
+        yield from places(child, f"{path}.{name}" if path else str(name))

@@ -12,26 +12,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from funcops.adapters import delayed
 from funcops.adapters.autocast import any_autocast, without_autocast
-from funcops.adapters.first_order import first_order
-from funcops.adapters.hollow import gradients, holes, hollow, refill
-from funcops.adapters.slots import gradient_writer, slots_of
+from funcops.adapters.autograd import delayed, recompute
+from funcops.adapters.autograd.first_order import first_order
+from funcops.adapters.autograd.recompute import large, left_out
+from funcops.adapters.autograd.requires_grad import able, taken_apart
+from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
+from funcops.adapters.autograd.traced import run_traced
+from funcops.adapters.flatten import flatten, unflatten
 from funcops.backend import select
 from funcops.errors import fail, require_type
-from funcops.marks import version
 from funcops.needs import Needs
 from funcops.op import Op, refuse_autocast
-from funcops.program.rules import FEW
 from funcops.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel
@@ -57,17 +56,21 @@ class _Node(Function):
 
     @staticmethod
     def forward(ctx: Any, bound: Bound, trees: Any, *leaves: Any) -> Any:
-        y, residuals = bound.op.fwd(trees[0], trees[1], bound.cfg, needs=bound.needs)
+        op, (params, x) = bound.op, trees
+        again = recipe = None
+        if op.again is not None and large(x):
+            y, residuals, recipe = recompute.forward(op, params, x, bound.cfg, bound.needs)
+        else:
+            y, residuals = op.fwd(params, x, bound.cfg, needs=bound.needs)
         slots: Any = bound.slots
         if slots is None:
             slots = bound.slots = slots_of(residuals) or False
             if slots:
                 bound.fill, bound.empty = slots.fill, slots.empty
-        again = None
         if slots:
             found = slots.take(residuals)
-            if type(trees[1]) is Tensor and trees[1].numel() >= FEW and trees[1] in _again:
-                found, again = _left_out(trees[1], found)
+            if type(x) is Tensor and large(x):
+                found, again = left_out(x, found)
             try:
                 ctx.save_for_backward(*found)
             except TypeError:  # a policy packs what it left alone in the first call
@@ -75,19 +78,21 @@ class _Node(Function):
                 slots, again = False, None
         if not slots:
             kept: list[Tensor] = []
-            residuals = hollow(residuals, kept)
+            residuals = flatten(residuals, kept)
             ctx.save_for_backward(*kept)
+        if recipe is not None and again is None:  # what is made of what was left out would be computed twice over
+            recompute.note(y, op, recipe)
         if _ddp._active_ddp_module is not None:
             ctx.synced = delayed.synced()
         if isinstance(y, Tensor):
             bound.y_shape = None
-            ctx.call = bound, trees[0], residuals, bool(slots), again, None
+            ctx.call = bound, params, residuals, bool(slots), again, None
             return y
         outputs: list[Tensor] = []
-        bound.y_shape = shape = hollow(y, outputs)
-        ctx.call = bound, trees[0], residuals, bool(slots), again, shape
+        bound.y_shape = shape = flatten(y, outputs)
+        ctx.call = bound, params, residuals, bool(slots), again, shape
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t in outputs if not _able(t)])
+        ctx.mark_non_differentiable(*[t for t in outputs if not able(t)])
         return tuple(outputs)
 
     @staticmethod
@@ -113,14 +118,14 @@ def _backward(ctx: Any, *dys: Any) -> Any:
     if y_shape is None:
         dy = dys[0]
     elif any([d is not None for d in dys]):
-        dy = refill(y_shape, dys)
+        dy = unflatten(y_shape, dys)
     else:
         return (None,) * len(ctx.needs_input_grad)
     op, store = bound.op, delayed._current
     if slotted:
-        bound.fill(residuals, ctx.saved_tensors if again is None else _with_again(again, ctx.saved_tensors))
+        bound.fill(residuals, ctx.saved_tensors if again is None else again.refilled(ctx.saved_tensors))
     else:
-        residuals = refill(residuals, ctx.saved_tensors)
+        residuals = unflatten(residuals, ctx.saved_tensors)
     try:
         if store is None:
             dparams, dx = op.bwd(residuals, dy, bound.cfg)
@@ -131,40 +136,6 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         if slotted:
             bound.empty(residuals)
     return bound.write(dparams, dx)
-
-
-class Again(NamedTuple):
-    """How the output of a cheap op is computed again, for the node that would keep it."""
-
-    op: Op
-    cfg: Any
-    shape: Any  # of (params, x)
-    leaves: list[Tensor]
-    version: Any  # of the output
-
-
-_again: Any = WeakTensorKeyDictionary()  # by that output, while it lives
-
-
-def _left_out(x: Tensor, found: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-    """What a node keeps without x, the output of a cheap op, and with what that op read, which is kept anyway."""
-    again: Again = _again[x]
-    places = [i for i, t in enumerate(found) if t is x]
-    if not places or again.version != version(x):
-        return found, None
-    kept = [None if t is x else t for t in found]
-    return (*kept, *again.leaves), (again._replace(leaves=[]), places, len(kept))
-
-
-def _with_again(left_out: Any, saved: tuple[Any, ...]) -> list[Any]:
-    """What a node kept, with x computed again."""
-    again, places, count = left_out
-    params, x = refill(again.shape, saved[count:])
-    value = again.op.fwd(params, x, again.cfg, needs=Needs.NONE)[0]
-    filled = list(saved[:count])
-    for i in places:
-        filled[i] = value
-    return filled
 
 
 _calls = 0
@@ -190,39 +161,6 @@ def _once(ctx: Any, *dys: Any) -> Any:
 _apply = super(Function, _Node).apply  # Function.apply after its search for functorch's wrappers, which `run` has refused
 
 
-class _TracedNode(Function):
-    """As `_Node`, for torch.compile: trees are rebuilt of the leaves, so that a tracer can follow. What is kept is given as further
-    outputs: dynamo keeps no intermediate value that a write in place has made."""
-
-    @staticmethod
-    def forward(ctx: Any, call: Any, shapes: list[Any], *leaves: Any) -> Any:
-        op, cfg, params_shape, x_shape, needs = call
-        y, residuals = op.fwd(refill(params_shape, leaves), refill(x_shape, leaves), cfg, needs=needs)
-        kept: list[Tensor] = []
-        ctx.call, ctx.residuals = call, hollow(residuals, kept)
-        ctx.save_for_backward(*kept)
-        ctx.set_materialize_grads(False)
-        outputs: list[Tensor] = []
-        ctx.y_shape = hollow(y, outputs)
-        shapes.append(ctx.y_shape)
-        new: list[Tensor] = []
-        for t in kept:
-            if not any([t is seen for seen in (*leaves, *outputs, *new)]):
-                new.append(t)
-        ctx.mark_non_differentiable(*[t for t in outputs if not _able(t)], *new)
-        return (*outputs, *new)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dys: Any) -> Any:
-        op, cfg, params_shape, x_shape, _ = ctx.call
-        dparams = dx = None
-        if any([d is not None for d in dys]):
-            dy = refill(ctx.y_shape, dys)
-            dparams, dx = op.bwd(refill(ctx.residuals, ctx.saved_tensors), dy, cfg)
-        return None, None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
-
-
 _transforms = torch._C._functorch.maybe_current_level
 _jit_tracing = torch._C._get_tracing_state
 _compiling, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
@@ -237,7 +175,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
     if _transforms() is not None:  # torch.compile would drop the backward of a node in silence
         _refuse_transforms(op)
     if _compiling():
-        return _traced(op, params, x, cfg)
+        return run_traced(op, params, x, cfg)
     if leaves is None:
         leaves = tensors((params, x))
     if not _grad_enabled():
@@ -255,10 +193,7 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
         bound = _bind(op, params, x, cfg, key)
     found = _apply(bound, (params, x), *leaves)
     if bound.y_shape is not None:
-        return refill(bound.y_shape, found)
-    if op.cheap and found.numel() >= FEW:
-        given: list[Tensor] = []
-        _again[found] = Again(op, cfg, hollow((params, x), given), given, version(found))
+        return unflatten(bound.y_shape, found)
     return found
 
 
@@ -266,28 +201,9 @@ def _bind(op: Op, params: Any, x: Any, cfg: Any, key: Any) -> Bound:
     if getattr(op.fwd, "any_tree", False):  # cfg does not tell the structure
         key = *key, structure((params, x)), repr(cfg)
     if key not in _bound:
-        params_shape, x_shape, _, needs = _taken_apart(params, x)
+        params_shape, x_shape, _, needs = taken_apart(params, x)
         _bound[key] = Bound(op, cfg, needs, params_shape, x_shape)
     return _bound[key]
-
-
-def _taken_apart(params: Any, x: Any) -> tuple[Any, Any, list[Tensor], Needs]:
-    leaves: list[Tensor] = []
-    params_shape = hollow(params, leaves)
-    count = len(leaves)
-    x_shape = hollow(x, leaves)
-    needs = Needs(x=_asked(x_shape, leaves[count:], count), params=_asked(params_shape, leaves[:count], 0))
-    return params_shape, x_shape, leaves, needs
-
-
-def _traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
-    params_shape, x_shape, leaves, needs = _taken_apart(params, x)
-    if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
-        return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
-    delayed.traced()
-    shapes: list[Any] = []
-    found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
-    return refill(shapes[0], found)
 
 
 def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
@@ -306,15 +222,3 @@ def _refuse_transforms(op: Op) -> None:
         f"{op.name}: must run outside of torch.func transforms (grad, vjp, vmap), got one around it. Use funcops.value_and_grad or "
         "funcops.vjp, which need no autograd, or torch.autograd.grad"
     )
-
-
-def _able(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
-
-
-def _asked(shape: Any, leaves: list[Tensor], first: int) -> Any:
-    """A mask for `Needs`: which of the leaves require a gradient."""
-    asked = [t.requires_grad for t in leaves if _able(t)]
-    if all(asked):
-        return bool(asked)
-    return [path for i, path in holes(shape, "") if leaves[i - first].requires_grad] if any(asked) else False

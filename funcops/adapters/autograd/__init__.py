@@ -1,0 +1,3 @@
+"""Ops as nodes of torch's autograd."""
+
+from funcops.adapters.autograd.differentiable import differentiable as differentiable

@@ -1,0 +1,60 @@
+"""`differentiable` under torch.compile: a node that a tracer can follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from funcops.adapters.autograd import delayed
+from funcops.adapters.autograd.requires_grad import able, taken_apart
+from funcops.adapters.flatten import flatten, gradients, unflatten
+from funcops.needs import Needs
+from funcops.op import Op
+
+
+class _TracedNode(Function):
+    """A node whose trees are rebuilt of the leaves. What is kept is given as further outputs: dynamo keeps no intermediate value
+    that a write in place has made."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, shapes: list[Any], *leaves: Any) -> Any:
+        op, cfg, params_shape, x_shape, needs = call
+        y, residuals = op.fwd(unflatten(params_shape, leaves), unflatten(x_shape, leaves), cfg, needs=needs)
+        kept: list[Tensor] = []
+        ctx.call, ctx.residuals = call, flatten(residuals, kept)
+        ctx.save_for_backward(*kept)
+        ctx.set_materialize_grads(False)
+        outputs: list[Tensor] = []
+        ctx.y_shape = flatten(y, outputs)
+        shapes.append(ctx.y_shape)
+        new: list[Tensor] = []
+        for t in kept:
+            if not any([t is seen for seen in (*leaves, *outputs, *new)]):
+                new.append(t)
+        ctx.mark_non_differentiable(*[t for t in outputs if not able(t)], *new)
+        return (*outputs, *new)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Any) -> Any:
+        op, cfg, params_shape, x_shape, _ = ctx.call
+        dparams = dx = None
+        if any([d is not None for d in dys]):
+            dy = unflatten(ctx.y_shape, dys)
+            dparams, dx = op.bwd(unflatten(ctx.residuals, ctx.saved_tensors), dy, cfg)
+        return None, None, *gradients(x_shape, dx, gradients(params_shape, dparams, []))
+
+
+def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
+    """`differentiable(op)(params, x, cfg)` while torch.compile traces."""
+    params_shape, x_shape, leaves, needs = taken_apart(params, x)
+    if not torch.is_grad_enabled() or not any([t.requires_grad for t in leaves]):
+        return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
+    delayed.traced()
+    shapes: list[Any] = []
+    found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
+    return unflatten(shapes[0], found)

@@ -1,0 +1,311 @@
+"""Low-precision tensors as data: a `Format`, and a `QTensor` of codes and scales in it.
+
+    q = quantize_tensor(x, E4M3_BLOCK)          # codes uint8 [*, K], scales float32 [R, K / 128]
+    x_again = q.dequantize()                    # in the dtype of x, within 2^-4 of each element's size
+
+Arithmetic is in `funcops.kernels.quantize`; ops of it are `funcops.quantize`, `funcops.dequantize` and `funcops.qlinear`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import FLOATS, check, describe, fail, require, require_type
+from funcops.kernels import quantize as kernels
+from funcops.marks import version
+from funcops.op import config
+from funcops.trees import Aside, leaf, register, show, static, tree, tree_map
+
+_TILES = {
+    "pow2": ((0, 0), (1, 0), (1, 128), (128, 128)),
+    "float32": ((0, 0), (1, 0), (1, 128), (128, 128)),
+    "e8m0": ((1, 32), (32, 32)),
+    "e4m3": ((1, 16), (16, 16)),
+}
+
+
+@config
+class Format:
+    """How a tensor is written in few bits.
+
+    `element`: "e4m3" (largest 448), "e5m2" (57344) or "e2m1" (6). `tile`: (rows, columns) of the elements that share a scale, 0 for
+    all there are. `scales`: "pow2" or "float32" (tiles (0, 0), (1, 0), (1, 128), (128, 128)), "e8m0" ((1, 32), (32, 32); OCP MX),
+    or "e4m3" (e2m1 alone, (1, 16), (16, 16); NVFP4). Raises `ValueError` for other combinations."""
+
+    element: str = dataclasses.field(kw_only=False)
+    tile: tuple[int, int] = dataclasses.field(default=(1, 128), kw_only=False)
+    scales: str = dataclasses.field(default="pow2", kw_only=False)
+
+    def __post_init__(self) -> None:
+        elements = kernels.ELEMENTS
+        require(self.element in elements, "Format", "element", f"one of {', '.join(elements)}", repr(self.element))
+        require(self.scales in _TILES, "Format", "scales", f"one of {', '.join(_TILES)}", repr(self.scales))
+        tiles = _TILES[self.scales]
+        require(self.tile in tiles, "Format", "tile", f"one of {', '.join(map(str, tiles))} with {self.scales} scales", self.tile)
+        if self.scales == "e4m3" or (self.element == "e2m1" and self.scales != "e8m0"):
+            right = self.scales == "e4m3" and self.element == "e2m1"
+            require(
+                right,
+                "Format",
+                "element",
+                "e2m1 with e4m3 scales, and e2m1 with scales of blocks",
+                f"{self.element}, {self.scales}",
+            )
+
+    @property
+    def name(self) -> str:
+        """`e4m3 1x128 pow2`."""
+        return f"{self.element} {'x'.join(str(n or 'all') for n in self.tile)} {self.scales}"
+
+    @property
+    def square(self) -> bool:
+        """Whether a transposed copy is exact: tiles that are as wide as high."""
+        return self.tile[0] == self.tile[1]
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs the largest element of the whole tensor: one scale for all, or one beside those of tiles."""
+        return self.tile == (0, 0) or self.scales == "e4m3"
+
+    @property
+    def turns(self) -> bool:
+        """Whether "col" codes follow from "row" codes: by a transposed copy, or by tiling anew with scales of powers of two."""
+        return self.square or self.scales == "pow2"
+
+    def args(self) -> tuple[str, int, int, str]:
+        """As kernels take it."""
+        return self.element, *self.tile, self.scales
+
+
+E4M3_BLOCK = Format("e4m3", (1, 128), "pow2")
+E5M2_BLOCK = Format("e5m2", (1, 128), "pow2")
+E4M3_SQUARE = Format("e4m3", (128, 128), "pow2")
+E4M3_TENSOR = Format("e4m3", (0, 0), "float32")
+E5M2_TENSOR = Format("e5m2", (0, 0), "float32")
+E4M3_MX = Format("e4m3", (1, 32), "e8m0")
+E2M1_NV = Format("e2m1", (1, 16), "e4m3")
+E2M1_NV_SQUARE = Format("e2m1", (16, 16), "e4m3")
+
+
+@tree
+class QTensor:
+    """A tensor in few bits: a node of a tree, and no tensor. It counts as the one leaf that it stands for: its gradient is dense.
+
+    `side` "row": codes in the layout of x, [*, K], scales by blocks along K. "col": codes of the transposed x, [K, R], scales by
+    blocks along its rows, `hadamard`: after x was transformed along these. `scale` multiplies all (NVFP4). `shape` and `dtype`
+    are those of x, whatever the side."""
+
+    codes: Tensor = leaf("uint8")
+    scales: Tensor = leaf("[tiles]")
+    scale: Tensor | None = leaf("[1]")
+    format: Format = static()
+    shape: torch.Size = static()
+    dtype: torch.dtype = static()
+    side: str = static("row")
+    hadamard: bool = static(False)
+
+    casts = False  # codes and scales are what they are: `trees.cast` leaves them alone
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.codes, self.scales, self.scale
+
+    @property
+    def width(self) -> int:
+        """Elements along the last dimension of codes, those that fill it up included."""
+        return self.codes.shape[-1] * (2 if self.format.element == "e2m1" else 1)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes times scales, rounded once to `dtype` (that of x by default): [*, K], for either side."""
+        out = self.dtype if dtype is None else dtype
+        if self.side == "row":
+            return kernels.dequantize(*self.args, *self.format.args(), self.shape[-1], out).reshape(self.shape)  # type: ignore[no-any-return]
+        found = kernels.dequantize(*self.args, *self.format.args(), self.width, torch.float32 if self.hadamard else out)
+        if self.hadamard:
+            found = kernels.hadamard_undone(found).to(out)
+        return found[:, : self.shape[:-1].numel()].mT.reshape(self.shape)  # type: ignore[no-any-return]
+
+
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
+class QWeight:
+    """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
+
+    It knows the weight that it was made of, as long as that lives, and is stale once that is written to."""
+
+    row: QTensor = leaf("[O, I]")
+    col: QTensor | None = leaf("[O, I]")
+    source: Aside = dataclasses.field(default_factory=Aside, metadata={"hidden": True})
+
+    __repr__ = show
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.row.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.row.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.row.device
+
+    def made_of(self, weight: Tensor) -> QWeight:
+        """Note what it was made of, as it is now."""
+        self.source = Aside((weakref.ref(weight), version(weight)))
+        return self
+
+    def stale(self) -> bool:
+        """Whether the weight was written to since."""
+        if self.source.value is None:
+            return False
+        ref, then = self.source.value
+        weight = ref()
+        return weight is not None and version(weight) != then
+
+
+register(QWeight, aside="source")
+
+
+@tree
+class Scaled:
+    """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
+    In its gradient: the gradient, and in the place of the scales the amaxes [3]."""
+
+    value: Any = leaf("[O, I]")
+    scale: Tensor = leaf("[3]")
+    amax: Tensor | None = leaf("[1]")
+
+    def plus(self, other: Scaled) -> Scaled:
+        """The sum of two gradients: of amaxes the larger."""
+        return Scaled(self.value + other.value, torch.maximum(self.scale, other.scale), None)
+
+
+def quantize_tensor(
+    x: Tensor,
+    format: Format,
+    *,
+    side: str = "row",
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    hadamard: bool = False,
+    where: str = "quantize_tensor",
+) -> QTensor:
+    """x [*, K] in a format.
+
+    `side`: "row" or "col" (see `QTensor`). `key`: round stochastically. `amax`: float32 [1], taken for the largest |x| of the whole
+    tensor, of formats that need one (such as one over several devices). `hadamard`: of "col", transform x along its rows, 16 at a
+    time, which spreads outliers: a product of two such operands is that of the plain ones. Raises `ValueError` or `TypeError`."""
+    require_type(where, "format", format, Format)
+    _check_x(where, x)
+    require(side in ("row", "col"), where, "side", "'row' or 'col'", repr(side))
+    require(side == "col" or not hadamard, where, "hadamard", "False for the side 'row'", hadamard)
+    if amax is not None:
+        require(format.whole, where, "amax", f"None (the scales of {format.name} need none of the whole tensor)", describe(amax))
+        check(where, "amax", amax, (1,), torch.float32, x)
+    elif format.whole:
+        amax = kernels.amax(x, hadamard)
+    if side == "row":
+        codes, scales = kernels.quantize_row(x, *format.args(), amax, key)
+    else:
+        codes, scales = kernels.quantize_col(x, *format.args(), amax, key, hadamard)
+    return _made(codes, scales, amax, x, format, side, hadamard)
+
+
+def quantize_sides(x: Tensor, format: Format) -> tuple[QTensor, QTensor]:
+    """x [*, K] in a format, as "row" and as "col", of one read."""
+    require_type("quantize_sides", "format", format, Format)
+    _check_x("quantize_sides", x)
+    if format.square:
+        row = quantize_tensor(x, format)
+        return row, turned(row)
+    amax = kernels.amax(x, False) if format.whole else None
+    codes, scales, turned_codes, turned_scales = kernels.quantize_both(x, *format.args(), amax)
+    return _made(codes, scales, amax, x, format, "row"), _made(turned_codes, turned_scales, amax, x, format, "col")
+
+
+def turned(q: QTensor) -> QTensor:
+    """The "col" side of a "row" one: a transposed copy where tiles are square, else tiled anew, by the bits of quantising x itself
+    where the elements of old and new tiles span at most 14,336 (e5m2: 2^28), half the largest over the least normal number; beyond,
+    what is smaller may be rounded twice. Raises `ValueError` for a format whose codes would be rounded twice."""
+    require_type("turned", "q", q, QTensor)
+    require(q.side == "row", "turned", "q.side", "'row'", repr(q.side))
+    format = q.format
+    if format.square and format.element != "e2m1":
+        codes, scales = kernels.transpose(q.codes), q.scales.mT
+    elif format.scales == "pow2":
+        codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile)
+    elif format.square:
+        return dataclasses.replace(q, codes=_turned_nibbles(q), scales=q.scales.mT, side="col")
+    else:
+        fail("turned", "q.format", "one with square tiles or scales of powers of two", format.name)
+    return dataclasses.replace(q, codes=codes, scales=scales, side="col")
+
+
+def check_quantized(
+    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None
+) -> None:
+    """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
+    default)."""
+    require_type(where, name, q, QTensor)
+    require(q.format == format, where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
+    require(q.side == side, where, f"{name}.side", repr(side), repr(q.side))
+    if tuple(q.shape) != tuple(shape):
+        fail(where, name, str(list(shape)), list(q.shape))
+    rows, width = shape[:-1].numel(), shape[-1]
+    if side == "col":
+        rows, width = width, rows + (-rows % kernels.HADAMARD if q.hadamard else 0)
+    codes = -(-width // 2) if format.element == "e2m1" else width
+    first = q.codes if like is None else like
+    check(where, f"{name}.codes", q.codes, (*shape[:-1], codes) if side == "row" else (rows, codes), torch.uint8, first)
+    tiles = tuple([-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)])
+    check(where, f"{name}.scales", q.scales, tiles, torch.float32 if format.scales in ("pow2", "float32") else torch.uint8, first)
+    if format.scales == "e4m3":
+        check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
+    else:
+        require(q.scale is None, where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
+
+
+def dense(tree: Any) -> Any:
+    """The tree with every `QTensor` and `QWeight` as the tensor that it stands for."""
+
+    def one(node: Any) -> Any:
+        return node.dequantize() if type(node) is QTensor else node.row.dequantize() if type(node) is QWeight else node
+
+    return tree_map(one, tree, is_leaf=lambda node: type(node) in (QTensor, QWeight))
+
+
+def unscaled(tree: Any) -> Any:
+    """The tree with every `Scaled` as its value."""
+    return tree_map(lambda node: node.value if type(node) is Scaled else node, tree, is_leaf=lambda node: type(node) is Scaled)
+
+
+def _check_x(where: str, x: Any) -> None:
+    check(where, "x", x, (...,), FLOATS)
+    require(x.dim() >= 1, where, "x", "[*, K], of one dimension at least", describe(x))
+
+
+def _made(
+    codes: Tensor, scales: Tensor, amax: Tensor | None, x: Tensor, format: Format, side: str, hadamard: bool = False
+) -> QTensor:
+    scale = kernels.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
+    return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
+
+
+def _turned_nibbles(q: QTensor) -> Tensor:
+    """e2m1 codes [*, K / 2] as those of the transposed tensor."""
+    rows, width = q.shape[:-1].numel(), q.shape[-1]
+    codes = q.codes.reshape(rows, -1)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[:, :width].mT
+    if rows % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)

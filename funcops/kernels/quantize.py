@@ -1,0 +1,294 @@
+"""Quantisers: codes of 8 or 4 bits, and the scales that decode them: x ~ codes * scales.
+
+x: [*, K], taken as [R, K] rows. A tile of `rows` x `cols` elements (0: all there are) shares one scale; edge tiles are smaller.
+"row" codes have the layout of x, with tiles along K; "col" codes are those of the transposed x, [K, R], with tiles along its rows.
+Codes are uint8: a byte of e4m3 or e5m2, or two of e2m1, the even element low. scales: [R / rows, K / cols], of four kinds:
+
+    pow2     float32, a power of two, so that codes can be tiled anew without another rounding
+    float32  float32
+    e8m0     uint8, the exponent of a power of two with bias 127 (OCP MX): the least that takes no element above the largest
+    e4m3     uint8, an e4m3 number, beside one float32 scale of the whole tensor (NVFP4)
+
+Elements are rounded to nearest, ties to even codes, or with a key stochastically. Above the largest they saturate; a NaN stays NaN.
+Sources: NVIDIA Transformer Engine (recipe_common.cuh, core_nvfp4.cuh); OCP MX 1.0, with the exponent rounded up (arXiv 2506.08027).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.backend import kernel
+
+
+class Element(NamedTuple):
+    """A floating grid: its largest value, the exponent of its smallest normal number, its bits of mantissa, torch's dtype."""
+
+    largest: float
+    emin: int
+    mantissa: int
+    dtype: torch.dtype | None = None
+
+
+ELEMENTS = {
+    "e4m3": Element(448.0, -6, 3, torch.float8_e4m3fn),
+    "e5m2": Element(57344.0, -14, 2, torch.float8_e5m2),
+    "e2m1": Element(6.0, 0, 1),
+}
+KINDS = ("pow2", "float32", "e8m0", "e4m3")
+NAN, NAN_E8M0 = 0x7F, 0xFF
+GREATEST = torch.finfo(torch.float32).max
+BLOCK = 128
+HADAMARD = 16  # elements along the last dimension that are transformed together
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, of the rows of the matrix
+
+
+@kernel()
+def quantize_row(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor; it is the
+    amax of a single tile, and e4m3 scales are made with it. `key`: rounds stochastically."""
+    codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key)
+    return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
+
+
+@kernel()
+def quantize_col(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool
+) -> tuple[Tensor, Tensor]:
+    """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
+    its rows by `hadamard`, 16 at a time. `amax` is then that after the transform."""
+    turned = matrix(x).mT
+    return _quantize(hadamard_of(turned) if hadamard else turned, x.dtype, element, rows, cols, kind, amax, key)
+
+
+@kernel()
+def quantize_both(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`quantize_row` and `quantize_col` of one read."""
+    turned = matrix(x).mT
+    codes, scales = _quantize(turned.mT, x.dtype, element, rows, cols, kind, amax, None)
+    return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(turned, x.dtype, element, rows, cols, kind, amax, None)
+
+
+@kernel()
+def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes [*, K] of x * scale (float32 [1]), and the largest |x| [1] (float32, NaN left out)."""
+    wide = x.float()
+    return _encode(wide * scale, element, None), _largest(wide)
+
+
+@kernel()
+def amax(x: Tensor, hadamard: bool) -> Tensor:
+    """The largest |x| as float32 [1], NaN left out; 0 of nothing. `hadamard`: of x transformed along its rows."""
+    return _largest(hadamard_of(matrix(x).mT) if hadamard else x.float())
+
+
+@kernel()
+def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """ "col" codes [K, R] and scales of "row" ones with scales of powers of two, [*, K] and [R / rows, K / cols]."""
+    x = decode_tiles(matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
+    return _quantize(x.mT, torch.float32, element, rows, cols, "pow2", None, None)
+
+
+@kernel()
+def transpose(codes: Tensor) -> Tensor:
+    """Bytes [*, K] as [K, R]."""
+    return matrix(codes).mT.contiguous()
+
+
+@kernel()
+def dequantize(
+    codes: Tensor,
+    scales: Tensor,
+    scale: Optional[Tensor],
+    element: str,
+    rows: int,
+    cols: int,
+    kind: str,
+    width: int,
+    out: torch.dtype,
+) -> Tensor:
+    """x [*, width] in the dtype `out`: codes times scales (times `scale`, float32 [1], of the whole tensor), rounded once."""
+    made = decode_tiles(matrix(codes), scales, scale, element, rows, cols, kind, width)
+    return made.reshape(*codes.shape[:-1], width).to(out)
+
+
+def tensor_scale(amax: Tensor) -> Tensor:
+    """1 / S, what decodes a whole tensor with e4m3 scales of tiles: S = 448 * 6 / amax, 1 where that is 0 or infinite."""
+    return 1.0 / _tensor_factor(amax)
+
+
+def _tensor_factor(amax: Tensor) -> Tensor:
+    s = _over(448.0 * 6.0, amax)
+    return torch.where((amax == 0) | (s == 0), 1.0, s.clamp(max=GREATEST))
+
+
+def hadamard_of(x: Tensor) -> Tensor:
+    """x [*, K] times D H / 4 in blocks of 16 along K (padded with zeros): H Sylvester's matrix of +-1, D = diag(SIGNS); orthogonal,
+    so that a product of two transformed tensors is that of the tensors. float32; added up in stages of 8, 4, 2, 1."""
+    pad = -x.shape[-1] % HADAMARD
+    t = torch.nn.functional.pad(x.float(), (0, pad)).unflatten(-1, (-1, HADAMARD))
+    return (_sylvester(t * t.new_tensor(SIGNS)) * 0.25).flatten(-2)
+
+
+def hadamard_undone(x: Tensor) -> Tensor:
+    """What `hadamard_of` made x of."""
+    t = _sylvester(x.unflatten(-1, (-1, HADAMARD))) * 0.25
+    return (t * t.new_tensor(SIGNS)).flatten(-2)
+
+
+def _sylvester(t: Tensor) -> Tensor:
+    """t [..., 16] times H, which is symmetric."""
+    for half in (8, 4, 2, 1):
+        a, b = t.unflatten(-1, (-1, 2, half)).unbind(-2)
+        t = torch.stack((a + b, a - b), -2).flatten(-3)
+    return t
+
+
+def decode_tiles(
+    codes: Tensor, scales: Tensor, scale: Tensor | None, element: str, rows: int, cols: int, kind: str, width: int
+) -> Tensor:
+    """float32 [R, width] of codes [R, ...]."""
+    decoded = decode_scales(scales, kind)
+    if scale is not None:
+        decoded = decoded * scale
+    values = decode(codes, element)[:, :width]
+    if 0 in values.shape:
+        return values
+    return values * _spread(_spread(decoded, rows or len(values), 0)[: len(values)], cols or width, 1)[:, :width]
+
+
+def decode(codes: Tensor, element: str) -> Tensor:
+    """The values of codes, float32: as many, or twice as many of e2m1."""
+    dtype = ELEMENTS[element].dtype
+    if dtype is not None:
+        return codes.view(dtype).float()
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+    return torch.where(nibbles > 7, -1.0, 1.0) * grid[(nibbles & 7).to(torch.int32)]
+
+
+def decode_scales(scales: Tensor, kind: str) -> Tensor:
+    """What scales multiply codes with, float32."""
+    if kind == "e8m0":
+        return torch.where(scales == NAN_E8M0, torch.nan, _power(scales.to(torch.int32)))
+    return scales.view(torch.float8_e4m3fn).float() if kind == "e4m3" else scales
+
+
+def matrix(x: Tensor) -> Tensor:
+    """x [*, K] as [R, K]."""
+    return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def _over(number: float, t: Tensor) -> Tensor:
+    """number / t, rounded once: torch takes `number / t` for number * (1 / t)."""
+    return torch.full_like(t, number) / t
+
+
+def _spread(t: Tensor, times: int, dim: int) -> Tensor:
+    return t if times == 1 else t.repeat_interleave(times, dim)
+
+
+def _largest(wide: Tensor) -> Tensor:
+    if wide.numel() == 0:
+        return wide.new_zeros(1)
+    return torch.where(wide == wide, wide.abs(), 0.0).amax().reshape(1)
+
+
+def _power(biased: Tensor) -> Tensor:
+    """2^(biased - 127) of exponents int32 from 0 to 254; the first is a subnormal number."""
+    return torch.where(biased == 0, 0x400000, biased << 23).view(torch.float32)
+
+
+def _quantize(
+    x: Tensor, dtype: torch.dtype, element: str, rows: int, cols: int, kind: str, amax: Tensor | None, key: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Codes and scales of x [R, K], once of the given dtype."""
+    r, k = x.shape
+    rows, cols, amax = rows or max(r, 1), cols or max(k, 1), None if amax is None else amax.float()
+    padded = torch.nn.functional.pad(x.float(), (0, -k % cols, 0, -r % rows))
+    tiles = padded.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
+    if 0 in tiles.shape:
+        found = tiles.new_zeros(tiles.shape[0], tiles.shape[2])
+    else:
+        found = torch.where(tiles == tiles, tiles.abs(), 0.0).amax((1, 3))
+    if amax is not None and kind != "e4m3":
+        found = amax.reshape(1, 1).expand_as(found)
+    factor, scales = _scales(found, element, kind, dtype, amax, cols == BLOCK)
+    if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
+        scales = torch.where((tiles != tiles).any(3).any(1), NAN if kind == "e4m3" else NAN_E8M0, scales)
+    scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
+    return _encode(scaled, element, key), scales
+
+
+def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None, blocks: bool) -> tuple[Tensor, Tensor]:
+    """What elements are multiplied by, float32, and what is stored, of the largest |x| of each tile. Where `largest` over that is
+    infinite: the greatest number of float32, in blocks that of the dtype."""
+    largest = ELEMENTS[element].largest
+    if kind == "e4m3":
+        assert whole is not None
+        stored = (amax * (_tensor_factor(whole) * (1.0 / 6.0))).clamp(max=448.0).to(torch.float8_e4m3fn)
+        return (1.0 / (stored.float() * tensor_scale(whole))).clamp(max=GREATEST), stored.view(torch.uint8)
+    if kind == "e8m0":
+        exponent = _rounded_up(amax * (1.0 / largest))
+        return _power(254 - exponent), exponent.to(torch.uint8)
+    s = _over(largest, amax)
+    finite = torch.finfo(dtype).max if dtype is torch.bfloat16 and blocks else GREATEST
+    s = torch.where((amax == 0) | (amax == torch.inf), 1.0, torch.where(s == torch.inf, finite, s))
+    if kind == "pow2":
+        s = (s.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return s, 1.0 / s
+
+
+def _rounded_up(value: Tensor) -> Tensor:
+    """The biased exponent, int32 from 0 to 254, of the least power of two that is no smaller than value >= 0."""
+    bits = value.view(torch.int32)
+    exponent, rest = bits >> 23, bits & 0x7FFFFF
+    up = (rest > 0) & (exponent < 254) & ~((exponent == 0) & (rest <= 0x400000))
+    return (exponent + up).clamp(max=254)
+
+
+def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
+    """Codes of float32 values [*, K]."""
+    of = ELEMENTS[element]
+    if key is not None:
+        v = _stochastic(v, of, random.bits(key, v.numel()).reshape(v.shape))
+    number = v == v
+    v = v.clamp(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
+    if of.dtype is not None:
+        return torch.where(number, v.to(of.dtype).view(torch.uint8), NAN)  # of one sign, as a device's instruction gives it
+    codes = torch.where(number, _e2m1(v), 7)
+    if codes.shape[-1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _e2m1(v: Tensor) -> Tensor:
+    """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, and the sign in bit 3. v within +-6."""
+    bits = v.contiguous().view(torch.int32)
+    a = bits & 0x7FFFFFFF
+    normal = (a + 0x1FFFFF + ((a >> 22) & 1) - 0x3F000000) >> 22
+    small = (a.view(torch.float32) + 4194304.0).view(torch.int32) - 0x4A800000  # the sum is rounded to halves
+    code = torch.where(a < 0x3F800000, small, normal).clamp(0, 7)
+    return (code | ((bits >> 28) & 8)).to(torch.uint8)
+
+
+def _stochastic(v: Tensor, of: Element, bits: Tensor) -> Tensor:
+    """v to one of its two neighbours, to the upper with the chance of how far it is on its way, by 24 random bits: t = |v| + u
+    step, rounded down to the step of t."""
+    a = v.abs()
+    t = a + (bits >> 8).float() * 2.0**-24 * _step(a, of)
+    step = _step(t, of)
+    return torch.where(v == v, torch.copysign((t / step).floor() * step, v), v)
+
+
+def _step(a: Tensor, of: Element) -> Tensor:
+    """The distance between neighbours of the grid at a >= 0, a power of two."""
+    exponent = ((a.contiguous().view(torch.int32) >> 23) & 0xFF).clamp(127 + of.emin, 254)
+    return ((exponent - of.mantissa) << 23).view(torch.float32)

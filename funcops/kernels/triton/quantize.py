@@ -1,0 +1,364 @@
+"""Quantisers: a program a tile of x, read once, whatever is made of it; rows with one scale, a program each.
+
+What is rounded by a key, or transformed before, is made by the torch body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import quantize as declared
+from funcops.kernels.triton.common import block_of, cdiv, warps_of
+from funcops.kernels.triton.low_bits import (
+    decode,
+    decode_scale,
+    encode,
+    load_exact,
+    number,
+    native,
+    packed,
+    quantise,
+    scales_of,
+    sizes,
+    store_exact,
+    times,
+    unpacked,
+)
+
+TILES = 16, 32, 64, 128
+LONGEST, STEP = 16384, 4096  # of a row that a program holds, and of what it takes at a time of a longer one
+AMAX_BLOCK, AMAX_PROGRAMS = 4096, 1024
+
+
+@triton.jit
+def _store_codes(ptr, codes, row, column, rows, stride, ELEMENT: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Codes [A, B] to rows of `stride` bytes, from (row, column) on; of 4 bits two to a byte."""
+    if ELEMENT == "e2m1":
+        _store(ptr, packed(codes, A, B), row, column // 2, rows, stride, A, B // 2)
+    else:
+        _store(ptr, codes, row, column, rows, stride, A, B)
+
+
+@triton.jit
+def _store(ptr, v, row, column, rows, columns, A: tl.constexpr, B: tl.constexpr):
+    m, n = row + tl.arange(0, A), column + tl.arange(0, B)
+    tl.store(ptr + m[:, None] * columns + n[None, :], v, mask=(m < rows)[:, None] & (n < columns)[None, :])
+
+
+@triton.jit
+def _tiles(
+    x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, stride, turned_stride, FROM: tl.constexpr,
+    ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
+    NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Codes and scales of x [rows, width], as it lies (ROW), transposed (COL), or both. FROM: x is codes of this element, with a
+    scale of given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its one scale (KIND "whole") or
+    those of tiles; with KIND "scaled" the factor itself, and the largest |x| joins what is at scales_ptr."""
+    across = tl.cdiv(width, BLOCK_N)
+    pid = tl.program_id(0)
+    row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
+    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    at, inside = m[:, None] * width + n[None, :], (m < rows)[:, None] & (n < width)[None, :]
+    given = 0.0
+    if FROM != "":
+        scales = tl.load(given_ptr + m * across + pid % across, mask=m < rows, other=0.0)
+        x = decode(tl.load(x_ptr + at, mask=inside, other=0), FROM, NATIVE) * scales[:, None]
+    else:
+        x = load_exact(x_ptr + at, inside)
+        if given_ptr is not None:
+            given = tl.load(given_ptr)
+    if ROWS == 0:  # one scale, whichever way tiles lie
+        factor = given
+        if KIND == "scaled":
+            largest = number(tl.max(tl.max(sizes(x), 1), 0))
+            tl.atomic_max(scales_ptr, largest.to(tl.int32, bitcast=True), sem="relaxed")
+        else:
+            factor, stored = scales_of(given, given, ELEMENT, KIND, NARROW, NATIVE)
+            if pid == 0:
+                if ROW:
+                    tl.store(scales_ptr, stored)
+                if COL:
+                    tl.store(turned_scales_ptr, stored)
+        codes = encode(x * factor, ELEMENT, NATIVE)
+        if ROW:
+            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
+        if COL:
+            _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
+    elif ROWS == COLS:  # codes are the same, whichever way tiles lie
+        codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
+        high, wide = tl.cdiv(rows, ROWS), tl.cdiv(width, COLS)
+        HIGH: tl.constexpr = BLOCK_M // ROWS
+        WIDE: tl.constexpr = BLOCK_N // COLS
+        if ROW:
+            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
+            _store(scales_ptr, stored, row // ROWS, column // COLS, high, wide, HIGH, WIDE)
+        if COL:
+            _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
+            _store(turned_scales_ptr, tl.trans(stored), column // COLS, row // ROWS, wide, high, WIDE, HIGH)
+    else:
+        if ROW:
+            codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
+            _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
+            _store(scales_ptr, stored, row, column // COLS, rows, tl.cdiv(width, COLS), BLOCK_M, BLOCK_N // COLS)
+        if COL:
+            codes, stored = quantise(tl.trans(x), given, BLOCK_N, BLOCK_M, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
+            _store_codes(turned_ptr, codes, column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
+            _store(turned_scales_ptr, stored, column, row // COLS, width, tl.cdiv(rows, COLS), BLOCK_N, BLOCK_M // COLS)
+
+
+@triton.jit
+def _rows(
+    x_ptr, codes_ptr, scales_ptr, width, ELEMENT: tl.constexpr, KIND: tl.constexpr, NATIVE: tl.constexpr, AGAIN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row with a scale of its own; one that a program cannot hold is loaded AGAIN."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * width
+    codes_ptr += row * width
+    i = tl.arange(0, BLOCK)
+    x = load_exact(x_ptr + i, i < width)
+    most = sizes(x)
+    if AGAIN:
+        for start in range(BLOCK, width, BLOCK):
+            v = sizes(load_exact(x_ptr + start + i, start + i < width))
+            most = tl.maximum(most, v)
+    factor, stored = scales_of(number(tl.max(most, 0)), 0.0, ELEMENT, KIND, False, NATIVE)
+    tl.store(scales_ptr + row, stored)
+    tl.store(codes_ptr + i, encode(x * factor, ELEMENT, NATIVE), mask=i < width)
+    if AGAIN:
+        for start in range(BLOCK, width, BLOCK):
+            v = load_exact(x_ptr + start + i, start + i < width)
+            tl.store(codes_ptr + start + i, encode(v * factor, ELEMENT, NATIVE), mask=start + i < width)
+
+
+@triton.jit
+def _amax(x_ptr, amax_ptr, n, BLOCK: tl.constexpr):
+    """Joined by the bits of numbers that are not negative, which are ordered as they are: the order of programs is no matter."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for block in range(tl.program_id(0).to(tl.int64), tl.cdiv(n, BLOCK), tl.num_programs(0)):
+        i = block * BLOCK + tl.arange(0, BLOCK)
+        v = sizes(load_exact(x_ptr + i, i < n))
+        total = tl.maximum(total, v)
+    tl.atomic_max(amax_ptr, tl.max(total, 0).to(tl.int32, bitcast=True), sem="relaxed")
+
+
+@triton.jit
+def _turn(x_ptr, y_ptr, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    across = tl.cdiv(width, BLOCK_N)
+    pid = tl.program_id(0)
+    row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
+    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    x = tl.load(x_ptr + m[:, None] * width + n[None, :], mask=(m < rows)[:, None] & (n < width)[None, :], other=0)
+    _store(y_ptr, tl.trans(x), column, row, width, rows, BLOCK_N, BLOCK_M)
+
+
+@triton.jit
+def _decode(
+    codes_ptr, scales_ptr, scale_ptr, y_ptr, rows, width, stride, wide, ELEMENT: tl.constexpr, KIND: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """y [rows, width] of codes with rows of `stride` bytes and scales with rows of `wide`. ROWS 0: one scale for all; COLS 0: one for
+    each row."""
+    across = tl.cdiv(width, BLOCK_N)
+    pid = tl.program_id(0)
+    row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
+    m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
+    inside = (m < rows)[:, None] & (n < width)[None, :]
+    if ELEMENT == "e2m1":
+        byte = column // 2 + tl.arange(0, BLOCK_N // 2)
+        within = (m < rows)[:, None] & (byte < stride)[None, :]
+        codes = unpacked(tl.load(codes_ptr + m[:, None] * stride + byte[None, :], mask=within, other=0), BLOCK_M, BLOCK_N)
+    else:
+        codes = tl.load(codes_ptr + m[:, None] * stride + n[None, :], mask=inside, other=0)
+    values = decode(codes, ELEMENT, NATIVE)
+    if ROWS == 0:
+        scales = decode_scale(tl.load(scales_ptr), KIND)
+    else:
+        ACROSS: tl.constexpr = BLOCK_N // COLS if COLS else 1
+        i, j = row // ROWS + tl.arange(0, BLOCK_M // ROWS), tl.arange(0, ACROSS)
+        if COLS:
+            j = column // COLS + j
+        tiles = (i < tl.cdiv(rows, ROWS))[:, None] & (j < wide)[None, :]
+        scales = decode_scale(tl.load(scales_ptr + i[:, None] * wide + j[None, :], mask=tiles, other=0), KIND)
+    if scale_ptr is not None:
+        scales = scales * tl.load(scale_ptr)
+    if ROWS == 0:
+        values = values * scales
+    else:
+        values = times(values, scales, BLOCK_M, BLOCK_N, ROWS, COLS if COLS else BLOCK_N)
+    store_exact(y_ptr + m[:, None] * width + n[None, :], values, inside)
+
+
+_launch_tiles, _launch_rows, _launch_amax = launcher(_tiles), launcher(_rows), launcher(_amax)
+_launch_turn, _launch_decode = launcher(_turn), launcher(_decode)
+
+
+class _Made(NamedTuple):
+    """Codes and scales of a side, to be written."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str, tile: tuple[int, int], kind: str) -> _Made:
+    """For x as [rows, columns]; `shape`: the codes' but for the last dimension."""
+    scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
+    dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
+    return _Made(x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
+
+
+def _stride(columns: int, element: str) -> int:
+    """Bytes of a row of codes."""
+    return cdiv(columns, 2) if element == "e2m1" else columns
+
+
+def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:
+    """Whether these kernels make such tiles. An amax that is given for tiles, where it is of no format, is left to the body."""
+    if x.numel() == 0 or (kind == "e4m3" and amax is None):
+        return False
+    if (rows, cols) == (0, 0):
+        return True
+    return cols in TILES and rows in (1, cols) and (amax is None or kind == "e4m3")
+
+
+def _run(x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made]) -> None:  # fmt: skip
+    (high, wide), whole = x.shape, rows == 0
+    if whole and amax is None:
+        amax = _largest(x)
+    if whole and col is None and element != "e2m1" and x.numel() % TILES[-1] == 0:
+        high, wide = x.numel() // TILES[-1], TILES[-1]  # elementwise: rows that begin at aligned addresses
+    m, n, warps = (128, 128, 8) if col is not None or rows == 128 else (32, 128, 4)
+    if element == "e2m1" and col is not None:
+        m, n, warps = 64, 64, 8
+    codes, scales = row or (None, None)
+    turned, turned_scales = col or (None, None)
+    narrow = x.dtype is torch.bfloat16 and cols == declared.BLOCK
+    _launch_tiles(
+        cdiv(high, m) * cdiv(wide, n), 1, 1, x, amax, codes, scales, turned, turned_scales, high, wide, _stride(wide, element),
+        _stride(high, element), "", element, kind, rows,
+        cols, row is not None, col is not None, narrow, native(), m, n, num_warps=warps,
+    )  # fmt: skip
+
+
+def _by_rows(x: Tensor, element: str, kind: str, made: _Made) -> None:
+    rows, width = x.shape
+    block = block_of(width, LONGEST) if width <= LONGEST else STEP
+    _launch_rows(rows, 1, 1, x, *made, width, element, kind, native(), width > LONGEST, block, num_warps=warps_of(block))
+
+
+@declared.quantize_row.triton
+def quantize_row(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor]
+) -> tuple[Tensor, Tensor]:
+    each_row = (rows, cols) == (1, 0) and amax is None and x.numel() > 0
+    if key is not None or not (each_row or _serves(x, rows, cols, kind, amax)):
+        return declared.quantize_row.kernel.torch_impl(x, element, rows, cols, kind, amax, key)  # type: ignore[no-any-return]
+    t = _matrix(x)
+    made = _room(x, x.shape[:-1], *t.shape, element, (rows, cols), kind)
+    if each_row:
+        _by_rows(t, element, kind, made)
+    else:
+        _run(t, element, rows, cols, kind, amax, made, None)
+    return made
+
+
+@declared.quantize_col.triton
+def quantize_col(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool
+) -> tuple[Tensor, Tensor]:
+    if key is not None or hadamard:
+        return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
+    if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a copy that lies the other way
+        return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None)
+    t = _matrix(x)
+    made = _room(x, t.shape[1:], *t.shape[::-1], element, (rows, cols), kind)
+    _run(t, element, rows, cols, kind, amax, None, made)
+    return made
+
+
+@declared.quantize_both.triton
+def quantize_both(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not _serves(x, rows, cols, kind, amax):
+        turned = quantize_col(x, element, rows, cols, kind, amax, None, False)
+        return *quantize_row(x, element, rows, cols, kind, amax, None), *turned
+    t = _matrix(x)
+    row = _room(x, x.shape[:-1], *t.shape, element, (rows, cols), kind)
+    col = _room(x, t.shape[1:], *t.shape[::-1], element, (rows, cols), kind)
+    _run(t, element, rows, cols, kind, amax, row, col)
+    return *row, *col
+
+
+@declared.quantize_scaled.triton
+def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Tensor]:
+    if x.numel() == 0 or x.dim() == 0:
+        return declared.quantize_scaled.kernel.torch_impl(x, element, scale)  # type: ignore[no-any-return]
+    t, largest = _matrix(x), x.new_zeros(1, dtype=torch.float32)
+    made = _room(x, x.shape[:-1], *t.shape, element, (0, 0), "float32")
+    _run(t, element, 0, 0, "scaled", scale, made._replace(scales=largest.view(torch.int32)), None)
+    return made.codes, largest
+
+
+@declared.amax.triton
+def amax(x: Tensor, hadamard: bool) -> Tensor:
+    return declared.amax.kernel.torch_impl(x, True) if hadamard else _largest(x)  # type: ignore[no-any-return]
+
+
+def _largest(x: Tensor) -> Tensor:
+    found, n = x.new_zeros(1, dtype=torch.float32), x.numel()
+    if n:
+        grid = min(cdiv(n, AMAX_BLOCK), AMAX_PROGRAMS)
+        _launch_amax(grid, 1, 1, x.contiguous(), found.view(torch.int32), n, AMAX_BLOCK, num_warps=warps_of(AMAX_BLOCK))
+    return found
+
+
+@declared.retile.triton
+def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    t, made = _matrix(codes), None
+    if codes.numel() == 0 or (rows, cols) != (1, declared.BLOCK):
+        x = dequantize(codes, scales, None, element, rows, cols, "pow2", codes.shape[-1], torch.float32)
+        return quantize_col(x, element, rows, cols, "pow2", None, None, False)
+    made, (high, wide) = _room(codes, t.shape[1:], *t.shape[::-1], element, (rows, cols), "pow2"), t.shape
+    _launch_tiles(
+        cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, wide, high, element, element, "pow2",
+        rows, cols, False, True, False, native(), 128, 128, num_warps=8,
+    )  # fmt: skip
+    return made
+
+
+@declared.transpose.triton
+def transpose(codes: Tensor) -> Tensor:
+    t = _matrix(codes)
+    (rows, width), turned = t.shape, t.new_empty(t.shape[::-1])
+    if t.numel():
+        _launch_turn(cdiv(rows, 128) * cdiv(width, 128), 1, 1, t, turned, rows, width, 128, 128, num_warps=8)
+    return turned
+
+
+@declared.dequantize.triton
+def dequantize(
+    codes: Tensor, scales: Tensor, scale: Optional[Tensor], element: str, rows: int, cols: int, kind: str, width: int,
+    out: torch.dtype,
+) -> Tensor:  # fmt: skip
+    tiles = (rows, cols) in ((0, 0), (1, 0)) or (cols in TILES and rows in (1, cols))
+    if codes.numel() == 0 or out is torch.float64 or not tiles:
+        return declared.dequantize.kernel.torch_impl(codes, scales, scale, element, rows, cols, kind, width, out)  # type: ignore[no-any-return]
+    t, y = _matrix(codes), codes.new_empty((*codes.shape[:-1], width), dtype=out)
+    m, n, warps = (128, 128, 8) if rows == 128 else (32, 128, 4)
+    _launch_decode(
+        cdiv(len(t), m) * cdiv(width, n), 1, 1, t, scales.contiguous(), scale, y, len(t), width, t.shape[1], scales.shape[1],
+        element, kind, rows, cols, native(), m, n, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return declared.matrix(x).contiguous()

@@ -1,0 +1,169 @@
+"""Products of codes with scales, over tensor descriptors: a program a tile of C.
+
+One scale a tensor or a row multiplies the sum, one a block of 128 along K each part of it, in float32: on Hopper, whose tensor cores
+keep some 14 bits of a sum, that is what promotes it; where no scale does, the product promotes every 128. Blocks of 32 and 16 are
+multiplied by Blackwell's tensor cores themselves. The interpreter, which knows neither, decodes tiles and multiplies those.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple, Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime import driver
+
+from funcops.backend.launch import launcher
+from funcops.errors import require
+from funcops.kernels import scaled_mm as declared
+from funcops.kernels.quantize import ELEMENTS
+from funcops.kernels.triton.common import INTERPRETED, cdiv
+from funcops.kernels.triton.gemm import tile_of
+from funcops.kernels.triton.low_bits import decode, decode_scale, store_exact, times, unpacked
+from funcops.kernels.triton.matmul import descriptor
+
+GROUP, ALIGN = 8, 16  # tiles of a group share what they read; bytes of a row that a descriptor takes
+PROMOTE = tl.constexpr(128)  # of K, after which a product without scales of blocks is added up in float32
+
+
+class Tile(NamedTuple):
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+# the tiles that compile without spills; half the warps, or tiles twice as large, spill
+WHOLE, BLOCKS, NATIVE = Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 3)
+FEW_BITS = Tile(128, 128, 256, 4, 3)
+
+
+@triton.jit
+def _scales(
+    scales_ptr, i, size, k, wide, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
+):  # fmt: skip
+    """Scales [rows, COUNT] of rows i, from element k on."""
+    j = k // COLS + tl.arange(0, COUNT)
+    at = scales_ptr + (i // ROWS)[:, None] * wide + j[None, :]
+    return tl.load(at, mask=(i < size)[:, None] & (j < wide)[None, :], other=0)
+
+
+@triton.jit
+def _values(tile, ELEMENT: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    return decode(unpacked(tile, A, B) if ELEMENT == "e2m1" else tile, ELEMENT, False)
+
+
+@triton.jit
+def _product(
+    a_desc, b_desc, a_scales_ptr, b_scales_ptr, a_scale_ptr, b_scale_ptr, c_ptr, M, N, K, a_wide, b_wide, A: tl.constexpr,
+    B: tl.constexpr, KIND: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, COLS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """C = A B^T of a tile, A and B as descriptors of codes of elements A and B. COLS: elements of K that share a scale, 0 for all."""
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
+    m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    A_PACK: tl.constexpr = 2 if A == "e2m1" else 1
+    B_PACK: tl.constexpr = 2 if B == "e2m1" else 1
+    COUNT: tl.constexpr = BLOCK_K // COLS if COLS else 1
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, K, BLOCK_K):
+        a, b = a_desc.load([tile_m * BLOCK_M, k // A_PACK]), b_desc.load([tile_n * BLOCK_N, k // B_PACK])
+        if INTERPRETED:
+            left, right = _values(a, A, BLOCK_M, BLOCK_K), _values(b, B, BLOCK_N, BLOCK_K)
+            if COLS:
+                of_a = decode_scale(_scales(a_scales_ptr, m, M, k, a_wide, KIND, A_ROWS, COLS, COUNT), KIND)
+                of_b = decode_scale(_scales(b_scales_ptr, n, N, k, b_wide, KIND, B_ROWS, COLS, COUNT), KIND)
+                left = times(left, of_a, BLOCK_M, BLOCK_K, 1, COLS)
+                right = times(right, of_b, BLOCK_N, BLOCK_K, 1, COLS)
+            total = tl.dot(left, right.T, total)
+        elif COLS == 0:
+            total = tl.dot(a, b.T, total, max_num_imprecise_acc=PROMOTE)
+        elif COLS == BLOCK_K:
+            of_a = tl.load(a_scales_ptr + m // A_ROWS * a_wide + k // COLS, mask=m < M, other=0.0)
+            of_b = tl.load(b_scales_ptr + n // B_ROWS * b_wide + k // COLS, mask=n < N, other=0.0)
+            total += tl.dot(a, b.T) * (of_a[:, None] * of_b[None, :])
+        else:
+            of_a = _scales(a_scales_ptr, m, M, k, a_wide, KIND, A_ROWS, COLS, COUNT)
+            of_b = _scales(b_scales_ptr, n, N, k, b_wide, KIND, B_ROWS, COLS, COUNT)
+            if KIND == "e4m3":
+                of_a, of_b = of_a.to(tl.float8e4nv, bitcast=True), of_b.to(tl.float8e4nv, bitcast=True)
+            total = tl.dot_scaled(a, of_a, A, b.T, of_b, B, total)
+    if COLS == 0:
+        of_a = tl.load(a_scales_ptr + (m if A_ROWS else m * 0), mask=m < M, other=0.0)
+        of_b = tl.load(b_scales_ptr + (n if B_ROWS else n * 0), mask=n < N, other=0.0)
+        total = total * of_a[:, None] * of_b[None, :]
+    if a_scale_ptr is not None:
+        total = total * tl.load(a_scale_ptr)
+    if b_scale_ptr is not None:
+        total = total * tl.load(b_scale_ptr)
+    store_exact(c_ptr + m[:, None] * N + n[None, :], total, (m < M)[:, None] & (n < N)[None, :])
+
+
+_launch_product = launcher(_product)
+
+
+def _tile_of(kind: str, a: str, b: str, a_tile: tuple[int, int], b_tile: tuple[int, int]) -> Optional[Tile]:
+    """None for what no kernel multiplies: operands that are tiled along K in two ways."""
+    if a_tile[1] != b_tile[1]:
+        return None
+    if kind in ("e8m0", "e4m3"):
+        return FEW_BITS if a == b == "e2m1" else NATIVE
+    return (WHOLE if a_tile[1] == 0 else BLOCKS) if a_tile[1] in (0, 128) else None
+
+
+def _runs(kind: str, a: str, b: str, emulate: bool) -> bool:
+    """Whether the device multiplies such codes; Hopper those with MX scales, when asked to emulate, as bfloat16."""
+    if INTERPRETED:
+        return True
+    capability, name = _capability(driver.active.get_current_device(), driver.active)
+    needed = 100 if kind in ("e8m0", "e4m3") else 90
+    if capability >= needed:
+        return True
+    what = {"e8m0": "MX", "e4m3": "NVFP4"}.get(kind, "8-bit")
+    require(emulate, "scaled_mm", "device", f"of sm_{needed} or later for {what} products of {a} by {b} (or emulate=True)", name)
+    return capability >= 90 and kind == "e8m0"
+
+
+@functools.lru_cache(maxsize=64)
+def _capability(device: int, active: Any) -> tuple[int, str]:
+    target = active.get_current_target()
+    return (int(target.arch), f"sm_{target.arch}") if target.backend == "cuda" else (0, str(target.arch))
+
+
+def _codes(codes: Tensor, element: str) -> Tensor:
+    """As a descriptor takes them: rows of a multiple of 16 bytes, filled up with zeros."""
+    codes = codes.contiguous()
+    if codes.shape[1] % ALIGN:
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % ALIGN))
+    elif codes.data_ptr() % ALIGN:
+        codes = codes.clone()
+    dtype = ELEMENTS[element].dtype
+    return codes if dtype is None or INTERPRETED else codes.view(dtype)
+
+
+@declared.scaled_mm.triton
+def scaled_mm(
+    a: Tensor, a_scales: Tensor, a_scale: Optional[Tensor], b: Tensor, b_scales: Tensor, b_scale: Optional[Tensor],
+    a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: torch.dtype,
+    emulate: bool = False,
+) -> Tensor:  # fmt: skip
+    (m, n), tile = (len(a), len(b)), _tile_of(kind, a_element, b_element, (a_rows, a_cols), (b_rows, b_cols))
+    if not m * n * width or out is torch.float64 or tile is None or not _runs(kind, a_element, b_element, emulate):
+        return declared.scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
+            a, a_scales, a_scale, b, b_scales, b_scale, a_element, a_rows, a_cols, b_element, b_rows, b_cols, kind, width, out
+        )
+    c = a.new_empty((m, n), dtype=out)
+    left, right = _codes(a, a_element), _codes(b, b_element)
+    of_left, of_right = (tile.k // (2 if element == "e2m1" else 1) for element in (a_element, b_element))
+    _launch_product(
+        cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, descriptor(left, tile.m, of_left), descriptor(right, tile.n, of_right),
+        a_scales.contiguous(), b_scales.contiguous(), a_scale, b_scale, c, m, n, width, a_scales.shape[1], b_scales.shape[1],
+        a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m, tile.n, tile.k, GROUP,
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return c

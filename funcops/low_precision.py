@@ -1,0 +1,303 @@
+"""Low precision over a whole model: recipes in a config, a working tree of params, and the state of delayed scaling.
+
+    cfg = with_recipe(cfg, Fp8Block(), skip=("head",))          # once
+    work = quantize_params(params, cfg)                          # once a step, where cast(params, torch.bfloat16) would stand
+    for x in microbatches:
+        y, residuals = chain.fwd(work, x, cfg)
+        chain.bwd(residuals, dy, cfg, into=grads)
+
+Nothing is kept between steps but what the caller keeps: the working tree is the cache of quantised weights. `Fp8Delayed` alone has
+state, a dict by path; its amaxes come back with the gradients:
+
+    state = recipe_init(cfg, params)
+    work = quantize_params(params, cfg, state)
+    ...
+    grads, amaxes = split_amaxes(dparams)
+    state = recipe_update(state, amaxes, recipe)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.compose.repeat import RepeatConfig
+from funcops.errors import check, describe, fail, require, require_dtype, require_type
+from funcops.formats import Format, QTensor, QWeight, Scaled, dense, quantize_sides, quantize_tensor, turned
+from funcops.kernels.quantize import ELEMENTS
+from funcops.op import Op
+from funcops.ops.linear import LinearConfig, linear
+from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
+from funcops.program.values import parts_of
+from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
+from funcops.trees import at, cast, has, leaf, put, tree, tree_map, tree_map_with_path
+
+__all__ = [
+    "MXFP8",
+    "NVFP4",
+    "Format",
+    "Fp8Block",
+    "Fp8Current",
+    "Fp8Delayed",
+    "QTensor",
+    "QWeight",
+    "Recipe",
+    "ScaleState",
+    "Scaled",
+    "dense",
+    "gradients_like",
+    "op_of",
+    "quantize_params",
+    "quantize_tensor",
+    "recipe_init",
+    "recipe_update",
+    "split_amaxes",
+    "with_recipe",
+]
+
+T = TypeVar("T")
+
+
+@tree
+class ScaleState:
+    """Of one linear layer with delayed scaling: what x, w and dy are multiplied by, and their amaxes of the last H steps, newest
+    first."""
+
+    scale: Tensor = leaf("[3]")
+    history: Tensor = leaf("[H, 3]")
+
+
+def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
+    """The config with its `linear` steps in low precision; params keep their paths.
+
+    `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
+    keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
+    config: a glob of some of them raises. Raises `ValueError` for a glob that matches no linear step, and for sizes that the
+    recipe does not serve."""
+    where = "with_recipe"
+    require_type(where, "recipe", recipe, Recipe)
+    known = [path for path, inner in _steps(cfg, "") if type(inner) is LinearConfig]
+    for name, globs in (("only", only), ("skip", skip)):
+        if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
+            fail(where, name, "a sequence of globs", repr(globs), TypeError)
+        for glob in globs:
+            require(any(_matches(path, (glob,)) for path in known), where, name, f"globs over {', '.join(known)}", repr(glob))
+
+    def wanted(path: str) -> bool:
+        return (not only or _matches(path, only)) and not _matches(path, skip)
+
+    return _rewritten(linear, cfg, "", recipe, wanted)[1]
+
+
+def quantize_params(
+    params: T,
+    cfg: Any,
+    state: Mapping[str, ScaleState] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    columns: bool = True,
+) -> T:
+    """The working tree of a step: `params` cast to `dtype`, the weights of steps with a recipe as `QWeight`.
+
+    A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. `columns`: make the
+    transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
+    `recipe_init`, for `Fp8Delayed`. Raises `ValueError` for a state of another model."""
+    where = "quantize_params"
+    require_dtype(where, dtype)
+    require_type(where, "columns", columns, bool)
+    found = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
+    _check_state(where, found, state)
+    work: Any = cast(params, dtype)
+    for path, inner in found.items():
+        weight, master = _weight(where, work, path), at(params, path)
+        if weight is None:  # tied to another, which is quantised where it is read
+            continue
+        made: Any
+        if state is not None and inner.recipe.delayed:
+            made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
+        else:
+            made = _stacked([_sides(w, inner.recipe, columns) for w, _ in _layers(weight, None)])
+        (made.value if type(made) is Scaled else made).made_of(master)
+        work = put(work, path, made)
+    return work  # type: ignore[no-any-return]
+
+
+def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = None) -> dict[str, ScaleState]:
+    """The state of delayed scaling: by the path of each weight with `Fp8Delayed`, scales of 1 and a history of zeros; {} without
+    any.
+
+    At a scale of 1 small values vanish (below 2^-10) and those above the largest saturate. `amaxes`, of `split_amaxes` after one
+    step that is thrown away, start it from measured ones."""
+    made: dict[str, ScaleState] = {}
+    recipes: dict[str, Fp8Delayed] = {}
+    for path, inner in _steps(cfg, "", each=True):
+        if type(inner) is not QLinearConfig or not isinstance(inner.recipe, Fp8Delayed):
+            continue
+        path = _inside(path, "weight")
+        weight = _weight("recipe_init", params, path)
+        if weight is not None:
+            zeros = weight.new_zeros(*weight.shape[:-2], inner.recipe.history, 3, dtype=torch.float32)
+            made[path], recipes[path] = ScaleState(torch.ones_like(zeros[..., 0, :]), zeros), inner.recipe
+    if amaxes is None:
+        return made
+    _check_paths("recipe_init", "amaxes", amaxes, made)
+    return {path: _updated(s, amaxes[path], recipes[path]) if path in amaxes else s for path, s in made.items()}
+
+
+def recipe_update(
+    state: Mapping[str, ScaleState],
+    amaxes: Mapping[str, Tensor],
+    recipe: Fp8Delayed,
+    *,
+    reduce: Callable[[Tensor], Tensor] | None = None,
+) -> dict[str, ScaleState]:
+    """The state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the last of them.
+
+    An amax of 0 says that nothing ran: history and scale stay. Where a is infinite or NaN the scale stays; an infinite s is
+    float32's largest. `reduce`: the elementwise maximum over devices of one tensor [n] (float32), such as an all-reduce: one a
+    step. Raises `ValueError` for amaxes of another model. Source: Transformer Engine, common/recipe/delayed_scaling.cu."""
+    require_type("recipe_update", "recipe", recipe, Fp8Delayed)
+    _check_paths("recipe_update", "amaxes", amaxes, state)
+    given = dict(amaxes)
+    if reduce is not None and given:
+        flat = reduce(torch.cat([a.reshape(-1) for a in given.values()]))
+        parts = flat.split([a.numel() for a in given.values()])
+        given = {path: part.view_as(a) for (path, a), part in zip(given.items(), parts, strict=True)}
+    return {path: _updated(s, given[path], recipe) if path in given else s for path, s in state.items()}
+
+
+def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
+    """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling."""
+    found: dict[str, Tensor] = {}
+
+    def split(path: str, node: Any) -> Any:
+        if type(node) is not Scaled:
+            return node
+        if node.scale is not None:
+            found[path] = node.scale
+        return node.value
+
+    return tree_map_with_path(split, dparams, is_leaf=lambda node: type(node) is Scaled), found
+
+
+def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
+    """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
+    float32."""
+    require_dtype("gradients_like", dtype)
+
+    def zeros(node: Any) -> Any:
+        if type(node) is Scaled:
+            return Scaled(zeros(node.value), torch.zeros_like(node.scale), None)
+        if type(node) is QWeight:
+            lead = node.row.codes.shape[: node.row.codes.dim() - len(node.shape)]
+            return node.row.codes.new_zeros((*lead, *node.shape), dtype=dtype or node.dtype)
+        return torch.zeros_like(node, dtype=dtype) if isinstance(node, Tensor) else node
+
+    return tree_map(zeros, work, is_leaf=lambda node: type(node) in (Scaled, QWeight))
+
+
+def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]:
+    """Path and config of every part that is no combinator; of a `repeat` that of "*", or with `each` of all layers."""
+    if not hasattr(cfg, "with_parts"):
+        yield path, cfg
+        return
+    for name, _, inner in parts_of(cfg):
+        names = [name]
+        if type(cfg) is RepeatConfig and each:
+            names = [None] if cfg.stacked else list(range(cfg.times))
+        for one in names:
+            yield from _steps(inner, path if one is None else _inside(path, one), each)
+
+
+def _inside(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _matches(path: str, globs: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, glob) for glob in globs)
+
+
+def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[[str], bool]) -> tuple[Op, Any]:
+    if hasattr(cfg, "with_parts"):
+
+        def inside(name: Any, part: Op, inner: Any) -> tuple[Op, Any]:
+            return _rewritten(part, inner, path if name is None else _inside(path, name), recipe, wanted)
+
+        return op, cfg.with_parts(inside)
+    if type(cfg) is not LinearConfig or not wanted(path):
+        return op, cfg
+    return _of_linear(op, op_of(recipe)), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+
+
+def _of_linear(op: Op, becomes: Op) -> Op:
+    """The op made of another as `op` is made of `linear`, as by remat."""
+    if op is linear:
+        return becomes
+    make, args = getattr(op.fwd, "made_by", (None, ()))
+    require(make is not None, "with_recipe", f"op {op.name!r}", "linear, or one that remat or with_policy made of it", "another")
+    return make(*[_of_linear(arg, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[misc, no-any-return]
+
+
+def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    require_type(where, name, given, Mapping)
+    for path in given:
+        require(path in known, where, name, f"of weights among {', '.join(known) or '(none)'}", repr(path))
+
+
+def _check_state(where: str, found: dict[str, QLinearConfig], state: Any) -> None:
+    delayed = {path: inner for path, inner in found.items() if inner.recipe.delayed}
+    if state is None:
+        require(not delayed, where, "state", f"given, for {', '.join(delayed)} (recipe_init makes it)", None)
+        return
+    _check_paths(where, "state", state, delayed)
+    for path in delayed:
+        require(path in state, where, "state", f"one with {path}", f"one of {', '.join(state) or 'nothing'}")
+        require_type(where, f"state[{path!r}]", state[path], ScaleState)
+
+
+def _weight(where: str, params: Any, path: str) -> Tensor | None:
+    if not has(params, path):
+        fail(where, "params", f"a tree with {path}", describe(params))
+    found = at(params, path)
+    if found is not None and (not isinstance(found, Tensor) or found.dim() < 2):
+        fail(where, f"params.{path}", "a tensor [O, I], not quantised yet", describe(found), TypeError)
+    return found  # type: ignore[no-any-return]
+
+
+def _layers(weight: Tensor, scale: Tensor | None) -> list[tuple[Tensor, Any]]:
+    """A weight [O, I] and its scales [3], or of stacked ones each layer's."""
+    if weight.dim() == 2:
+        return [(weight, scale)]
+    return [(w, None if scale is None else scale[i]) for i, w in enumerate(weight)]
+
+
+def _stacked(made: list[Any]) -> Any:
+    if len(made) == 1:
+        return made[0]
+    return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.stack(parts), made[0], *made[1:])
+
+
+def _sides(weight: Tensor, recipe: Recipe, columns: bool) -> QWeight:
+    if columns or not recipe.w.turns:
+        return QWeight(*quantize_sides(weight, recipe.w))
+    return QWeight(quantize_tensor(weight, recipe.w), None)
+
+
+def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:
+    row, amax = scaled_tensor(weight, recipe.w, scale[1:2])
+    return Scaled(QWeight(row, turned(row) if columns else None), scale, amax)
+
+
+def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
+    check("recipe_update", "amaxes", amax, tuple(state.scale.shape), torch.float32, state.scale)
+    ran = amax > 0
+    history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
+    a = history.amax(-2) if recipe.algorithm == "max" else amax
+    largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])
+    scale = (largest / a * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
+    usable = ran & (a > 0) & (a < torch.inf)
+    return ScaleState(torch.where(usable, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))

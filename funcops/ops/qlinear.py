@@ -1,0 +1,337 @@
+"""Linear layer in low precision.
+
+    y = q(x) q(w)^T + b
+
+    dx = q(dy) q(w)        dw = q(dy)^T q(x), summed over rows        db = sum over rows of dy
+
+x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None, as for `linear`. q rounds to a format and back (`funcops.formats`). Each
+product quantises its operands along what it sums over: x by rows for y and by columns for dw, w by rows for y and by columns for
+dx, dy by rows for dx and by columns for dw. Gradients are straight through: those of the products, with q taken for the identity.
+
+`cfg.recipe` says which formats (`funcops.recipes`). w is a tensor, which is then quantised in every forward and backward, or a
+`QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has amaxes there.
+Kept: x in low precision (`qlinear`), or x itself (`qlinear_of_input`: recipes with keep="input"); w, an alias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.accumulators import accumulate, check_into, takes_sums
+from funcops.backend import wide
+from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
+from funcops.formats import Format, QTensor, QWeight, Scaled, check_quantized, quantize_sides, quantize_tensor, turned
+from funcops.kernels import linear as products
+from funcops.kernels import quantize as kernels
+from funcops.kernels.scaled_mm import scaled_mm
+from funcops.needs import Needs
+from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops.linear import LinearConfig, LinearParams, linear_init
+from funcops.recipes import Recipe
+from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+
+__all__ = [
+    "QLinearConfig",
+    "QLinearPending",
+    "QLinearResiduals",
+    "qlinear",
+    "qlinear_bwd",
+    "qlinear_dgrad",
+    "qlinear_fwd",
+    "qlinear_init",
+    "qlinear_wgrad",
+]
+
+
+@config
+class QLinearConfig:
+    """As `LinearConfig`, with a `recipe` of `funcops.recipes`. Raises `ValueError` for sizes that its blocks do not divide."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    recipe: Recipe = field(kw_only=False)
+    bias: bool = True
+
+    def __post_init__(self) -> None:
+        require_type("QLinearConfig", "recipe", self.recipe, Recipe)
+        for name in ("in_features", "out_features"):
+            size, multiple = getattr(self, name), self.recipe.multiple
+            require(size >= 1, "QLinearConfig", name, "at least 1", size)
+            require(size % multiple == 0, "QLinearConfig", name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
+        object.__setattr__(self, "linear", LinearConfig(self.in_features, self.out_features, bias=self.bias))
+
+    linear: ClassVar[LinearConfig]
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.out_features
+
+
+class QLinearResiduals(Residuals, static=("dtype",)):
+    x: QTensor = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    weight: Any = saved("[O, I]", alias="params.weight", needed_by=DGRAD, tree=True)
+    amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
+    y_shape: torch.Size = static()
+
+
+class QLinearOfInputResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Any = saved("[O, I]", alias="params.weight", needed_by=DGRAD, tree=True)
+    y_shape: torch.Size = static()
+
+
+class QLinearPending(Pending, static=("dtype",)):
+    x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
+    dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    db: Tensor = saved("[O]", needed_by=WGRAD, of=("params.bias",))
+    amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
+
+
+@init_of(QLinearConfig)
+def qlinear_init(
+    cfg: QLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearParams:
+    """As `linear_init`: params in high precision."""
+    return linear_init(cfg.linear, key=key, device=device, dtype=dtype)
+
+
+@forward(QLinearConfig, LinearParams)
+def qlinear_fwd(
+    params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, QLinearResiduals | None]:
+    """`y = q(x) q(w)^T + b`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype, device, format or
+    recipe, and `RuntimeError` on a device without the formats."""
+    where = "qlinear_fwd"
+    require(cfg.recipe.keep != "input", where, "cfg.recipe.keep", "'row' or 'col' (for 'input': qlinear_of_input)", "'input'")
+    _check(where, params, x, cfg)
+    recipe, weight = cfg.recipe, params.weight
+    wanted = needs.params is True or needs.param("weight")
+    if isinstance(weight, Scaled):
+        (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), _scaled_weight(weight, recipe)
+        kept, amaxes = (turned(row) if recipe.keep == "col" and wanted else row), torch.cat((amax_x, amax_w))
+    else:
+        w, amaxes = _row_of(weight, recipe), None
+        if recipe.keep == "row" or not wanted:
+            row = kept = quantize_tensor(x, recipe.x)
+        else:
+            row, kept = _sides(x, recipe.x, recipe)
+    y = _y(row, w, params.bias, x)
+    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=weight, amaxes=amaxes, y_shape=y.shape, dtype=x.dtype)
+
+
+@forward(QLinearConfig, LinearParams)
+def qlinear_of_input_fwd(
+    params: LinearParams, x: Tensor, cfg: QLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, QLinearOfInputResiduals | None]:
+    """As `qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
+    where = "qlinear_of_input_fwd"
+    require(cfg.recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: qlinear)", repr(cfg.recipe.keep))
+    _check(where, params, x, cfg)
+    y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias, x)
+    return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=x.dtype)
+
+
+@dgrad_of(QLinearResiduals)
+def qlinear_dgrad(residuals: QLinearResiduals, dy: Tensor, cfg: QLinearConfig) -> tuple[Tensor, QLinearPending | None]:
+    """`dx = q(dy) q(w)`. dy: [*, O] -> dx: [*, I], and the pending weight gradient: dy and x in low precision, db."""
+    return _dgrad("qlinear_dgrad", residuals, dy, cfg, residuals.amaxes)
+
+
+@dgrad_of(QLinearOfInputResiduals)
+def qlinear_of_input_dgrad(
+    residuals: QLinearOfInputResiduals, dy: Tensor, cfg: QLinearConfig
+) -> tuple[Tensor, QLinearPending | None]:
+    """As `qlinear_dgrad`; the pending holds x itself, and dy itself where the recipe computes dw in high precision."""
+    return _dgrad("qlinear_of_input_dgrad", residuals, dy, cfg, None)
+
+
+@wgrad_of(QLinearPending, LinearParams)
+def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+    """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
+    the amaxes [3] of x, w and dy; `into` takes the larger of these."""
+    dtype, scaled = pending.dtype, pending.amaxes is not None
+    if into is None:
+        dw = _dw(pending, cfg.recipe, dtype)
+        gradient: Any = Scaled(dw, pending.amaxes, None) if scaled else dw
+        return LinearParams(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
+    sums = _sums(into, scaled)
+    db = None if pending.db is None else pending.db.to(dtype)
+    check_into("qlinear_wgrad", sums, LinearParams(_like_dw(pending, cfg), db))
+    out = wide(dtype) if takes_sums(sums.weight, dtype) else dtype
+    accumulate(
+        "qlinear_wgrad", LinearParams(_dw(pending, cfg.recipe, out), pending.db if takes_sums(sums.bias, dtype) else db), sums
+    )
+    if scaled:
+        largest: Any = into.weight
+        torch.maximum(largest.scale, pending.amaxes, out=largest.scale)
+    return into
+
+
+def _check(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> None:
+    """Every argument of a forward."""
+    check_rows(where, "x", x, cfg.in_features)
+    recipe, weight, bias = cfg.recipe, params.weight, params.bias
+    if isinstance(weight, Scaled) != recipe.delayed:
+        wanted = (
+            "a Scaled weight, as quantize_params(params, cfg, state) makes it" if recipe.delayed else "without scales of its own"
+        )
+        fail(where, "params.weight", f"{wanted} (the recipe is {type(recipe).__name__})", describe(weight), TypeError)
+    if isinstance(weight, Scaled):
+        check(where, "params.weight.scale", weight.scale, (3,), torch.float32, x)
+        weight = weight.value
+    if isinstance(weight, QWeight):
+        _check_quantized(where, weight, x, cfg)
+    else:
+        check(where, "params.weight", weight, cfg.linear.weight_shape, x.dtype, x)
+    if cfg.bias:
+        check(where, "params.bias", bias, cfg.linear.bias_shape, x.dtype, x)
+    elif bias is not None:
+        require(False, where, "params.bias", "None (cfg.bias is False)", "a tensor")
+    if x.is_cuda and not recipe.emulate:
+        have = torch.cuda.get_device_capability(x.device)
+        needed = f"of capability {recipe.capability} or above, or the recipe with emulate=True ({type(recipe).__name__})"
+        if have < recipe.capability:
+            fail(where, "x", f"on a device {needed}", f"capability {have}", RuntimeError)
+
+
+def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: QLinearConfig) -> None:
+    if not torch.compiler.is_compiling() and weight.stale():
+        raise StaleResidualError(
+            f"{where}: params.weight must be made of the weight as it is now, got codes of one that was written to since. "
+            "Make the working tree again after an update: quantize_params(params, cfg)"
+        )
+    for side in ("row", "col"):
+        q = getattr(weight, side)
+        if q is None and side == "col":
+            continue
+        name = f"params.weight.{side}"
+        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x)
+        if q.dtype is not x.dtype:
+            fail(where, name, f"made of {short(x.dtype)}, as x is", short(q.dtype), TypeError)
+
+
+def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Tensor]:
+    """t by a scale that is given, and its amax [1]."""
+    codes, amax = kernels.quantize_scaled(t, format.element, scale)
+    scales = (1.0 / scale).reshape(1, 1)
+    return QTensor(codes, scales, None, format=format, shape=t.shape, dtype=t.dtype, side="row", hadamard=False), amax
+
+
+def _scaled_weight(weight: Scaled, recipe: Recipe) -> tuple[QTensor, Tensor]:
+    if isinstance(weight.value, QWeight) and weight.amax is not None:
+        return weight.value.row, weight.amax
+    return scaled_tensor(weight.value, recipe.w, weight.scale[1:2])
+
+
+def _row_of(weight: Any, recipe: Recipe) -> QTensor:
+    return weight.row if isinstance(weight, QWeight) else quantize_tensor(weight, recipe.w)
+
+
+def _col_of(weight: Any, recipe: Recipe) -> QTensor:
+    """The weight by columns, for dx."""
+    if isinstance(weight, Scaled):
+        weight = weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None)
+    if isinstance(weight, QWeight):
+        return turned(weight.row) if weight.col is None else weight.col
+    return quantize_tensor(weight, recipe.w, side="col")
+
+
+def _sides(t: Tensor, format: Format, recipe: Recipe) -> tuple[QTensor, QTensor]:
+    """t by rows, and by columns for dw."""
+    if not recipe.hadamard:
+        return quantize_sides(t, format)
+    return quantize_tensor(t, format), quantize_tensor(t, format, side="col", hadamard=True)
+
+
+def _y(x: QTensor, w: QTensor, bias: Tensor | None, like: Tensor) -> Tensor:
+    y = _product(x, w, like.dtype).reshape(*like.shape[:-1], w.shape[0])
+    return y if bias is None else y.add_(bias)
+
+
+def _product(a: QTensor, b: QTensor, out: torch.dtype) -> Tensor:
+    """[M, N] of [*, K] and [N, K], where K is the last dimension of codes."""
+    codes = a.codes.reshape(a.codes.shape[:-1].numel(), a.codes.shape[-1])
+    of_a, of_b = a.format, b.format
+    return scaled_mm(  # type: ignore[no-any-return]
+        codes, a.scales, a.scale, *b.args, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width, out
+    )
+
+
+def _dgrad(
+    where: str, residuals: Any, dy: Tensor, cfg: QLinearConfig, amaxes: Tensor | None
+) -> tuple[Tensor, QLinearPending | None]:
+    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype)
+    low = residuals.x is not None and recipe.wgrad == "low"
+    row = col = None
+    if amaxes is not None or isinstance(weight, Scaled):
+        row, amax = scaled_tensor(dy, recipe.dy, weight.scale[2:3])
+        col = turned(row) if low else None
+        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
+    elif needs.x and low:
+        row, col = _sides(dy, recipe.dy, recipe)
+    elif needs.x:
+        row = quantize_tensor(dy, recipe.dy)
+    elif low:
+        col = quantize_tensor(dy, recipe.dy, side="col", hadamard=recipe.hadamard)
+    dx = NO_GRADIENT
+    if needs.x and row is not None:
+        dx = _product(row, _col_of(weight, recipe), dy.dtype).reshape(*dy.shape[:-1], cfg.in_features)
+    bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
+    kept = col if low else dy
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db, amaxes=amaxes, dtype=dy.dtype)
+
+
+def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
+    """dw [O, I] in the dtype `out`."""
+    x, dy = pending.x, pending.dy
+    if x is None:
+        return None
+    if not isinstance(dy, QTensor):  # in high precision
+        return products.linear_wgrad(dy, x, False)[0].to(out)  # type: ignore[no-any-return]
+    if not isinstance(x, QTensor):
+        x = quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
+    elif x.side == "row":
+        x = turned(x)
+    return _product(dy, x, out)
+
+
+def _like_dw(pending: QLinearPending, cfg: QLinearConfig) -> Any:
+    """Of the shape, dtype and device of dw, by which accumulators are checked before anything is computed."""
+    if pending.x is None:
+        return None
+    codes = pending.x.codes if isinstance(pending.x, QTensor) else pending.x
+    return codes.new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
+
+
+def _sums(into: LinearParams, scaled: bool) -> LinearParams:
+    """The accumulators of gradients, without those of amaxes, which are checked here."""
+    if not scaled:
+        return into
+    if not isinstance(into.weight, Scaled):
+        wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
+        fail("qlinear_wgrad", "into.weight", wanted, describe(into.weight), TypeError)
+    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.float32)
+    return LinearParams(into.weight.value, into.bias)
+
+
+qlinear = make_op("qlinear", QLinearConfig, init=qlinear_init, fwd=qlinear_fwd, dgrad=qlinear_dgrad, wgrad=qlinear_wgrad)
+qlinear_of_input = make_op(
+    "qlinear_of_input",
+    QLinearConfig,
+    init=qlinear_init,
+    fwd=qlinear_of_input_fwd,
+    dgrad=qlinear_of_input_dgrad,
+    wgrad=qlinear_wgrad,
+)
+qlinear_bwd = both_halves(qlinear, qlinear_dgrad, qlinear_wgrad)
+qlinear_of_input_bwd = both_halves(qlinear_of_input, qlinear_of_input_dgrad, qlinear_wgrad)
+
+
+def op_of(recipe: Recipe) -> Op:
+    """The op that keeps what the recipe says."""
+    return qlinear_of_input if recipe.keep == "input" else qlinear

@@ -1,0 +1,97 @@
+"""A tensor in low precision and back.
+
+    quantize      y = q(x), codes and scales of a format          dx = dy
+    dequantize    y = codes times scales, rounded to x's dtype    dx = dy
+
+x of `quantize` and y of `dequantize`: [*, K] of a float dtype; the other side is a `QTensor` of that shape, which counts as one
+leaf: its gradient is dense, [*, K] in the dtype of x. Gradients are straight through: rounding is taken for the identity, where an
+element saturates too. Kept: nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import check, require_type
+from funcops.formats import Format, QTensor, check_quantized, quantize_tensor
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
+
+__all__ = [
+    "QuantizeConfig",
+    "QuantizeResiduals",
+    "dequantize",
+    "dequantize_bwd",
+    "dequantize_dgrad",
+    "dequantize_fwd",
+    "dequantize_init",
+    "dequantize_wgrad",
+    "quantize",
+    "quantize_bwd",
+    "quantize_dgrad",
+    "quantize_fwd",
+    "quantize_init",
+    "quantize_wgrad",
+]
+
+
+@config
+class QuantizeConfig:
+    """`format`: a `Format`, of y for `quantize` and of x for `dequantize`; by rows."""
+
+    widths = same_width
+
+    format: Format = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require_type("QuantizeConfig", "format", self.format, Format)
+
+
+class QuantizeResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(QuantizeConfig)
+def quantize_fwd(
+    params: None, x: Tensor, cfg: QuantizeConfig, *, needs: Needs = Needs.ALL
+) -> tuple[QTensor, QuantizeResiduals | None]:
+    """x: [*, K] -> y: a `QTensor` of it. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
+    y = quantize_tensor(x, cfg.format, where="quantize_fwd")
+    return y, QuantizeResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(QuantizeResiduals)
+def quantize_dgrad(residuals: QuantizeResiduals, dy: Any, cfg: QuantizeConfig) -> tuple[Tensor, None]:
+    """`dx = dy`: [*, K]. There is no weight gradient: pending is None."""
+    return _straight("quantize_dgrad", residuals, dy), None
+
+
+@forward(QuantizeConfig)
+def dequantize_fwd(
+    params: None, x: QTensor, cfg: QuantizeConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, QuantizeResiduals | None]:
+    """x: a `QTensor` by rows -> y: [*, K]. Raises `ValueError` or `TypeError` for another format or codes that do not fit it."""
+    require_type("dequantize_fwd", "x", x, QTensor)
+    check_quantized("dequantize_fwd", "x", x, cfg.format, "row", x.shape)
+    return x.dequantize(), QuantizeResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(QuantizeResiduals)
+def dequantize_dgrad(residuals: QuantizeResiduals, dy: Any, cfg: QuantizeConfig) -> tuple[Tensor, None]:
+    """`dx = dy`: dense, [*, K]. There is no weight gradient: pending is None."""
+    return _straight("dequantize_dgrad", residuals, dy), None
+
+
+def _straight(where: str, residuals: QuantizeResiduals, dy: Any) -> Tensor:
+    check(where, "dy", dy, residuals.shape, residuals.dtype)
+    return dy if residuals.needs.x else NO_GRADIENT
+
+
+quantize = make_op("quantize", QuantizeConfig, fwd=quantize_fwd, dgrad=quantize_dgrad)
+quantize_init, quantize_bwd, quantize_wgrad = no_params(quantize, quantize_dgrad)
+dequantize = make_op("dequantize", QuantizeConfig, fwd=dequantize_fwd, dgrad=dequantize_dgrad)
+dequantize_init, dequantize_bwd, dequantize_wgrad = no_params(dequantize, dequantize_dgrad)

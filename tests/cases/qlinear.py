@@ -1,0 +1,137 @@
+import torch
+from hypothesis import strategies as st
+
+from funcops.formats import QWeight, Scaled, quantize_sides, quantize_tensor
+from funcops.kernels import quantize as kernels
+from funcops.ops.linear import LinearParams
+from funcops.ops.qlinear import QLinearConfig, op_of, qlinear_fwd
+from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.testing import Case, Draw, Error
+
+
+class Products(torch.autograd.Function):
+    """The three products of decoded operands in float64, straight through."""
+
+    @staticmethod
+    def forward(ctx, x, w, recipe, scale):
+        def q(t, format, side, which):
+            """Decoded: of "col" the transposed tensor, as the product sees it."""
+            if scale is None:
+                made = quantize_tensor(t, format, side=side, hadamard=recipe.hadamard and side == "col" and which != 1)
+                return kernels.dequantize(*made.args, *format.args(), made.width, torch.float64)
+            largest, kind = (57344.0, torch.float8_e5m2) if format.element == "e5m2" else (448.0, torch.float8_e4m3fn)
+            codes = (t.float() * scale[which]).clamp(-largest, largest).to(kind)
+            decoded = codes.double() * (1.0 / scale[which]).double()
+            return decoded if side == "row" else decoded.reshape(-1, t.shape[-1]).mT
+
+        ctx.q, ctx.recipe = q, recipe
+        ctx.save_for_backward(x, w)
+        return q(x, recipe.x, "row", 0) @ q(w, recipe.w, "row", 1).mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        (x, w), q, recipe = ctx.saved_tensors, ctx.q, ctx.recipe
+        dx = q(dy, recipe.dy, "row", 2) @ q(w, recipe.w, "col", 1).mT
+        rows, inner = dy.reshape(-1, dy.shape[-1]).mT, x.reshape(-1, x.shape[-1]).mT
+        if recipe.wgrad == "low":
+            rows, inner = q(dy, recipe.dy, "col", 2), q(x, recipe.x, "col", 0)
+        return dx, rows @ inner.mT, None, None
+
+
+def reference(params, x, cfg):
+    weight, scale = (params.weight.value, params.weight.scale) if cfg.recipe.delayed else (params.weight, None)
+    y = Products.apply(x, weight, cfg.recipe, None if scale is None else scale.float())
+    return y if params.bias is None else y + params.bias
+
+
+# straight-through gradients are not those of a step function; a float32 scale is no weight, and its gradient an amax
+EXEMPT = ("finite_differences",)
+
+
+def working(i, o, recipe, bias, columns):
+    """Params of which the weight is quantised already; it is what its codes decode to, in the reference too."""
+
+    def params(d):
+        row, col = quantize_sides(d.randn(o, i), recipe.w)
+        return LinearParams(QWeight(row, col if columns else None), d.randn(o) if bias else None)
+
+    return params
+
+
+def case(rows, i, o, recipe, bias=True, columns=None):
+    return Case(
+        params=None if columns is None else working(i, o, recipe, bias, columns),
+        op=op_of(recipe),
+        cfg=QLinearConfig(i, o, recipe, bias=bias),
+        x=lambda d: d.randn(*rows, i),
+        reference=reference,
+        exempt=EXEMPT,
+        name=f"qlinear-{rows}-{i}-{o}-{type(recipe).__name__}-{recipe.keep}-{bias}-{columns}",
+    )
+
+
+CASES = [
+    case((2, 5), 69, 3, Fp8Block()),
+    case((130,), 3, 129, Fp8Block(keep="col", bwd="e5m2")),
+    case((), 3, 1, Fp8Block(keep="input")),
+    case((0,), 4, 3, Fp8Block()),
+    case((3,), 5, 4, Fp8Block(keep="input", wgrad="high"), bias=False),
+    case((7,), 6, 5, Fp8Block(scales="float32", keep="col")),
+    case((2, 5), 9, 3, Fp8Current()),
+    case((4,), 9, 3, Fp8Current(pow2=True, keep="input")),
+    case((3, 11), 32, 64, MXFP8()),
+    case((5, 7), 32, 16, NVFP4()),
+    case((2, 3), 6, 130, Fp8Block(), columns=False),
+    case((4,), 32, 32, MXFP8(keep="input"), columns=True),
+    case((19,), 16, 16, NVFP4(keep="input", hadamard=False), bias=False),
+]
+
+RECIPES = [
+    Fp8Block(),
+    Fp8Block(keep="col"),
+    Fp8Block(keep="input"),
+    Fp8Block(keep="input", wgrad="high"),
+    Fp8Current(),
+    MXFP8(),
+    NVFP4(),
+]
+
+
+@st.composite
+def drawn(draw):
+    recipe = draw(st.sampled_from(RECIPES))
+    rows = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
+    i, o = (draw(st.integers(1, 9)) * recipe.multiple for _ in range(2))
+    return case(rows, i, o, recipe, draw(st.booleans()))
+
+
+def _call(cfg=None, x=None, weight=None, bias=None):
+    d = Draw(torch.float32)
+    params = LinearParams(d.randn(3, 4) if weight is None else weight, d.randn(3) if bias is None else bias)
+    return lambda: qlinear_fwd(params, d.randn(2, 4) if x is None else x, cfg or QLinearConfig(4, 3, Fp8Block()))
+
+
+ERRORS = [
+    Error(call=_call(x=torch.ones(2, 5)), match="qlinear_fwd: x must be [..., 4], got [2, 5]"),
+    Error(call=_call(weight=torch.ones(4, 3)), match="qlinear_fwd: params.weight must be [3, 4], got [4, 3]"),
+    Error(call=lambda: QLinearConfig(33, 32, MXFP8()), match="QLinearConfig: in_features must be a multiple of 32 (MXFP8), got 33"),
+    Error(call=lambda: QLinearConfig(4, 3, "fp8"), match="QLinearConfig: recipe must be Recipe, got", error=TypeError),
+    Error(call=lambda: Fp8Block(fwd="e4m4"), match="Fp8Block: fwd must be one of e4m3, e5m2, got 'e4m4'"),
+    Error(call=lambda: NVFP4(keep="row"), match="NVFP4: keep must be 'input' or 'col', as codes by rows would be rounded"),
+    Error(call=lambda: Fp8Block(wgrad="high"), match="Fp8Block: keep must be 'input' where wgrad is 'high', got 'row'"),
+    Error(
+        call=_call(cfg=QLinearConfig(4, 3, Fp8Delayed())),
+        match="qlinear_fwd: params.weight must be a Scaled weight, as quantize_params(params, cfg, state) makes it",
+        error=TypeError,
+    ),
+    Error(
+        call=_call(weight=Scaled(torch.ones(3, 4), torch.ones(3), None)),
+        match="qlinear_fwd: params.weight must be without scales of its own (the recipe is Fp8Block)",
+        error=TypeError,
+    ),
+    Error(
+        call=_call(weight=quantize_tensor(torch.ones(3, 4), Fp8Block().w)),
+        match="qlinear_fwd: params.weight must be a tensor [3, 4], got QTensor",
+        error=TypeError,
+    ),
+]

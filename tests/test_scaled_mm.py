@@ -1,0 +1,57 @@
+"""Products of codes: Triton's interpreter against the decoded operands in float64, and the errors of devices that lack a format."""
+
+import random as draws
+
+import pytest
+import torch
+
+from funcops.backend import backend
+from funcops.formats import Format, quantize_tensor
+from funcops.kernels.scaled_mm import scaled_mm
+
+pytest.importorskip("triton")
+TENSOR, EACH, BLOCK, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
+PAIRS = [
+    *((a, b, kind, tiles) for a, b in (("e4m3", "e4m3"), ("e5m2", "e4m3")) for kind in ("pow2", "float32") for tiles in (
+        (TENSOR, TENSOR), (EACH, EACH), (EACH, TENSOR), (BLOCK, SQUARE), (BLOCK, BLOCK), (SQUARE, BLOCK), (BLOCK, TENSOR))),
+    *(("e4m3", b, "e8m0", tiles) for b in ("e4m3", "e5m2", "e2m1") for tiles in (((1, 32), (1, 32)), ((1, 32), (32, 32)))),
+    ("e2m1", "e2m1", "e4m3", ((1, 16), (1, 16))),
+    ("e2m1", "e2m1", "e4m3", ((1, 16), (16, 16))),
+]  # fmt: skip
+SIZES = (5, 7, 3), (1, 1, 1), (130, 33, 129), (64, 140, 272), (17, 16, 300), (3, 4, 0), (0, 4, 9)
+
+
+def product(m, n, k, a, b, kind, tiles, out, seed=0):
+    """Arguments, and the product of the decoded operands in float64, with the sum of its terms' sizes."""
+    g = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(rows, k, generator=g) * torch.exp2(torch.randint(-6, 6, (rows, 1), generator=g)) for rows in (m, n))
+    formats = Format(a, tiles[0], kind), Format(b, tiles[1], kind)
+    p, q = quantize_tensor(left, formats[0]), quantize_tensor(right, formats[1])
+    args = *p.args, *q.args, a, *tiles[0], b, *tiles[1], kind, k, out
+    decoded = [t.dequantize(torch.float64) for t in (p, q)]
+    return args, decoded[0] @ decoded[1].mT, decoded[0].abs() @ decoded[1].abs().mT
+
+
+@pytest.mark.parametrize(("a", "b", "kind", "tiles"), PAIRS, ids=str)
+def test_products_are_those_of_decoded_operands(a, b, kind, tiles):
+    """Of each pair two sizes, drawn for it; by both implementations, in every dtype."""
+    rng = draws.Random(str((a, b, kind, tiles)))
+    for m, n, k in rng.sample(SIZES, 2):
+        for name, out, within in (("torch", torch.float32, 1e-6), ("triton", torch.float32, 1e-6), ("triton", torch.bfloat16, 2**-8)):
+            args, want, size = product(m, n, k, a, b, kind, tiles, out, rng.randrange(99))
+            with backend(name):
+                got = scaled_mm(*args)
+            assert got.dtype is out and got.shape == want.shape
+            rounding = within * want.abs() if out is torch.bfloat16 else 0.0
+            assert ((got.double() - want).abs() <= 1e-6 * size + rounding).all(), (name, out, (m, n, k))
+
+
+def test_a_nan_spoils_its_row_and_column_alone():
+    for a, b, kind, tiles in (PAIRS[0], PAIRS[3], PAIRS[-1]):
+        x, w = torch.randn(40, 256), torch.randn(24, 256)
+        x[3, 7], w[20, 100] = float("nan"), float("nan")
+        p, q = quantize_tensor(x, Format(a, tiles[0], kind)), quantize_tensor(w, Format(b, tiles[1], kind))
+        args = *p.args, *q.args, a, *tiles[0], b, *tiles[1], kind, 256, torch.float32
+        with backend("triton"):
+            got = scaled_mm(*args)
+        assert torch.equal(got.isnan(), scaled_mm(*args).isnan()) and got[3].isnan().all() and not got.isnan().all()
