@@ -90,6 +90,10 @@ E5M2_TENSOR = Format("e5m2", (0, 0), "float32")
 E4M3_MX = Format("e4m3", (1, 32), "e8m0")
 E2M1_NV = Format("e2m1", (1, 16), "e4m3")
 E2M1_NV_SQUARE = Format("e2m1", (16, 16), "e4m3")
+_MADE_OF = {"pow2": ("e4m3", "e5m2"), "float32": ("e4m3", "e5m2"), "e8m0": ("e4m3", "e5m2", "e2m1"), "e4m3": ("e2m1",)}
+FORMATS = tuple(
+    [Format(element, tile, kind) for kind in _TILES for tile in _TILES[kind] for element in _MADE_OF[kind]]
+)  # every one
 
 
 @tree

@@ -422,7 +422,7 @@ def test_a_narrow_step_hands_the_optimiser_gradients_of_its_batch_alone(monkeypa
 
 
 def test_a_steps_ratios_are_paired_by_round(monkeypatch):
-    names = ["funcops", "funcops, save_all", "funcops, unfused", "torch eager", "torch.compile"]
+    names = ["funcops", "funcops, save_all", "funcops, unfused", "torch eager", "torch.compile", "funcops, compiled", "jax, jitted"]
     given = {name: [1000.0 * (i + 1) * (r + 1) for r in range(4)] for i, name in enumerate(names)}
     monkeypatch.setattr(step, "steps", lambda sizes, dtype, device: dict.fromkeys(names))
     monkeypatch.setattr(step, "interleaved", lambda functions, *, rounds, calls: given)
@@ -432,6 +432,8 @@ def test_a_steps_ratios_are_paired_by_round(monkeypatch):
     for label in ("median", "95 % low", "95 % high"):
         assert rows["funcops, save_all", f"ratio to torch eager, {label}"] == 0.5
         assert rows["funcops", f"ratio to torch.compile, {label}"] == 0.2
+        assert rows["funcops, compiled", f"ratio to torch.compile, {label}"] == 1.2
+        assert rows["funcops, compiled", f"ratio to jax, jitted, {label}"] == pytest.approx(6 / 7)
 
 
 def test_an_interval_leaves_a_fortieth_on_each_side():

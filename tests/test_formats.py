@@ -8,7 +8,7 @@ import random as draws
 import pytest
 import torch
 
-from funcops import random
+from funcops import formats, random
 from funcops.backend import backend
 from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, Format, dense, quantize_sides, quantize_tensor, turned
 from funcops.kernels import quantize as kernels
@@ -20,16 +20,7 @@ ELEMENTS = "e4m3", "e5m2", "e2m1"
 LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
 THEIRS = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2, "e2m1": ml_dtypes.float4_e2m1fn}
 NAN = {"e4m3": 0x7F, "e5m2": 0x7F, "e2m1": 7}
-FORMATS = [
-    *(
-        (e, *tile, kind)
-        for e in ("e4m3", "e5m2")
-        for kind in ("pow2", "float32")
-        for tile in ((0, 0), (1, 0), (1, 128), (128, 128))
-    ),
-    *((e, *tile, "e8m0") for e in ELEMENTS for tile in ((1, 32), (32, 32))),
-    *(("e2m1", *tile, "e4m3") for tile in ((1, 16), (16, 16))),
-]
+FORMATS = [format.args() for format in formats.FORMATS]
 SHAPES = (256, 272), (303, 300), (305, 256), (2048, 2000)
 SMALL = (130, 272), (47, 300), (49, 256), (1, 7), (3, 1), (129, 31)
 EMPTY = (0, 5), (4, 0), (0, 0), (2, 0, 3), (2, 3, 0), (7,)
@@ -411,7 +402,8 @@ def test_triton_encodes_and_decodes_every_value(element):
     compared(kernels.quantize_scaled, torch.cat((patterns(), hard(element))), element, torch.ones(1))
     codes = torch.arange(256, dtype=torch.uint8).repeat(1, 1)
     kind, width = ("e8m0", 512) if element == "e2m1" else ("float32", 256)
-    compared(kernels.dequantize, codes, torch.tensor([[127 if kind == "e8m0" else 1.0]]).to(torch.uint8 if kind == "e8m0" else torch.float32), None, element, 0, 0, kind, width, torch.float32)  # fmt: skip
+    scales = torch.full((1, 1), 127, dtype=torch.uint8) if element == "e2m1" else torch.ones(1, 1)
+    compared(kernels.dequantize, codes, scales, None, element, 0, 0, kind, width, torch.float32)
     for x in (patterns().to(torch.bfloat16)[::61, None], hard(element)[::5, None]):
         compared(kernels.quantize_row, x, element, 1, 32, "e8m0", None, None)
         if element != "e2m1":

@@ -37,7 +37,11 @@ def test_products_are_those_of_decoded_operands(a, b, kind, tiles):
     """Of each pair two sizes, drawn for it; by both implementations, in every dtype."""
     rng = draws.Random(str((a, b, kind, tiles)))
     for m, n, k in rng.sample(SIZES, 2):
-        for name, out, within in (("torch", torch.float32, 1e-6), ("triton", torch.float32, 1e-6), ("triton", torch.bfloat16, 2**-8)):
+        for name, out, within in (
+            ("torch", torch.float32, 1e-6),
+            ("triton", torch.float32, 1e-6),
+            ("triton", torch.bfloat16, 2**-8),
+        ):
             args, want, size = product(m, n, k, a, b, kind, tiles, out, rng.randrange(99))
             with backend(name):
                 got = scaled_mm(*args)

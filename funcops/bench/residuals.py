@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from funcops import WithExtras, chain, random, report
+from funcops import WithExtras, chain, random, report, with_policy
 from funcops.bench.measure import Row
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.bench.plain import PlainBlock, PlainGPT2Block
+from funcops.op import Op
 
 DIM, HEADS, LENGTH = 512, 8, 512
 UNIT = "bytes per token and unit"
@@ -26,14 +27,17 @@ def run() -> list[Row]:
 def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> list[Row]:
     data = torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16)
     params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
-    _, residuals = chain.fwd(params, WithExtras(data, extras), cfg)
-    ours = report(residuals, params, extras).kept_bytes  # the block's input counts
-    theirs = saved_by_autograd(module.to(torch.bfloat16), data)
-    units = LENGTH * DIM
-    return [
-        Row("residuals", name, "funcops", "kept", ours / units, UNIT),
-        Row("residuals", name, "autograd", "kept", theirs / units, UNIT),
-    ]
+
+    def ours(op: Op) -> int:
+        _, residuals = op.fwd(params, WithExtras(data, extras), cfg)
+        return report(residuals, params, extras).kept_bytes  # the block's input counts
+
+    kept = {
+        "funcops": ours(chain),
+        "funcops, compress_fp8": ours(with_policy(chain, "compress_fp8")),
+        "autograd": saved_by_autograd(module.to(torch.bfloat16), data),
+    }
+    return [Row("residuals", name, provider, "kept", value / (LENGTH * DIM), UNIT) for provider, value in kept.items()]
 
 
 def saved_by_autograd(module: nn.Module, data: Tensor) -> int:

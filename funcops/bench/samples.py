@@ -25,7 +25,9 @@ from funcops.kernels import (
     pointwise,
     qkv_split,
     quantize,
+    quantize_after,
     rope,
+    scaled_mm,
     sibling_linear,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
@@ -90,7 +92,8 @@ class Maker:
         return torch.randint(below, shape, device=self.device)
 
     def codes(self, *shape: int) -> Tensor:
-        return torch.randint(127, shape, device=self.device, dtype=torch.uint8)
+        """Bytes that are large numbers of 8 and 4 bits, and exponents with a bias of 127."""
+        return torch.randint(96, 127, shape, device=self.device, dtype=torch.uint8)
 
     def key(self) -> Tensor:
         return random.key(0).to(self.device)
@@ -98,7 +101,8 @@ class Maker:
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
-        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers, _products, _siblings,
+        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
+        _quantised_outputs, _products, _siblings, _scaled_products,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -297,6 +301,18 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     )
 
 
+def _quantised_outputs(make: Maker) -> Iterator[Sample]:
+    """What a quantised linear layer reads, of the op before it."""
+    rows, width = make.sizes(8192, 4096)
+    x, both, w, b = make.floats(rows, width), make.floats(rows, 2 * width), make.floats(width), make.floats(width)
+    for how in (("e4m3", 128, "pow2"), ("e4m3", 32, "e8m0")):
+        shape = f"{how[0]} 1x{how[1]} {how[2]} {rows}x{width}"
+        yield Sample(quantize_after.rms_norm_quantize, shape, (x, w, 1e-5, False, *how))
+        yield Sample(quantize_after.layer_norm_quantize, shape, (x, w, b, 1e-5, False, *how))
+        yield Sample(quantize_after.glu_quantize, shape, (both, "swiglu", True, *how))
+        yield Sample(quantize_after.activation_quantize, shape, (x, "gelu", *how))
+
+
 def _products(make: Maker) -> Iterator[Sample]:
     for tokens, inner, outer in ((8192, 4096, 4096), (16384, 1024, 512), (48, 4096, 4096), (4096, 4099, 1001)):
         tokens, inner, outer = make.sizes(tokens, inner, outer)
@@ -324,6 +340,30 @@ def _products(make: Maker) -> Iterator[Sample]:
         ]
         for kernel, what, args, product in rows:
             yield Sample(kernel, f"{shape} {what}".strip(), args, product=product, flops=flops, length=lengths[product])
+
+
+def _scaled_products(make: Maker) -> Iterator[Sample]:
+    """Those of the recipes, beside the product in high precision; by a device that cannot, decoded."""
+    m, n, k = make.sizes(8192, 4096, 4096)
+    x, w = make.floats(m, k), make.floats(n, k)
+    tensor, each, block, square = (0, 0), (1, 0), (1, 128), (128, 128)
+    for a, b, kind, of_a, of_b in (
+        ("e4m3", "e4m3", "float32", tensor, tensor), ("e5m2", "e4m3", "float32", tensor, tensor),
+        ("e4m3", "e4m3", "float32", each, each), ("e4m3", "e4m3", "pow2", block, square), ("e4m3", "e4m3", "pow2", block, block),
+        ("e4m3", "e4m3", "e8m0", (1, 32), (1, 32)), ("e2m1", "e2m1", "e4m3", (1, 16), (1, 16)),
+    ):  # fmt: skip
+        left, right = _coded(make, m, k, a, kind, of_a), _coded(make, n, k, b, kind, of_b)
+        args = *left, *right, a, *of_a, b, *of_b, kind, k, make.dtype, True
+        shape = f"{a} {of_a[0]}x{of_a[1]} by {b} {of_b[0]}x{of_b[1]} {kind} {m}x{k} to {n}"
+        forward, *_ = _bare_products(x, w, x)
+        yield Sample(scaled_mm.scaled_mm, shape, args, product=forward, flops=2.0 * m * n * k, length=k)
+
+
+def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor, Any]:
+    """Codes, scales and the scale of all of a tensor."""
+    count = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
+    codes = make.codes(rows, -(-width // 2) if element == "e2m1" else width)
+    return codes, make.codes(*count) if kind in ("e8m0", "e4m3") else make.wide(*count), make.wide(1) if kind == "e4m3" else None
 
 
 def _siblings(make: Maker) -> Iterator[Sample]:

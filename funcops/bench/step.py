@@ -4,7 +4,9 @@ Every provider does the same work in the same precision. With bfloat16 the maste
 and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
 `_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
 `clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
-"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`.
+"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "compiled" has its forward
+and backward in one graph of torch.compile, as "torch.compile" has the plain model's. Where jax and optax are installed, they jit the
+same step (`jax_step`).
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor
 
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
+from funcops.bench.jax_step import jax_step
 from funcops.bench.measure import NoDevice, Row, interleaved
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.plain import PlainLlama
@@ -42,7 +45,7 @@ def plain_name(path: str) -> str:
 
 def funcops_step(
     sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise",
-    fuse: bool = True,
+    fuse: bool = True, compiled: bool = False,
 ) -> Step:  # fmt: skip
     """A step of ours on the plain module's weights; each call trains on and returns the loss."""
     op = with_policy(chain, policy)
@@ -59,11 +62,17 @@ def funcops_step(
     given = WithExtras(x, {"positions": table, "labels": labels})
     needs = Needs(x=False)
 
-    def step() -> Tensor:
-        nonlocal params, state
+    def passes(params: Any) -> tuple[Tensor, Any]:
         loss, residuals = op.fwd(cast(params, dtype), given, cfg, needs=needs)
         grads, _ = op.bwd(donate(residuals), torch.ones_like(loss), cfg)
-        grads, _ = clip_by_global_norm(cast(grads, torch.float32), CLIP, in_place=True)
+        return loss, cast(grads, torch.float32)
+
+    gradients: Any = torch.compile(passes, fullgraph=True, dynamic=False) if compiled else passes
+
+    def step() -> Tensor:
+        nonlocal params, state
+        loss, grads = gradients(params)
+        grads, _ = clip_by_global_norm(grads, CLIP, in_place=True)
         params, state = adamw_update(params, grads, state, adamw, in_place=True)
         return loss
 
@@ -121,13 +130,15 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, St
         vocab=sizes.vocab,
     ).to(device)
     x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context)).to(device)
+    jitted = jax_step(sizes, dict(module.named_parameters()), x, labels, dtype, adamw=(LR, CLIP, BETAS, DECAY))
     return {
         "funcops": funcops_step(sizes, module, x, labels, dtype),
         "funcops, save_all": funcops_step(sizes, module, x, labels, dtype, "save_all"),
         "funcops, unfused": funcops_step(sizes, module, x, labels, dtype, fuse=False),
         "torch eager": torch_step(module, x, labels, dtype),
         "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
-    }
+        "funcops, compiled": funcops_step(sizes, module, x, labels, dtype, compiled=True),
+    } | ({} if jitted is None else {"jax, jitted": jitted})
 
 
 def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, float]:
@@ -159,6 +170,8 @@ def measure(dtype: torch.dtype, sizes: Sizes, rounds: int, device: str = "cpu") 
     pairs = [
         ("funcops", "funcops, unfused"),
         *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")),
+        ("funcops, compiled", "torch.compile"),
+        *itertools.product(("funcops", "funcops, compiled"), [name for name in samples if name.startswith("jax")]),
     ]
     for ours, rival in pairs:
         ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]

@@ -10,4 +10,5 @@ from funcops.fused import linear_cross_entropy as linear_cross_entropy
 from funcops.fused import linear_dgrad as linear_dgrad
 from funcops.fused import linear_epilogue as linear_epilogue
 from funcops.fused import qkv as qkv
+from funcops.fused import quantized as quantized
 from funcops.fused import siblings as siblings

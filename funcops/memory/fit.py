@@ -19,13 +19,12 @@ from funcops.compose.chain import ChainConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
 from funcops.errors import in_html, on_screen, require, require_dtype, size_of
-from funcops.memory.parts import has_parts, inner_path
-from funcops.memory.policy import part_paths, resolved, with_policy
-from funcops.memory.remat import remat
+from funcops.memory.parts import has_parts, inner_path, leaves_of
+from funcops.memory.policy import kept_paths, resolved, with_policy
+from funcops.memory.remat import RematResiduals
 from funcops.needs import Needs
 from funcops.op import Op, wrap
-from funcops.program.lower import lower
-from funcops.program.values import abstract_params, parts_of
+from funcops.program.values import abstract_params
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_tensors, storage_of
 from funcops.trees import fake, tensors, tree_map, tree_map_tensors
@@ -113,8 +112,13 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
 
 def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
     for name in ("save_all", "recompute_norms", "recompute_elementwise", "minimal"):
-        yield name, POLICIES[name], dict(_held(*resolved(op, cfg, POLICIES[name])))
-    served = [path for path in part_paths(op, cfg) if _recomputing(op, cfg, (path,))][:MOST_PARTS]
+        yield name, POLICIES[name], _held(*resolved(op, cfg, POLICIES[name]))
+    steps = [path for path, field in dict(kept_paths(op, cfg)).items() if field is None]
+    inside = [
+        path for path in steps if path.rpartition(".")[0].endswith("*")
+    ]  # the parts of a repeat's body, or those of the whole
+    parts = inside or [path for path in steps if "." not in path]
+    served = [path for path in parts if _recomputing(op, cfg, (path,))][:MOST_PARTS]
     for size in range(1, len(served) + 1):
         for chosen in itertools.combinations(served, size):
             if found := _recomputing(op, cfg, chosen):
@@ -124,7 +128,7 @@ def _candidates(op: Op, cfg: Any) -> Iterator[tuple[str, Policy, Held]]:
 def _recomputing(op: Op, cfg: Any, parts: tuple[str, ...]) -> tuple[Policy, Held] | None:
     policy = Policy({path: Recompute() for path in parts})
     try:
-        return policy, dict(_held(*resolved(op, cfg, policy)))
+        return policy, _held(*resolved(op, cfg, policy))
     except ValueError:
         return None
 
@@ -169,7 +173,11 @@ def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named
     changes: dict[str, Any] = {}
     if type(cfg) is ChainConfig:
         changes = {"ties": (), "recompute": False if noting else cfg.recompute}
-    cfg = cfg.with_parts(lambda name, *inner: _short(*inner, noting, inner_path(path, name), layers, name is not None), **changes)
+
+    def inside(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
+        return _short(inner, inner_cfg, noting, inner_path(path, name), layers, name is not None)
+
+    cfg = cfg.with_parts(inside, **changes)
     if layers > 2:
         cfg = dataclasses.replace(cfg, times=2)
     return (_noted(op, path, times, False) if noting and named else op), cfg
@@ -231,7 +239,7 @@ class Followed(NamedTuple):
 
 def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
     """A forward and backward of shapes alone."""
-    again = frozenset(path for path, dropped in _held(*_short(op, cfg, False)) if dropped is None)
+    again = frozenset(path for path, dropped in _held(op, cfg).items() if dropped is None)
     op, cfg = _noting(op, cfg, True)
     with FakeTensorMode(allow_non_fake_inputs=True):
         given = tree_map_tensors(fake, x)
@@ -246,21 +254,11 @@ def _follow(op: Op, cfg: Any, x: Any, dtype: torch.dtype | None) -> Followed:
     return Followed(run.parts, frozenset(map(storage_of, tensors(params))), again)
 
 
-Held = dict[str, frozenset[str] | None]  # by path: the fields that a part does not keep; None where it keeps its x alone
+Held = dict[str, tuple[str, ...] | None]  # by path: the fields that a part does not keep; None where it keeps its x alone
 
 
-def _held(op: Op, cfg: Any, path: str = "", dropped: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str] | None]]:
-    """What the parts of an op hold between forward and backward."""
-    if not has_parts(op, cfg):
-        made, args = getattr(op.fwd, "made_by", (None, ()))
-        yield path, None if made is remat else dropped
-    elif op.lower is None:
-        for name, *inner in parts_of(cfg):
-            yield from _held(*inner, inner_path(path, name))
-    else:
-        for call in lower(op, cfg, Needs.ALL).calls:
-            if call.place is not None:
-                yield from _held(call.op, call.cfg, inner_path(path, call.path or None), frozenset(call.fields))
+def _held(op: Op, cfg: Any) -> Held:
+    return {leaf.path: None if leaf.op.residuals is RematResiduals else leaf.dropped for leaf in leaves_of(op, cfg)}
 
 
 def _float(t: Any) -> bool:

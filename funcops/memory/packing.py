@@ -14,7 +14,7 @@ from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.residuals.forms import pack, unpack
 from funcops.residuals.policy import Action, Drop
-from funcops.schema import DGRAD, WGRAD, Donated, Phase, Saved, open_node
+from funcops.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
 
 Actions = tuple[tuple[str, Action], ...]  # by field
 
@@ -22,8 +22,6 @@ Actions = tuple[tuple[str, Action], ...]  # by field
 @functools.lru_cache(maxsize=256)
 def packed(op: Op, actions: Actions) -> Op:
     """The op with an action for some fields of its residuals. Its config is the op's own, and so are its params and dx."""
-    fields = op.fields()
-    early = [name for name, _ in actions if DGRAD in fields[name].needed_by]
 
     def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
         y, node = op.fwd(params, x, cfg, needs=needs)
@@ -32,16 +30,14 @@ def packed(op: Op, actions: Actions) -> Op:
             node.set(**{name: pack(value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
-    names = [name for name, _ in actions]
-
-    def opened(where: str, kept: Any, cls: Any, cfg: Any, names: list[str], phase: Phase) -> tuple[Any, dict[str, Any]]:
-        """A node of its own with the fields unpacked, and these."""
+    def opened(where: str, kept: Any, cls: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
+        """A node of its own with what this phase reads unpacked, and these fields."""
         node = open_node(where, kept, cls, cfg)
-        for name, action in actions:
-            if isinstance(action, Drop) and name in node.fields and phase & node.fields[name].needed_by:
-                wanted = node.fields[name].wanted(node.needs)
-                require(not wanted, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
-        plain = {name: unpack(getattr(node, name)) for name in names if name in node.fields}
+        read = {name: action for name, action in actions if name in node.fields and phase & node.fields[name].needed_by}
+        for name, action in read.items():
+            missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
+            require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
+        plain = {name: unpack(getattr(node, name)) for name in read}
         filled = node.copy(**plain)
         if node is not kept:
             node.empty()
@@ -50,7 +46,7 @@ def packed(op: Op, actions: Actions) -> Op:
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         before = residuals._node if type(residuals) is Donated else residuals
         forms = {name: getattr(before, name, None) for name, _ in actions}
-        node, plain = opened(f"{op.name}_dgrad", residuals, op.residuals, cfg, early, DGRAD)
+        node, plain = opened(f"{op.name}_dgrad", residuals, op.residuals, cfg, DGRAD)
         dx, waiting = op.dgrad(node, dy, cfg)
         if isinstance(waiting, Saved):
             again = {n: f for n, f in forms.items() if n in waiting.fields and getattr(waiting, n) is plain.get(n, f)}
@@ -60,7 +56,7 @@ def packed(op: Op, actions: Actions) -> Op:
     def plain(pending: Any, cfg: Any) -> Any:
         if pending is None or op.pending is None:
             return pending
-        return opened(f"{op.name}_wgrad", pending, op.pending, cfg, names, WGRAD)[0]
+        return opened(f"{op.name}_wgrad", pending, op.pending, cfg, WGRAD)[0]
 
     def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
         return op.wgrad(plain(pending, cfg), cfg, into=into)
@@ -69,11 +65,10 @@ def packed(op: Op, actions: Actions) -> Op:
         return op.products(plain(pending, cfg), cfg, into=into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
-        return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, names, DGRAD | WGRAD)[0], dy, cfg, into=into)
+        return op.bwd(opened(f"{op.name}_bwd", residuals, op.residuals, cfg, DGRAD | WGRAD)[0], dy, cfg, into=into)
 
     def again(residuals: Any, cfg: Any) -> Any:
-        open_node(f"{op.name}_again", residuals, op.residuals, cfg)
-        return op.again(residuals.copy(**{name: unpack(getattr(residuals, name)) for name in names}), cfg)
+        return op.again(opened(f"{op.name}_again", residuals, op.residuals, cfg, AGAIN)[0], cfg)
 
     changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
     return wrap(op, (packed, (op, actions)), **(changes if op.again else changes | {"again": None}))

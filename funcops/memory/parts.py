@@ -12,7 +12,7 @@ from funcops.op import Op
 from funcops.program.lower import Call, Lowered, Value, lower
 from funcops.program.values import parts_of
 from funcops.residuals.policy import Action, Drop
-from funcops.schema import Saved
+from funcops.schema import Field, Saved
 
 
 def has_parts(op: Op, cfg: Any) -> bool:
@@ -25,9 +25,42 @@ def inner_path(path: str, name: Any) -> str:
     return path if name is None else f"{path}.{name}" if path else str(name)
 
 
+class Leaf(NamedTuple):
+    """A part that has none itself, and the call that runs it, where that is one of a program. `whole`: whether its program's x is
+    that of all."""
+
+    path: str
+    op: Op
+    whole: bool
+    program: Lowered | None = None
+    call: Call | None = None
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The fields that the program computes again."""
+        return self.call.fields if self.call else ()
+
+
+def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Leaf]:
+    """The ops that an op is made of, in the order of the forward; those of a repeat's body once."""
+    if not has_parts(op, cfg):
+        yield Leaf(path, op, whole)
+    elif op.lower is None:
+        for name, inner, inner_cfg in parts_of(cfg):
+            yield from leaves_of(inner, inner_cfg, inner_path(path, name), False)
+    else:
+        program = lower(op, cfg, Needs.ALL)
+        for call in program.calls:
+            here = inner_path(path, call.path or None)
+            if has_parts(call.op, call.cfg):
+                yield from leaves_of(call.op, call.cfg, here, False)
+            elif call.place is not None:
+                yield Leaf(here, call.op, whole, program, call)
+
+
 class Holder(NamedTuple):
-    """A field of a part, and what becomes of it. It holds a value of a program, or (None) a tensor of the part's own; `given`:
-    one that the whole is given."""
+    """A field, and what becomes of it. It holds a value of a program, or (None) a tensor of its own; `given`: one that the whole is
+    given."""
 
     path: str
     action: Action | None
@@ -36,56 +69,45 @@ class Holder(NamedTuple):
     value: int | None = None
 
 
-def holders(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[Holder]:
-    """The fields of all parts, but for params and what is computed again. `whole`: whether it is itself no part of a repeat."""
-    if not has_parts(op, cfg):
-        actions = actions_of(op)
-        for name, field in op.fields().items():
-            if not field.of_params and not isinstance(actions.get(name), Drop):
-                yield Holder(inner_path(path, name), actions.get(name), whole and field.of_x)
-        return
-    if op.lower is None:
-        for name, inner, inner_cfg in parts_of(cfg):
-            yield from holders(inner, inner_cfg, inner_path(path, name), False)
-        return
-    program = lower(op, cfg, Needs.ALL)
-    viewed = program.origin | {out: call.main for call in program.calls if call.op.view for out in (call.out, *call.gives)}
-    given = (program.main, *program.extras.values()) if whole else ()
-
-    for call in program.calls:
-        here = inner_path(path, call.path or None)
-        if has_parts(call.op, call.cfg):
-            yield from holders(call.op, call.cfg, here, False)
-        elif call.place is not None:
-            for name, value, action in _held(call):
-                while not isinstance(value, tuple) and value in viewed:
-                    value = viewed[value]
-                known = None if isinstance(value, tuple) else value
-                yield Holder(inner_path(here, name), action, known in given, program, known)
+def holders(op: Op, cfg: Any) -> Iterator[Holder]:
+    """The fields of all parts, but for params and what is computed again or dropped."""
+    for leaf in leaves_of(op, cfg):
+        made_by: Any = getattr(leaf.op.fwd, "made_by", (None, None))
+        actions: dict[str, Action] = dict(made_by[1][1]) if made_by[0] is packed else {}
+        for name, field, value in _values(leaf):
+            action = actions.get(name)
+            if not isinstance(action, Drop):
+                given = (leaf.program.main, *leaf.program.extras.values()) if leaf.program else ()
+                of_x = value in given if leaf.program else field.of_x
+                yield Holder(inner_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
 
 
-def _held(call: Call) -> Iterator[tuple[str, Value, Action | None]]:
-    """The fields of a call, the values that they hold (None for the op's own, and for a part of a value that is a tuple), and what
-    becomes of them."""
-    x = (call.main, *call.takes) if call.takes else call.main
-    if call.op.residuals is RematResiduals:
-        yield from (("x", value, None) for value in (x if isinstance(x, tuple) else (x,)))
+def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
+    """The fields of a part, and the values that they hold: None for the op's own, and for a part of a tuple that is one value."""
+    fields = {name: field for name, field in leaf.op.fields().items() if not field.of_params and name not in leaf.dropped}
+    if leaf.call is None or leaf.program is None:
+        yield from ((name, field, None) for name, field in fields.items())
         return
-    actions, fields = actions_of(call.op), call.op.fields()
-    alone = not isinstance(x, tuple) and any(field.alias == "x" for field in fields.values())  # x is a tensor, without parts
+    viewed = leaf.program.origin | {
+        out: call.main for call in leaf.program.calls if call.op.view for out in (call.out, *call.gives)
+    }
+    x = (leaf.call.main, *leaf.call.takes) if leaf.call.takes else leaf.call.main
+    parts: tuple[Value, ...] | None = x if isinstance(x, tuple) else None
+    alone = parts is None and any(field.alias == "x" for field in leaf.op.fields().values())  # a tensor, without parts
     for name, field in fields.items():
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
-        if not field.of_params and name not in call.fields and not isinstance(actions.get(name), Drop) and not (part and alone):
-            value = x if field.of_x else call.out if field.alias == "y" else None
-            if part:
-                value = x[int(part)] if isinstance(x, tuple) else None
-            yield name, value, actions.get(name)
-
-
-def actions_of(op: Op) -> dict[str, Action]:
-    """What becomes of the fields of an op that is packed."""
-    made, args = getattr(op.fwd, "made_by", (None, ()))
-    return dict(args[1]) if made is packed else {}
+        if leaf.op.residuals is RematResiduals:
+            held: tuple[Value, ...] = (x,) if parts is None else parts
+        elif part and alone:
+            held = ()
+        elif field.of_x:
+            held = (x if not part else None if parts is None else parts[int(part)],)
+        else:
+            held = (leaf.call.out if field.alias == "y" else None,)
+        for value in held:
+            while value is not None and not isinstance(value, tuple) and value in viewed:
+                value = viewed[value]
+            yield name, field, None if isinstance(value, tuple) else value
 
 
 def keeps_inside(op: Op, cfg: Any) -> bool:

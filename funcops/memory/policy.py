@@ -75,7 +75,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         with one_form_each():
             y, residuals = inner.fwd(params, x, inner_cfg, needs=needs)
         if not tracing() and unseen:
-            unseen[:] = [rule for rule in unseen if not _makes_smaller(policy, *rule, residuals)]
+            unseen[:] = [(pattern, action) for pattern, action in unseen if not _makes_smaller(policy, pattern, action, residuals)]
         return y, residuals
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
@@ -187,6 +187,8 @@ def _rewritten(
         left_out = left_out | absent
 
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
+        if joints and name in _pair(cfg, joints[0]):  # they have no residuals of their own
+            return inner, inner_cfg
         return _rewritten(inner, inner_cfg, inner_path(path, name), policy, offload, left_out, name is not None)
 
     cfg = cfg.with_parts(replace, **changes)
@@ -194,6 +196,11 @@ def _rewritten(
     if joints:
         op, cfg = joined(cfg, joints[0])
     return (remat(op) if again else op), cfg
+
+
+def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
+    names = list(cfg.names)
+    return names[names.index(second) - 1], second
 
 
 def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
@@ -266,18 +273,3 @@ def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
         yield type(cfg) is RepeatConfig
         for _, inner, inner_cfg in parts_of(cfg):
             yield from _repeats(inner, inner_cfg)
-
-
-def part_paths(op: Op, cfg: Any) -> list[str]:
-    """The parts of a repeat's body, or of the op itself where it has no repeat."""
-    found = [path for path, _ in _steps(op, cfg, "")]
-    inside = [path for path in found if path.rpartition(".")[0].endswith("*")]
-    return inside or [path for path in found if "." not in path]
-
-
-def _steps(op: Op, cfg: Any, path: str) -> Iterator[tuple[str, Op]]:
-    if has_parts(op, cfg):
-        for name, inner, inner_cfg in parts_of(cfg):
-            if name is not None:
-                yield inner_path(path, name), inner
-            yield from _steps(inner, inner_cfg, inner_path(path, name))

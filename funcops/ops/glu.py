@@ -84,6 +84,11 @@ def _pair(x: Any, cfg: GLUConfig, needs: Needs) -> tuple[Tensor, Any]:
     return kernels.glu_pair_fwd(gate, linear, cfg.kind), kept.keep(cfg, needs, x=gate, linear=linear, inputs=Inputs.of(x))
 
 
+def glu_kept(cfg: GLUConfig, needs: Needs, x: Tensor) -> GLUResiduals | None:
+    """Of one tensor, gate and linear."""
+    return GLUResiduals.keep(cfg, needs, x=x, scales=None, inputs=None)
+
+
 @forward(GLUConfig)
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GLUResiduals | None]:
     """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)` or `(gate, linear)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
@@ -95,7 +100,9 @@ def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -
         fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
     if cfg.scaled:
         check("glu_fwd", "scales", scales, t.shape[:-1], t.dtype, t)
-    return _gated(t, scales, cfg), GLUResiduals.keep(cfg, needs, x=t, scales=scales, inputs=Inputs.of(x) if cfg.scaled else None)
+    if not cfg.scaled:
+        return _gated(t, None, cfg), glu_kept(cfg, needs, t)
+    return _gated(t, scales, cfg), GLUResiduals.keep(cfg, needs, x=t, scales=scales, inputs=Inputs.of(x))
 
 
 def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:

@@ -106,20 +106,31 @@ def qlinear_fwd(
     recipe, and `RuntimeError` on a device without the formats."""
     where = "qlinear_fwd"
     require(cfg.recipe.keep != "input", where, "cfg.recipe.keep", "'row' or 'col' (for 'input': qlinear_of_input)", "'input'")
-    _check(where, params, x, cfg)
-    recipe, weight = cfg.recipe, params.weight
-    wanted = needs.params is True or needs.param("weight")
-    if isinstance(weight, Scaled):
-        (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), _scaled_weight(weight, recipe)
-        kept, amaxes = (turned(row) if recipe.keep == "col" and wanted else row), torch.cat((amax_x, amax_w))
-    else:
-        w, amaxes = _row_of(weight, recipe), None
-        if recipe.keep == "row" or not wanted:
-            row = kept = quantize_tensor(x, recipe.x)
-        else:
-            row, kept = _sides(x, recipe.x, recipe)
-    y = _y(row, w, params.bias, x)
-    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=weight, amaxes=amaxes, y_shape=y.shape, dtype=x.dtype)
+    check_rows(where, "x", x, cfg.in_features)
+    check_params(where, params, x, cfg)
+    weight = params.weight
+    if not isinstance(weight, Scaled):
+        return qlinear_of(*operands(x, cfg.recipe, needs), params, cfg, needs)
+    (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), _scaled_weight(weight, cfg.recipe)
+    kept = turned(row) if cfg.recipe.keep == "col" and needs.param("weight") else row
+    y, amaxes = _y(row, w, params.bias), torch.cat((amax_x, amax_w))
+    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=weight, amaxes=amaxes, y_shape=y.shape, dtype=y.dtype)
+
+
+def operands(x: Tensor, recipe: Recipe, needs: Needs) -> tuple[QTensor, QTensor]:
+    """x for y, and as it is kept for dw."""
+    if recipe.keep == "row" or not needs.param("weight"):
+        row = quantize_tensor(x, recipe.x)
+        return row, row
+    return _sides(x, recipe.x, recipe)
+
+
+def qlinear_of(
+    row: QTensor, kept: QTensor, params: LinearParams, cfg: QLinearConfig, needs: Needs
+) -> tuple[Tensor, QLinearResiduals | None]:
+    """y and residuals of x by rows, and as it is kept; after every check."""
+    y = _y(row, _row_of(params.weight, cfg.recipe), params.bias)
+    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
 
 
 @forward(QLinearConfig, LinearParams)
@@ -129,8 +140,9 @@ def qlinear_of_input_fwd(
     """As `qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
     where = "qlinear_of_input_fwd"
     require(cfg.recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: qlinear)", repr(cfg.recipe.keep))
-    _check(where, params, x, cfg)
-    y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias, x)
+    check_rows(where, "x", x, cfg.in_features)
+    check_params(where, params, x, cfg)
+    y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias)
     return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=x.dtype)
 
 
@@ -170,9 +182,8 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
     return into
 
 
-def _check(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> None:
-    """Every argument of a forward."""
-    check_rows(where, "x", x, cfg.in_features)
+def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> None:
+    """Params beside an x of that dtype and device, and whether this has the formats."""
     recipe, weight, bias = cfg.recipe, params.weight, params.bias
     if isinstance(weight, Scaled) != recipe.delayed:
         wanted = (
@@ -246,8 +257,8 @@ def _sides(t: Tensor, format: Format, recipe: Recipe) -> tuple[QTensor, QTensor]
     return quantize_tensor(t, format), quantize_tensor(t, format, side="col", hadamard=True)
 
 
-def _y(x: QTensor, w: QTensor, bias: Tensor | None, like: Tensor) -> Tensor:
-    y = _product(x, w, like.dtype).reshape(*like.shape[:-1], w.shape[0])
+def _y(x: QTensor, w: QTensor, bias: Tensor | None) -> Tensor:
+    y = _product(x, w, x.dtype).reshape(*x.shape[:-1], w.shape[0])
     return y if bias is None else y.add_(bias)
 
 

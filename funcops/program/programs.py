@@ -29,18 +29,20 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 
 def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
-    device_type, dtype = ("cuda", main.dtype) if type(main) is Tensor and wants_triton(main) else (None, None)
-    return _found("forward", op, cfg, needs, device_type, dtype)
+    return _found("forward", op, cfg, needs, *_asked(main))
 
 
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
-    """The whole backward or, where `which` is "dgrad", its first half. On the CPU rules hold for a dy that is not small."""
-    first = dy[0] if type(dy) is tuple and dy else dy
-    device_type = dtype = None
-    if type(first) is Tensor:
-        device_type = "cuda" if wants_triton(first) else "cpu" if first.numel() >= rules.FEW else None
-        dtype = first.dtype if device_type else None
-    return _found(which, op, cfg, needs, device_type, dtype)
+    """The whole backward or, where `which` is "dgrad", its first half."""
+    return _found(which, op, cfg, needs, *_asked(dy[0] if type(dy) is tuple and dy else dy))
+
+
+def _asked(main: Any) -> tuple[str | None, Any]:
+    """Of which device and dtype rules are asked for; on the CPU they hold for what is not small."""
+    if type(main) is not Tensor:
+        return None, None
+    device_type = "cuda" if wants_triton(main) else "cpu" if main.numel() >= rules.FEW else None
+    return device_type, main.dtype if device_type else None
 
 
 def _found(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any) -> Any:

@@ -20,7 +20,7 @@ from funcops.program.lower import Call, Lowered
 FORWARD, BACKWARD = "forward", "backward"
 SIBLINGS_FORWARD, SIBLINGS_BACKWARD = "siblings forward", "siblings backward"
 LONGEST = 8  # calls that a rule may cover
-FEW = 1 << 15  # elements of a dy below which, on the CPU, a rule costs more than it saves
+FEW = 1 << 15  # elements of x or dy below which, on the CPU, a rule costs more than it saves
 PHASES = (FORWARD, BACKWARD, SIBLINGS_FORWARD, SIBLINGS_BACKWARD)
 
 
@@ -66,9 +66,9 @@ class Rule:
     without params, residuals and pending. Of siblings y and dy are tuples, of what the last call of each branch wrote.
     `wgrads(calls, pendings)` gives their weight gradients together, or NotImplemented; it is asked where none is added to.
 
-    `everywhere`: on the CPU too, for a dy of at least FEW elements. `whole`: for a backward that goes on with the weight gradients
-    at once; its pendings hold what its own calls give again. `again`: y of its last call, which others read again, is put into
-    `gradients` in the place of its own; their weight gradients wait for it.
+    `everywhere`: on the CPU too, for an x or dy of at least FEW elements. `whole`: for a backward that goes on with the weight
+    gradients at once; its pendings hold what its own calls give again. `again`: y of its last call, which others read again, is
+    put into `gradients` in the place of its own; their weight gradients wait for it.
     """
 
     name: str

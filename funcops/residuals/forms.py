@@ -128,7 +128,7 @@ def _same_places(a: Layout, b: Layout) -> bool:
 
 def _packed(t: Tensor, action: Action) -> Packed:
     parts = codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (copies.on_host(t),)
-    return Packed(parts, action=action, dtype=t.dtype, device=t.device)
+    return Packed(parts, action=action, dtype=t.dtype, device=t.device, view=None)
 
 
 def unpack(value: Any) -> Any:

@@ -1,7 +1,7 @@
 """Numbers of 8 and 4 bits in Triton: codes of float32 values, values of codes, and the scales of tiles.
 
-Where a device has the instruction (NATIVE), it encodes: round to nearest even, saturating, a NaN as 0x7F; no value is clamped before,
-since min and max lose a NaN. Elsewhere, in the interpreter too, whose casts are wrong, the same is done on bits.
+Where a device has the instruction (NATIVE), it encodes: round to nearest even, saturating, a NaN as 0x7F. No value is clamped
+before, since min and max lose a NaN. Elsewhere the same is done on bits; in the interpreter too, whose casts are wrong.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NAN_E4M3, NAN_E8M0 = tl.constexpr(0x7F), tl.constexpr(0xFF)
 
 @triton.jit
 def encode(v, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
-    """Codes, uint8, of float32 values: nearest, ties to even codes, saturated; one code of NaN (e2m1: 7, beside a scale that is)."""
+    """Codes, uint8, of float32 values: nearest, ties to even codes, saturated; one code of NaN (e2m1: 7)."""
     if NATIVE and ELEMENT == "e4m3":
         return v.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     elif NATIVE and ELEMENT == "e5m2":

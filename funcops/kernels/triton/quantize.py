@@ -21,8 +21,8 @@ from funcops.kernels.triton.low_bits import (
     decode_scale,
     encode,
     load_exact,
-    number,
     native,
+    number,
     packed,
     quantise,
     scales_of,
@@ -164,8 +164,8 @@ def _decode(
     codes_ptr, scales_ptr, scale_ptr, y_ptr, rows, width, stride, wide, ELEMENT: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width] of codes with rows of `stride` bytes and scales with rows of `wide`. ROWS 0: one scale for all; COLS 0: one for
-    each row."""
+    """y [rows, width] of codes with rows of `stride` bytes and scales with rows of `wide`. ROWS 0: one scale for all; COLS 0: one
+    for each row."""
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
@@ -228,7 +228,10 @@ def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) 
     return cols in TILES and rows in (1, cols) and (amax is None or kind == "e4m3")
 
 
-def _run(x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made]) -> None:  # fmt: skip
+def _run(
+    x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made]
+) -> None:
+    """Codes and scales of x [R, K]: of the sides that there is room for."""
     (high, wide), whole = x.shape, rows == 0
     if whole and amax is None:
         amax = _largest(x)
@@ -322,14 +325,14 @@ def _largest(x: Tensor) -> Tensor:
 
 @declared.retile.triton
 def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    t, made = _matrix(codes), None
+    t = _matrix(codes)
     if codes.numel() == 0 or (rows, cols) != (1, declared.BLOCK):
         x = dequantize(codes, scales, None, element, rows, cols, "pow2", codes.shape[-1], torch.float32)
         return quantize_col(x, element, rows, cols, "pow2", None, None, False)
     made, (high, wide) = _room(codes, t.shape[1:], *t.shape[::-1], element, (rows, cols), "pow2"), t.shape
     _launch_tiles(
-        cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, wide, high, element, element, "pow2",
-        rows, cols, False, True, False, native(), 128, 128, num_warps=8,
+        cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, wide, high, element,
+        element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
     )  # fmt: skip
     return made
 

@@ -1,8 +1,8 @@
 """Products of codes with scales, over tensor descriptors: a program a tile of C.
 
-One scale a tensor or a row multiplies the sum, one a block of 128 along K each part of it, in float32: on Hopper, whose tensor cores
-keep some 14 bits of a sum, that is what promotes it; where no scale does, the product promotes every 128. Blocks of 32 and 16 are
-multiplied by Blackwell's tensor cores themselves. The interpreter, which knows neither, decodes tiles and multiplies those.
+One scale a tensor or a row multiplies the sum, one a block of 128 along K each part of it, in float32: on Hopper, whose tensor
+cores keep some 14 bits of a sum, that is what promotes it; where no scale does, the product promotes every 128. Blocks of 32 and 16
+are multiplied by Blackwell's tensor cores themselves. The interpreter, which knows neither, decodes tiles and multiplies those.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Tile(NamedTuple):
 
 # the tiles that compile without spills; half the warps, or tiles twice as large, spill
 WHOLE, BLOCKS, NATIVE = Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 3)
-FEW_BITS = Tile(128, 128, 256, 4, 3)
+FEW_BITS, EMULATED = Tile(128, 128, 256, 4, 3), Tile(128, 128, 64, 8, 3)
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _product(
     B: tl.constexpr, KIND: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, COLS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """C = A B^T of a tile, A and B as descriptors of codes of elements A and B. COLS: elements of K that share a scale, 0 for all."""
+    """A tile of C = A B^T, of descriptors of codes; A and B: their elements. COLS: how many along K share a scale, 0 for all."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -86,7 +86,7 @@ def _product(
         elif COLS == BLOCK_K:
             of_a = tl.load(a_scales_ptr + m // A_ROWS * a_wide + k // COLS, mask=m < M, other=0.0)
             of_b = tl.load(b_scales_ptr + n // B_ROWS * b_wide + k // COLS, mask=n < N, other=0.0)
-            total += tl.dot(a, b.T) * (of_a[:, None] * of_b[None, :])
+            total += tl.dot(a, b.T) * of_a[:, None] * of_b[None, :]  # not their product, which takes as many registers as a sum
         else:
             of_a = _scales(a_scales_ptr, m, M, k, a_wide, KIND, A_ROWS, COLS, COUNT)
             of_b = _scales(b_scales_ptr, n, N, k, b_wide, KIND, B_ROWS, COLS, COUNT)
@@ -112,7 +112,8 @@ def _tile_of(kind: str, a: str, b: str, a_tile: tuple[int, int], b_tile: tuple[i
     if a_tile[1] != b_tile[1]:
         return None
     if kind in ("e8m0", "e4m3"):
-        return FEW_BITS if a == b == "e2m1" else NATIVE
+        native = INTERPRETED or _capability(driver.active.get_current_device(), driver.active)[0] >= 100
+        return EMULATED if not native else FEW_BITS if a == b == "e2m1" else NATIVE
     return (WHOLE if a_tile[1] == 0 else BLOCKS) if a_tile[1] in (0, 128) else None
 
 

@@ -1,0 +1,45 @@
+"""What an op gives, quantised before it is written: codes and scales of y in tiles of 1 x `cols`, and no y.
+
+y is rounded to x's dtype first, so that these are the codes of the op and `quantize_row` one after the other, bit for bit.
+x: [*, D], for a GLU [*, 2H]; codes uint8, scales [R, D / cols] of R rows, `element`, `cols` and `scales` as in `quantize`.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+from torch import Tensor
+
+from funcops.backend import kernel
+from funcops.kernels import activation, glu, norm
+from funcops.kernels.quantize import quantize_row
+
+
+@kernel()
+def rms_norm_quantize(
+    x: Tensor, w: Tensor, eps: float, zero_centered_gamma: bool, element: str, cols: int, scales: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and scales of y, and rstd [*, 1]."""
+    y, rstd = norm.rms_norm_fwd(x, w, eps, zero_centered_gamma)
+    return *quantize_row(y, element, 1, cols, scales, None, None), rstd
+
+
+@kernel()
+def layer_norm_quantize(
+    x: Tensor, w: Tensor, b: Optional[Tensor], eps: float, zero_centered_gamma: bool, element: str, cols: int, scales: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes and scales of y, mean and rstd [*, 1]."""
+    y, mean, rstd = norm.layer_norm_fwd(x, w, b, eps, zero_centered_gamma)
+    return *quantize_row(y, element, 1, cols, scales, None, None), mean, rstd
+
+
+@kernel()
+def glu_quantize(x: Tensor, kind: str, first: bool, element: str, cols: int, scales: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of y = f(gate) * linear, [*, H]."""
+    return quantize_row(glu.glu_fwd(x, None, kind, first), element, 1, cols, scales, None, None)  # type: ignore[no-any-return]
+
+
+@kernel()
+def activation_quantize(x: Tensor, kind: str, element: str, cols: int, scales: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of y = f(x)."""
+    return quantize_row(activation.activation_fwd(x, kind), element, 1, cols, scales, None, None)  # type: ignore[no-any-return]

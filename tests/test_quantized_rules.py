@@ -1,0 +1,149 @@
+"""What makes x of a quantised linear layer quantises it, and siblings share it: by the bits of the calls one by one."""
+
+import dataclasses
+
+import pytest
+import torch
+from launches import launches
+
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    GLUConfig,
+    LayerNormConfig,
+    Needs,
+    ParallelConfig,
+    QLinearConfig,
+    RMSNormConfig,
+    Step,
+    activation,
+    backend,
+    chain,
+    glu,
+    layer_norm,
+    parallel,
+    plan,
+    qlinear,
+    random,
+    rms_norm,
+)
+from funcops.kernels import activation as activations
+from funcops.kernels import glu as glus
+from funcops.kernels import norm, quantize_after
+from funcops.kernels.quantize import quantize_row
+from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, quantize_params
+from funcops.program import rules
+from funcops.testing.checks import float_like, same_bits
+from funcops.trees import nbytes, tree_map_tensors
+
+HOW = [("e4m3", 128, "pow2"), ("e5m2", 128, "float32"), ("e4m3", 32, "e8m0")]
+
+
+def draw(*shape, dtype, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("how", HOW, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(3, 64), (2, 200), (5, 384)])
+def test_kernels_give_the_codes_of_y(rows, width, dtype, how):
+    x, w, b = draw(rows, width, dtype=dtype), draw(width, dtype=dtype, seed=1), draw(width, dtype=dtype, seed=2)
+    x[0, 5] = float("nan")
+    both = draw(rows, 2 * width, dtype=dtype, seed=3)
+
+    def codes(y):
+        return tuple(quantize_row(y, how[0], 1, *how[1:], None, None))
+
+    with backend("triton"):
+        y, rstd = norm.rms_norm_fwd(x, w, 1e-5, True)
+        same_bits(quantize_after.rms_norm_quantize(x, w, 1e-5, True, *how), (*codes(y), rstd), "rms_norm")
+        y, *statistics = norm.layer_norm_fwd(x, w, b, 1e-5, False)
+        same_bits(quantize_after.layer_norm_quantize(x, w, b, 1e-5, False, *how), (*codes(y), *statistics), "layer_norm")
+        for first in (True, False):
+            y = glus.glu_fwd(both, None, "swiglu", first)
+            same_bits(tuple(quantize_after.glu_quantize(both, "swiglu", first, *how)), codes(y), "glu")
+        y = activations.activation_fwd(x, "sigmoid")
+        same_bits(quantize_after.activation_quantize(x, "sigmoid", *how), codes(y), "activation")
+
+
+WIDTH = 160
+MAKERS = {
+    "rms_norm": Step("made", rms_norm, RMSNormConfig(WIDTH)),
+    "layer_norm": Step("made", layer_norm, LayerNormConfig(WIDTH)),
+    "glu": Step("made", glu, GLUConfig(kind="swiglu", gate="first")),
+    "activation": Step("made", activation, ActivationConfig(kind="silu")),
+}
+
+
+def two(maker, recipe):
+    return ChainConfig(steps=(MAKERS[maker], Step("up", qlinear, QLinearConfig(WIDTH, 96, recipe))))
+
+
+def names(cfg, device_type="cuda"):
+    return [line.rule.name for line in plan(cfg, device_type=device_type).forward if line.rule]
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_maker_and_its_reader_are_one(maker):
+    for recipe, found in ((Fp8Block(), True), (Fp8Block(bwd="e5m2"), True), (Fp8Block(keep="col"), False), (Fp8Current(), False)):
+        assert ("quantised output" in names(two(maker, recipe))) == found, recipe
+
+
+def unfused(cfg):
+    """Of a chain and of its parallels."""
+    steps = [dataclasses.replace(s, cfg=dataclasses.replace(s.cfg, fuse=False)) if s.op is parallel else s for s in cfg.steps]
+    return dataclasses.replace(cfg, steps=tuple(steps), fuse=False)
+
+
+def both_ways(cfg, x, needs=Needs.ALL):
+    """y and gradients by Triton, fused and not."""
+    params = chain.init(cfg, key=random.key(0), dtype=x.dtype)
+    for given in (params, quantize_params(params, cfg, dtype=x.dtype)):
+        found = []
+        for one in (cfg, unfused(cfg)):
+            with backend("triton"):
+                y, kept = chain.fwd(given, x, one, needs=needs)
+                found.append((y, chain.bwd(kept, float_like(y, 3), one)))
+        same_bits(*found, "fused and not")
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    x = draw(2, 3, WIDTH * (1 + (maker == "glu")), dtype=dtype)
+    both_ways(two(maker, Fp8Block()), x)
+    both_ways(two(maker, Fp8Block()), x, Needs(params=["up.weight"]))
+
+
+def siblings(recipes):
+    branches = tuple(Step(f"b{i}", qlinear, QLinearConfig(WIDTH, 32 * (i + 1), recipe)) for i, recipe in enumerate(recipes))
+    return ChainConfig(steps=(Step("qkv", parallel, ParallelConfig(branches=branches)),))
+
+
+def test_siblings_share_their_codes(monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    for recipe in (Fp8Block(), Fp8Block(keep="col"), Fp8Current(), MXFP8()):
+        cfg = siblings([recipe] * 3)
+        x = draw(70, WIDTH, dtype=torch.bfloat16)
+        both_ways(cfg, x)
+        params = quantize_params(chain.init(cfg, key=random.key(0), dtype=torch.float32), cfg)
+        once, thrice = (nbytes([n.x for n in chain.fwd(params, x, c)[1]["qkv"].values()]) for c in (cfg, unfused(cfg)))
+        assert thrice == 3 * once, f"{recipe}: codes are kept once"
+    assert "sibling qlinears" in names(siblings([Fp8Block()] * 2))
+    assert "sibling qlinears" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
+
+
+@pytest.mark.parametrize(("made", "most"), [(False, 6), (True, 5)])
+def test_launches_of_a_quantised_linear(made, most, monkeypatch):
+    """Forward and backward of one with the step's working tree, but for those of a norm that makes its x, and quantises it."""
+    up = Step("up", qlinear, QLinearConfig(512, 1024, Fp8Block(), bias=False))
+    cfg = ChainConfig(steps=((Step("norm", rms_norm, RMSNormConfig(512)),) if made else ()) + (up,))
+    params = quantize_params(chain.init(cfg, key=random.key(0), dtype=torch.float32), cfg)
+    x, dy = draw(256, 512, dtype=torch.bfloat16), draw(256, 1024, dtype=torch.bfloat16)
+    params, x, dy = tree_map_tensors(lambda t: t.to("meta"), (params, x, dy))
+    with launches(monkeypatch) as found:
+        _, kept = chain.fwd(params, x, cfg)
+        chain.bwd(kept, dy, cfg)
+    own = [name for name in found if not name.startswith("norm_kernels")]
+    assert len(own) - made <= most, found
