@@ -91,7 +91,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         return inner.wgrad(pending, inner_cfg, into=into)
 
     def products(pending: Any, cfg: Any, *, into: Any) -> Any:
-        inner, inner_cfg = resolved(cfg)
+        inner, inner_cfg, _ = inner_of(cfg)
         return inner.products(pending, inner_cfg, into=into)
 
     functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)

@@ -180,13 +180,13 @@ def _add_db(pending: LinearPending, into: LinearParams) -> LinearParams:
     sums = pending.sums
     assert sums is not None
     wide = into.bias is not None and into.bias.dtype is sums.dtype
-    accumulate("linear_wgrad", LinearParams(None, sum_parts(sums, sums.dtype if wide else pending.dy.dtype)), into)
+    accumulate("linear_wgrad", LinearParams(NO_GRADIENT, sum_parts(sums, sums.dtype if wide else pending.dy.dtype)), into)
     return into
 
 
 def _check_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> None:
     shape = dy.new_empty(()).expand(dy.shape[-1], dy.shape[-1] if x is None else x.shape[-1])
-    check_into(where, into, LinearParams(None if x is None else shape, shape[:, 0] if bias else None))
+    check_into(where, into, LinearParams(NO_GRADIENT if x is None else shape, shape[:, 0] if bias else None))
 
 
 def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams) -> list[Product]:
