@@ -143,10 +143,12 @@ class QTensor:
 class QWeight:
     """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
 
-    It knows the weight that it was made of, as long as that lives, and is stale once that is written to."""
+    `key` rounds dy stochastically, where a recipe asks for that. It knows the weight that it was made of, as long as that lives,
+    and is stale once that is written to."""
 
     row: QTensor = leaf("[O, I]")
     col: QTensor | None = leaf("[O, I]")
+    key: Tensor | None = leaf("[2]")
     source: Aside = dataclasses.field(default_factory=Aside, metadata={"hidden": True})
 
     __repr__ = show

@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from funcops import random
 from funcops.compose.repeat import RepeatConfig
 from funcops.errors import check, describe, fail, require, require_dtype, require_type
 from funcops.formats import Format, QTensor, QWeight, Scaled, dense, quantize_sides, quantize_tensor, turned
@@ -34,7 +35,7 @@ from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.trees import at, cast, has, leaf, put, tree, tree_map, tree_map_with_path
+from funcops.trees import at, cast, has, leaf, put, replace, tree, tree_map, tree_map_with_path
 
 __all__ = [
     "MXFP8",
@@ -56,6 +57,7 @@ __all__ = [
     "recipe_init",
     "recipe_update",
     "split_amaxes",
+    "with_keys",
     "with_recipe",
 ]
 
@@ -100,12 +102,14 @@ def quantize_params(
     *,
     dtype: torch.dtype = torch.bfloat16,
     columns: bool = True,
+    key: Tensor | None = None,
 ) -> T:
     """The working tree of a step: `params` cast to `dtype`, the weights of steps with a recipe as `QWeight`.
 
     A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. `columns`: make the
     transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
-    `recipe_init`, for `Fp8Delayed`. Raises `ValueError` for a state of another model."""
+    `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises `ValueError` for a
+    state of another model."""
     where = "quantize_params"
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
@@ -123,7 +127,25 @@ def quantize_params(
             made = _stacked([_sides(w, inner.recipe, columns) for w, _ in _layers(weight, None)])
         (made.value if type(made) is Scaled else made).made_of(master)
         work = put(work, path, made)
-    return work  # type: ignore[no-any-return]
+    if key is None:
+        rounding = [path for path, inner in found.items() if inner.recipe.stochastic]
+        require(not rounding, where, "key", f"a random key, for {', '.join(rounding)}", None)
+        return work  # type: ignore[no-any-return]
+    return with_keys(work, cfg, key)  # type: ignore[no-any-return]
+
+
+def with_keys(work: T, cfg: Any, key: Tensor) -> T:
+    """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
+    Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too."""
+    check("with_keys", "key", key, (2,), torch.int64)
+    for path, inner in _steps(cfg, "", each=True):
+        path = _inside(path, "weight")
+        if type(inner) is QLinearConfig and inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
+            own: Any = random.fold_in(key, random.path_id(path))
+            if weight.row.codes.dim() > len(weight.shape):
+                own = random.split(own, len(weight.row.codes))
+            work = put(work, path, replace(weight, key=own))
+    return work
 
 
 def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = None) -> dict[str, ScaleState]:
@@ -283,13 +305,13 @@ def _stacked(made: list[Any]) -> Any:
 
 def _sides(weight: Tensor, recipe: Recipe, columns: bool) -> QWeight:
     if columns or not recipe.w.turns:
-        return QWeight(*quantize_sides(weight, recipe.w))
-    return QWeight(quantize_tensor(weight, recipe.w), None)
+        return QWeight(*quantize_sides(weight, recipe.w), None)
+    return QWeight(quantize_tensor(weight, recipe.w), None, None)
 
 
 def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:
     row, amax = scaled_tensor(weight, recipe.w, scale[1:2])
-    return Scaled(QWeight(row, turned(row) if columns else None), scale, amax)
+    return Scaled(QWeight(row, turned(row) if columns else None, None), scale, amax)
 
 
 def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:

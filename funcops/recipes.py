@@ -38,6 +38,7 @@ class Recipe:
     dy: ClassVar[Format]
     delayed = False
     hadamard = False  # of the operands of dw
+    stochastic = False  # of dy
     multiple = 1  # what in_features and out_features must be divisible by
     capability = (8, 9)  # the least of a CUDA device whose tensor cores take the formats
 
@@ -145,11 +146,13 @@ class MXFP8(Recipe):
 @config
 class NVFP4(Recipe):
     """e2m1 in blocks of 1x16 (w: 16x16) with e4m3 scales, beside a float32 one a tensor. `hadamard`: the operands of dw are
-    transformed along tokens, 16 at a time. For sm_100."""
+    transformed along tokens, 16 at a time. `stochastic`: dy is rounded so, by keys in the working tree (`quantize_params(...,
+    key=key)`, and `with_keys` for each further microbatch). For sm_100."""
 
     keep: str = "col"
     wgrad: str = "low"
     hadamard: bool = True
+    stochastic: bool = False
     emulate: bool = False
     multiple = 16
     capability = (10, 0)

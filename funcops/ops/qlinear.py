@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
@@ -195,6 +196,9 @@ def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig
         weight = weight.value
     if isinstance(weight, QWeight):
         _check_quantized(where, weight, x, cfg)
+    elif recipe.stochastic:
+        wanted = "a QWeight with a key, as quantize_params(params, cfg, key=key) makes it (the recipe rounds dy stochastically)"
+        fail(where, "params.weight", wanted, describe(weight), TypeError)
     else:
         check(where, "params.weight", weight, cfg.linear.weight_shape, x.dtype, x)
     if cfg.bias:
@@ -214,6 +218,8 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: QLinearConfig)
             f"{where}: params.weight must be made of the weight as it is now, got codes of one that was written to since. "
             "Make the working tree again after an update: quantize_params(params, cfg)"
         )
+    if cfg.recipe.stochastic:
+        check(where, "params.weight.key", weight.key, (2,), torch.int64, x)
     for side in ("row", "col"):
         q = getattr(weight, side)
         if q is None and side == "col":
@@ -244,7 +250,7 @@ def _row_of(weight: Any, recipe: Recipe) -> QTensor:
 def _col_of(weight: Any, recipe: Recipe) -> QTensor:
     """The weight by columns, for dx."""
     if isinstance(weight, Scaled):
-        weight = weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None)
+        weight = weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None, None)
     if isinstance(weight, QWeight):
         return turned(weight.row) if weight.col is None else weight.col
     return quantize_tensor(weight, recipe.w, side="col")
@@ -282,12 +288,8 @@ def _dgrad(
         row, amax = scaled_tensor(dy, recipe.dy, weight.scale[2:3])
         col = turned(row) if low else None
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
-    elif needs.x and low:
-        row, col = _sides(dy, recipe.dy, recipe)
-    elif needs.x:
-        row = quantize_tensor(dy, recipe.dy)
-    elif low:
-        col = quantize_tensor(dy, recipe.dy, side="col", hadamard=recipe.hadamard)
+    elif needs.x or low:
+        row, col = _of_gradient(dy, recipe, weight, bool(needs.x), low)
     dx = NO_GRADIENT
     if needs.x and row is not None:
         dx = _product(row, _col_of(weight, recipe), dy.dtype).reshape(*dy.shape[:-1], cfg.in_features)
@@ -295,6 +297,17 @@ def _dgrad(
     db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
     kept = col if low else dy
     return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db, amaxes=amaxes, dtype=dy.dtype)
+
+
+def _of_gradient(dy: Tensor, recipe: Recipe, weight: Any, rows: bool, columns: bool) -> tuple[QTensor | None, QTensor | None]:
+    """dy by rows, for dx, and by columns, for dw."""
+    if rows and columns and not recipe.stochastic:
+        return _sides(dy, recipe.dy, recipe)
+    keys = random.split(weight.key, 2) if recipe.stochastic else (None, None)
+    row = quantize_tensor(dy, recipe.dy, key=keys[0]) if rows else None
+    if not columns:
+        return row, None
+    return row, quantize_tensor(dy, recipe.dy, side="col", key=keys[1], hadamard=recipe.hadamard)
 
 
 def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
@@ -306,8 +319,10 @@ def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
         return products.linear_wgrad(dy, x, False)[0].to(out)  # type: ignore[no-any-return]
     if not isinstance(x, QTensor):
         x = quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
-    elif x.side == "row":
-        x = turned(x)
+    else:
+        side = "row" if recipe.keep == "row" or x.side == "row" else "col"
+        check_quantized("qlinear_wgrad", "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
+        x = turned(x) if side == "row" else x
     return _product(dy, x, out)
 
 

@@ -53,7 +53,7 @@ def working(i, o, recipe, bias, columns):
 
     def params(d):
         row, col = quantize_sides(d.randn(o, i), recipe.w)
-        return LinearParams(QWeight(row, col if columns else None), d.randn(o) if bias else None)
+        return LinearParams(QWeight(row, col if columns else None, None), d.randn(o) if bias else None)
 
     return params
 
