@@ -1,5 +1,8 @@
 """The Triton implementations, run by Triton's interpreter where there is no GPU, held to the same laws."""
 
+import itertools
+from random import Random
+
 import pytest
 import torch
 from test_laws import MODULES
@@ -7,7 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import random
 from funcops.backend import backend
-from funcops.kernels import cross_entropy, linear, norm, pointwise
+from funcops.kernels import add_norm, cross_entropy, linear, norm, pointwise
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
 from funcops.trees import tensors
@@ -85,6 +88,47 @@ def test_rows_longer_than_a_program_keeps(centre, width):
     with backend("triton"):
         got = run()
     assert_close(got, want, dtype=torch.float32, length=width)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_long_rows_that_begin_anywhere(dtype):
+    draw = Random(str(dtype))
+    for width in (2049, 16 * draw.randrange(129, 512) + draw.randrange(1, 16)):
+        x, residual = torch.randn(3, width).to(dtype), torch.randn(3, width).to(dtype)
+        w, b, by, eps = torch.randn(width).to(dtype), torch.randn(width).to(dtype), draw.randrange(8), 1e-6
+        for kernel, args in (
+            (norm.rms_norm_fwd, (w, eps, True)),
+            (norm.layer_norm_fwd, (w, draw.choice([None, b]), eps, False)),
+            (norm.l2_norm_fwd, (eps,)),
+            (add_norm.add_layer_norm_fwd, (residual, w, b, eps, draw.random() < 0.5)),
+        ):
+            want = kernel(x, *args)
+            with backend("triton"):
+                got = kernel(offset(x, by), *args)
+            assert_close(got, want, dtype=dtype, length=width)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_rows_that_are_taken_in_pieces(dtype):
+    """Of all pieces, and of rows that end within one or before one; whatever is asked for, with and without a weight."""
+    draw = Random(str(dtype))
+    asked = list(itertools.product((False, True), repeat=4))  # 1 + w, dx, dw, db
+    for width, (shifted, *wanted) in zip((16384, 12304, 8208), draw.sample(asked, 3), strict=True):
+        x, dy, dstream = (torch.randn(3, width).to(dtype) for _ in range(3))
+        w = draw.choice([None, torch.randn(width).to(dtype)])
+        mean, rstd = torch.randn(3, 1), torch.rand(3, 1) + 0.5
+        for kernel, args in (
+            (norm.rms_norm_bwd, (dy, x, w, rstd, shifted, *wanted[:2])),
+            (norm.layer_norm_bwd, (dy, x, w, mean, rstd, shifted, *wanted)),
+            (add_norm.add_rms_norm_bwd, (dy, dstream, x, w, rstd, shifted, *wanted[:2])),
+            (add_norm.add_layer_norm_bwd, (dy, dstream, x, w, mean, rstd, shifted, *wanted)),
+        ):
+            want = kernel(*args)
+            with backend("triton"):
+                got = kernel(*args)
+            assert_close(got[0], want[0], dtype=dtype, length=width)
+            summed = [[part if part is None else part.sum(0) for part in parts[1:]] for parts in (got, want)]
+            assert_close(*summed, dtype=torch.float32)
 
 
 def test_a_vocabulary_of_several_blocks():

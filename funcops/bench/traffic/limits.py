@@ -27,7 +27,6 @@ REASONS = (
         "cross_entropy", "", "moved",
         "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
-    Reason("add_layer_norm_bwd", "x16384", "spills", "24 bytes a thread; Liger's layer norm, which adds nothing, spills 240"),
     Reason(
         "(rms|layer|l2|add_rms)_norm_bwd", "x32768$", "moved",
         "rows of 64 KB leave no registers, and their two sums take a pass of their own; who keeps them spills 8 to 648 bytes a "
@@ -40,12 +39,12 @@ REASONS = (
         "232 and 229 (added to)",
     ),
     Reason(
-        ".*norm_(fwd|bwd)|row_sums|sum_parts", "x4099$", "wide",
-        "each row begins at another odd address, apart from weight and partial sums; the others' accesses are as narrow",
+        "(rms|layer|add_rms|add_layer)_norm_fwd", "x4099$", "wide",
+        "rows go by 16 bytes; weight and bias, which lie otherwise to each row, by 16 bits, from the cache",
     ),
     Reason(
-        "(rms|layer|add_layer)_norm_fwd", "x4099$", "instructions",
-        "an access for each element of 16 bits; under the 9.5 that an H100 has time for",
+        ".*norm_bwd|row_sums|sum_parts", "x4099$", "wide",
+        "each row begins at another odd address, apart from weight and partial sums; the others' accesses are as narrow",
     ),
     Reason("_fold_in", "", "wide", "two numbers of 64 bits: a launch is all that it takes"),
 )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
+from funcops.kernels.triton.aligned import GROUP
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
 from funcops.kernels.triton.pointwise import dropout_add, threshold_and_factor
 
@@ -17,6 +18,7 @@ LONGEST_BYTES = 32768  # of the rows that a backward takes whole
 CHUNK = 2048  # elements of a longer row
 FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows where they are short
 ODD_WHOLE = 4096  # elements of such a row at odd addresses
+PIECES = 4  # of a 16-bit row that takes a program's tile more than once
 TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # of a backward: what a program loads at a time, of dy and of x
 PARTS = 128  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
 PROGRAMS = 512  # of a backward of longer rows, over parts and chunks of columns
@@ -103,6 +105,11 @@ def normalise(
         kernels.launch_forward_long(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
+    elif width % 16 and width > FORWARD_TILE and key is None:
+        block = block_of(width // GROUP * GROUP, ODD_LONGEST)
+        kernels.launch_forward_odd(
+            rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, block, num_warps=warps_of(block // 2)
+        )  # fmt: skip
     else:
         block = block_of(width, LONGEST)
         at_once = max(1, FORWARD_TILE // block)
@@ -131,13 +138,19 @@ def gradients(
     tensors, normed = (mean, rstd, add), (b is not None, again is not None)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
+    if whole is not None and whole.again and x.itemsize == 2 and (dw or db or how.centre):
+        kernels.launch_backward_row(
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
+            dx and dw and db,  # two partial sums leave no registers to keep the row
+            PIECES, whole.block // PIECES, num_warps=whole.warps,
+        )  # fmt: skip
+        return d_x, d_w, d_b
     if whole is not None:
-        # of float32, and where a mean leaves no registers: else a few bytes of spills cost less than to load twice
-        twice = whole.again and dx and (how.centre or x.itemsize == 4)
+        twice = whole.again and dx and x.itemsize == 4
         kernels.launch_backward(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db, twice,
             1 if whole.again or width % 16 else stages(), whole.at_once, whole.block,
-            num_warps=most_warps() if twice and x.itemsize == 4 else whole.warps,  # 16 would spill float32, 32 would spill 16 bits
+            num_warps=most_warps() if twice else whole.warps,  # 16 would spill float32
         )  # fmt: skip
         return d_x, d_w, d_b
     sums = x.new_empty((rows, 2), dtype=torch.float32) if dx else None

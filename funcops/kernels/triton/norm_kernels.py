@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from funcops.backend.launch import launcher
+from funcops.kernels.triton.aligned import ends, whole_groups
 from funcops.kernels.triton.common import load_wide, rounded, store_rounded
 from funcops.kernels.triton.pointwise import philox_words
 
@@ -54,6 +55,46 @@ def dropped(x, first, key_ptr, threshold, factor, ROWS: tl.constexpr, BLOCK: tl.
     block = first[:, None] + tl.arange(0, BLOCK // 4)[None, :]
     words = tl.reshape(philox_words(block, tl.load(key_ptr), tl.load(key_ptr + 1)), [ROWS, BLOCK])
     return tl.where(words >= tl.cast(threshold, tl.uint32), x * factor, x * 0.0)
+
+
+@triton.jit
+def _forward_odd(
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, width, alpha: tl.float32, eps: tl.float32,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_forward`, one row that may begin anywhere: its whole groups of 16 bytes, and its two ends."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr, before, size = whole_groups(x_ptr, row * width, width, False)
+    y_ptr, _, _ = whole_groups(y_ptr, row * width, width, False)
+    i = tl.arange(0, BLOCK)
+    inside = i < size
+    j, at_end = ends(before, size, width)
+    x, x_end = load_wide(x_ptr + i, inside), load_wide(x_ptr + j, at_end)
+    if ADD:
+        residual_ptr, _, _ = whole_groups(residual_ptr, row * width, width, False)
+        stream_ptr, _, _ = whole_groups(stream_ptr, row * width, width, False)
+        x = add_rounded(x, residual_ptr, stream_ptr, i, inside)
+        x_end = add_rounded(x_end, residual_ptr, stream_ptr, j, at_end)
+    mean = 0.0
+    if CENTRE:
+        mean = (tl.sum(x, 0) + tl.sum(x_end, 0)) / width
+        tl.store(mean_ptr + row, mean)
+    x, x_end = tl.where(inside, x - mean, 0.0), tl.where(at_end, x_end - mean, 0.0)
+    rstd = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(x_end * x_end, 0)) * alpha + eps)
+    tl.store(rstd_ptr + row, rstd)
+    store_rounded(y_ptr + i, _scaled(x * rstd, w_ptr, b_ptr, before + i, inside, WEIGHT, SHIFTED, BIAS), inside)
+    store_rounded(y_ptr + j, _scaled(x_end * rstd, w_ptr, b_ptr, before + j, at_end, WEIGHT, SHIFTED, BIAS), at_end)
+
+
+@triton.jit
+def _scaled(n, w_ptr, b_ptr, i, inside, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr):
+    """n * (w or 1 + w) + b."""
+    if WEIGHT:
+        n *= _weight(w_ptr, i, inside, SHIFTED)
+    if BIAS:
+        n += load_wide(b_ptr + i, inside)
+    return n
 
 
 @triton.jit
@@ -181,6 +222,94 @@ def _backward(
 
 
 @triton.jit
+def _backward_row(
+    dy_ptr, x_ptr, w_ptr, b_ptr, mean_ptr, rstd_ptr, add_ptr, dx_ptr, y_ptr, dw_ptr, db_ptr, rows, width, alpha: tl.float32,
+    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
+    NORMED: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, AGAIN: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As `_backward`, one row at a time, in PIECES of 16-bit elements. A branch stands around the rest of each: else the compiler
+    has all pieces in float32 at a time, for which there are no registers. w is loaded anew for each pass: that takes fewer, too."""
+    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    i = tl.arange(0, BLOCK)
+    dw, db = (), ()
+    for _ in tl.static_range(PIECES):
+        dw, db = dw + (tl.zeros([BLOCK], tl.float32),), db + (tl.zeros([BLOCK], tl.float32),)
+    for row in tl.range(part, rows, parts, num_stages=1):
+        at = row * width + i
+        rstd, mean = tl.load(rstd_ptr + row), 0.0
+        if CENTRE:
+            mean = tl.load(mean_ptr + row)
+        dy, x, add = (), (), ()
+        for k in tl.static_range(PIECES):
+            inside = k * BLOCK + i < width
+            dy = dy + (tl.load(dy_ptr + at + k * BLOCK, mask=inside, other=0.0),)
+            x = x + (tl.load(x_ptr + at + k * BLOCK, mask=inside, other=0.0),)
+        along, plain = 0.0, 0.0
+        if DX:
+            along, plain = _sums_of_row(dy, x, w_ptr, width, mean, rstd, CENTRE, WEIGHT, SHIFTED, PIECES, BLOCK)
+            along, plain = along * alpha, plain * alpha
+        if AGAIN:
+            tl.debug_barrier()  # else the compiler keeps what it has loaded
+        if ADD:
+            for k in tl.static_range(PIECES):
+                add = add + (tl.load(add_ptr + at + k * BLOCK, mask=k * BLOCK + i < width, other=0.0),)
+        new_dw, new_db = (), ()
+        for k in tl.static_range(PIECES):
+            to_dw, to_db = dw[k], db[k]
+            if k * BLOCK < width:
+                inside = k * BLOCK + i < width
+                if AGAIN:
+                    each_dy, n, g = _terms(dy_ptr + k * BLOCK, x_ptr + k * BLOCK, 0.0, at, inside, mean, rstd, False)
+                else:
+                    each_dy, n = dy[k].to(tl.float32), (x[k].to(tl.float32) - mean) * rstd
+                if DW:
+                    to_dw += each_dy * n
+                if DB:
+                    to_db += each_dy
+                w = 1.0
+                if WEIGHT:
+                    w = _weight(w_ptr + k * BLOCK, i, inside, SHIFTED)
+                if NORMED:
+                    y = n * w
+                    if BIAS:
+                        y += load_wide(b_ptr + k * BLOCK + i, inside)
+                    store_rounded(y_ptr + at + k * BLOCK, y, inside)
+                if DX:
+                    g = each_dy * w
+                    dx = rstd * (g - plain - n * along)
+                    if ADD:
+                        dx += add[k].to(tl.float32)
+                    store_rounded(dx_ptr + at + k * BLOCK, dx, inside)
+            new_dw, new_db = new_dw + (to_dw,), new_db + (to_db,)
+        dw, db = new_dw, new_db
+    for k in tl.static_range(PIECES):
+        at, inside = part * width + k * BLOCK + i, k * BLOCK + i < width
+        if DW:
+            tl.store(dw_ptr + at, dw[k], mask=inside)
+        if DB:
+            tl.store(db_ptr + at, db[k], mask=inside)
+
+
+@triton.jit
+def _sums_of_row(
+    dy, x, w_ptr, width, mean, rstd, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """sum(g n) and, where centred, sum(g), of a row in PIECES; 8 elements, which one thread has, become one at once."""
+    i = tl.arange(0, BLOCK)
+    along, plain = tl.zeros([BLOCK // 8], tl.float32), tl.zeros([BLOCK // 8], tl.float32)
+    for k in tl.static_range(PIECES):
+        g, n = dy[k].to(tl.float32), (x[k].to(tl.float32) - mean) * rstd
+        if WEIGHT:
+            g *= _weight(w_ptr + k * BLOCK, i, k * BLOCK + i < width, SHIFTED)
+        along += tl.sum(tl.reshape(g * n, [BLOCK // 8, 8]), 1)
+        if CENTRE:
+            plain += tl.sum(tl.reshape(g, [BLOCK // 8, 8]), 1)
+    return tl.sum(along, 0), tl.sum(plain, 0)
+
+
+@triton.jit
 def _row_sums(
     dy_ptr, x_ptr, w_ptr, mean_ptr, rstd_ptr, sums_ptr, width, alpha: tl.float32,
     CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BLOCK: tl.constexpr,
@@ -277,6 +406,7 @@ def _sum_parts(
     store_rounded(total_ptr + i, found, i < width)
 
 
-launch_forward, launch_forward_long = launcher(_forward), launcher(_forward_long)
-launch_backward, launch_backward_long, launch_row_sums = launcher(_backward), launcher(_backward_long), launcher(_row_sums)
+launch_forward, launch_forward_odd, launch_forward_long = launcher(_forward), launcher(_forward_odd), launcher(_forward_long)
+launch_backward, launch_backward_row, launch_backward_long = launcher(_backward), launcher(_backward_row), launcher(_backward_long)
+launch_row_sums = launcher(_row_sums)
 launch_column_sums, launch_sum_parts = launcher(_column_sums), launcher(_sum_parts)
