@@ -50,16 +50,16 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
 
 @functools.lru_cache(maxsize=256)
 def _with_policy(op: Op, policy: Policy) -> Op:
-    memo: dict[Any, tuple[Op, Any, list[Any]]] = {}
+    memo: dict[Any, tuple[Op, Any, list[int]]] = {}
     packs = any(isinstance(action, Compress | Offload) for _, action in policy.rules)
 
-    def inner_of(cfg: Any) -> tuple[Op, Any, list[Any]]:
+    def inner_of(cfg: Any) -> tuple[Op, Any, list[int]]:
         """The op and config under the policy, and the rules of which no forward has shown yet that they make something smaller."""
         found = memo.get(cfg)
         if found is None:
             if type(cfg) is not op.config:
                 fail(op.name, "cfg", op.config.__name__, type(cfg).__name__, TypeError)
-            rules = [] if policy.optional else [rule for rule in policy.rules if isinstance(rule[1], Compress)]
+            rules = [i for i, (_, action) in enumerate(policy.rules) if isinstance(action, Compress) and not policy.optional]
             found = remember(memo, cfg, (*resolved(op, cfg, policy), rules))
         return found
 
@@ -75,7 +75,7 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         with one_form_each():
             y, residuals = inner.fwd(params, x, inner_cfg, needs=needs)
         if not tracing() and unseen:
-            unseen[:] = [(pattern, action) for pattern, action in unseen if not _makes_smaller(policy, pattern, action, residuals)]
+            unseen[:] = [rule for rule in unseen if not _makes_smaller(policy, rule, residuals)]
         return y, residuals
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
@@ -123,16 +123,17 @@ def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:
         fail("with_policy", "rules", wanted, f"{said}{'' if all(forms.values()) else ' alone'}")
     for i, (pattern, action) in enumerate(policy.rules):
         if _same_without(op, cfg, policy, i, found):
-            why = _why_nothing_changes(known, policy, pattern, action)
+            why = _why_nothing_changes(known, policy, i)
             fail("with_policy", f"rules at {pattern!r}", "one that changes what is kept", f"{action}, without effect: {why}")
     return found
 
 
-def _makes_smaller(policy: Policy, pattern: str, action: Action, residuals: Any) -> bool:
+def _makes_smaller(policy: Policy, rule: int, residuals: Any) -> bool:
     """Whether something is kept that the rule compresses. Raises `ValueError` where all that it is for is kept as it is."""
-    values = [value for path, value in kept_fields(residuals) if policy.action(path) is action and value is not None]
+    values = [value for path, value in kept_fields(residuals) if policy.rule_for(path) == rule and value is not None]
     packed = any(type(value) is Packed for value in values)
     if values and not packed:
+        pattern, action = policy.rules[rule]
         kinds = ", ".join(dict.fromkeys(describe(value) for value in values))
         fail("with_policy", f"rules at {pattern!r}", "for tensors that it makes smaller", f"{action} for {kinds}")
     return packed
@@ -152,12 +153,12 @@ def _same_without(op: Op, cfg: Any, policy: Policy, rule: int, found: tuple[Op, 
         return False
 
 
-def _why_nothing_changes(known: dict[str, Field | None], policy: Policy, pattern: str, action: Action) -> str:
-    decided = [path for path in fnmatch.filter(known, pattern) if policy.action(path) is action]
+def _why_nothing_changes(known: dict[str, Field | None], policy: Policy, rule: int) -> str:
+    decided = [path for path in known if policy.rule_for(path) == rule]
     fields = [path for path in decided if known[path] is not None]
     if not decided:
         return "later rules decide for all that it matches"
-    if not fields and not isinstance(action, Recompute):
+    if not fields and not isinstance(policy.rules[rule][1], Recompute):
         below = [path for path in known if path.startswith(f"{decided[0]}.") and known[path] is not None]
         return f"of a step, only Recompute is one; fields of {decided[0]} are {', '.join(below) or 'none'}"
     if fields and all(field.of_params for path in fields if (field := known[path]) is not None):

@@ -81,7 +81,12 @@ class Policy:
 
     def action(self, path: str) -> Action | None:
         """What the last matching rule says."""
-        found = [action for pattern, action in self.rules if fnmatch.fnmatchcase(path, pattern)]
+        rule = self.rule_for(path)
+        return None if rule is None else self.rules[rule][1]
+
+    def rule_for(self, path: str) -> int | None:
+        """Which rule decides."""
+        found = [i for i, (pattern, _) in enumerate(self.rules) if fnmatch.fnmatchcase(path, pattern)]
         return found[-1] if found else None
 
     def without(self, rule: int) -> Policy:
