@@ -51,6 +51,15 @@ def fail(where: str, name: str, expected: str, got: object, error: type[Exceptio
     raise error(f"{where}: {name} must be {expected}, got {got}")
 
 
+def stale(
+    where: str, what: str, by: str = "forward", hint: str = "", aliases: str = "", error: type[Exception] = StaleResidualError
+) -> NoReturn:
+    """Raise for a tensor that is not as the forward (or what `by` names) left it: the one wording of every guard."""
+    of = f" (it aliases {aliases})" if aliases else ""
+    end = f". {hint}" if hint else ""
+    raise error(f"{where}: {what} must be as the {by} left it, got a tensor that was written to since{of}{end}")
+
+
 def in_step(error: Exception, name: object) -> None:
     """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps
     give the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not

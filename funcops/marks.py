@@ -2,7 +2,8 @@
 and how that goes along with a tree.
 
 A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
-a NumPy array or a raw pointer, goes unnoticed here as it does in autograd.
+a NumPy array or a raw pointer, goes unnoticed here as it does in autograd. Nobody else here reads a version: nodes ask for
+their marks by the source that `mark_source` writes, all others by `Versions`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.errors import DonatedError
+from funcops.errors import DonatedError, StaleResidualError, stale
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
 STALE = -1  # the mark of a copy of what was stale: no version is below 0
@@ -73,6 +74,44 @@ def version(t: Any) -> Any:
         return t._version
     except RuntimeError:
         return None
+
+
+def mark_source(tensor: str, tree: bool, name: str = "") -> str:
+    """`versions` of an expression as source, where that is a tensor or None (a `tree`: anything): faster by a call. `name`: a local
+    for what takes long to evaluate."""
+    if tree:
+        return f"versions({tensor})"
+    return f"() if {f'({name} := {tensor})' if name else tensor} is None else {name or tensor}._version"
+
+
+class Versions:
+    """The tensors of a tree, which it holds, as they are when it is made: whoever writes to one is noticed since."""
+
+    __slots__ = ("_marks", "_tensors", "_tree")
+
+    def __init__(self, tree: Any, found: list[Tensor]) -> None:
+        self._tree, self._tensors, self._marks = tree, found, [version(t) for t in found]
+
+    @staticmethod
+    def of(tree: Any) -> Versions:
+        return Versions(tree, tensors(tree))
+
+    def now(self) -> Versions:
+        """The same tensors as they are now."""
+        return Versions(self._tree, self._tensors)
+
+    def written(self) -> list[Tensor]:
+        """Those that were written to since."""
+        return [t for t, mark in zip(self._tensors, self._marks, strict=True) if version(t) != mark]
+
+    def check(
+        self, where: str, what: str, by: str = "forward", hint: str = "", error: type[Exception] = StaleResidualError
+    ) -> None:
+        """Raise with the path of a tensor in `what`, which is the tree, if one was written to since."""
+        found = self.written()
+        if found:
+            path = next(path for path, leaf in paths(self._tree).items() if leaf is found[0])
+            stale(where, f"{what}.{path}" if path else what, by, hint, error=error)
 
 
 def marks_of(node: Any) -> tuple[Any, ...] | None:

@@ -132,7 +132,8 @@ class Op(NamedTuple):
     it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
     own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
     fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
-    or a view of it."""
+    or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet
+    run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once."""
 
     name: str
     config: type
@@ -149,6 +150,7 @@ class Op(NamedTuple):
     again: Any = None
     lower: Any = None
     view: bool = False
+    products: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -193,11 +195,11 @@ def _op_at(module: str, name: str) -> Any:
 
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
-    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False,
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False, products: Any = None,
 ) -> Op:  # fmt: skip
-    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`. The functions carry the decorators
-    below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks
-    it)."""
+    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
+    functions carry the decorators below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for
+    bit (the Split law checks it)."""
     if bool(cheap) != (again is not None):
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
     init = init or _no_params(name, config)
@@ -206,7 +208,8 @@ def make_op(
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
     residuals = getattr(dgrad, "opens", None)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view)
+    products = _products(wgrad, products)
+    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products)
 
 
 def no_params(
@@ -227,6 +230,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`:
     the function and arguments that make it, by which it is pickled."""
     fwd.made_by = made_by
+    if "wgrad" in changes:
+        changes.setdefault("products", _products(changes["wgrad"], None))
     return op._replace(**{"fwd": fwd, "again": None, "lower": None, **changes})
 
 
@@ -351,11 +356,13 @@ def bwd_of(
     return decorate
 
 
-def wgrad_of(node_class: Any, params_class: type) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
+def wgrad_of(
+    node_class: Any, params_class: type, name: str = ""
+) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
     """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
 
     def decorate(fn: Any) -> Any:
-        where = fn.__name__
+        where = name or fn.__name__
 
         @functools.wraps(fn)
         def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
@@ -458,6 +465,22 @@ def _no_wgrad(name: str, config: type) -> Any:
 
     wgrad.opens = None, NoneType  # type: ignore[attr-defined]
     return _named(wgrad, f"{name}_wgrad", config.__module__, f"`{name}` has no params: takes None and returns None.")
+
+
+def _products(wgrad: Any, written: Any) -> Any:
+    """The `products` of an op: as `written`, after the checks of its wgrad, which a combinator leaves to its parts."""
+    if written is not None and not hasattr(wgrad, "opens"):
+        return written
+    checked = wgrad
+    if written is not None:
+        node_class, params_class = wgrad.opens
+        checked = wgrad_of(node_class, params_class, name=wgrad.__name__)(written)
+
+    def products(pending: Any, cfg: Any, *, into: Any) -> list[Any]:
+        found = checked(pending, cfg, into=into)
+        return [] if written is None or pending is None else found  # type: ignore[no-any-return]
+
+    return products
 
 
 def _named(fn: Any, name: str, module: str, doc: str) -> Any:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
-from funcops.errors import DonatedError, StaleResidualError, describe, fail
-from funcops.marks import STALE, Gone, Missing, Moved, marks_of, post_init, stale_path, version, versions
+from funcops.errors import DonatedError, describe, fail, stale
+from funcops.marks import STALE, Gone, Missing, Moved, mark_source, marks_of, post_init, stale_path, version, versions
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.trees import register, register_node, show, static
@@ -106,6 +106,7 @@ class Inputs(NamedTuple):
 
 _PLAIN = tuple(Inputs(tuple, n) for n in range(5))
 NO_GRADIENT: Any = None  # what was not needed: a result's type says what it is where it was, as a field's does
+_CLONE = "Run the backward first, or put a clone in its place with funcops.trees.replace"
 _STATICS = ("inputs", "shape", "dtype")
 
 
@@ -207,11 +208,8 @@ class Saved:
             shape = self.fields[path.partition(".")[0]].shape
             fail(where, f"{self.kind}.{path}", f"a tensor ({shape}), as the forward kept it", None, TypeError)
         path = self.stale() or self.guarded[0]
-        alias = self.fields[path.partition(".")[0]].alias
-        raise StaleResidualError(
-            f"{where}: {self.kind}.{path} must be as the forward left it, got a tensor that was written to since "
-            f"(it aliases {alias or 'an input'}). Run the backward first, or put a clone in its place with funcops.trees.replace"
-        )
+        alias = self.fields[path.partition(".")[0]].alias or "an input"
+        stale(where, f"{self.kind}.{path}", hint=_CLONE, aliases=alias)
 
     def __copy__(self) -> Any:
         self.unused("copy.copy")
@@ -359,7 +357,7 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     made.guarded = tuple(n for n, f in made.fields.items() if f.alias or f.tree)
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
-    made.marks_source = "".join(map(_mark_source, [made] * len(made.guarded), made.guarded))
+    made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
     made._moved = property(Moved.of)
     register(made, aside="_moved")
     return made
@@ -410,13 +408,6 @@ def fresh(self):
 """
 
 
-def _mark_source(cls: Any, name: str) -> str:
-    """The mark of a field of the node `n`, as source."""
-    if cls.fields[name].tree:
-        return f"versions(n.{name}), "
-    return f"() if (t := n.{name}) is None else t._version, "
-
-
 def _write_methods(cls: Any) -> dict[str, Any]:
     """`keep`, `twin` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
 
@@ -427,9 +418,6 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     def lines(form: str, of: Iterable[str]) -> str:
         return "; ".join(form.format(n=n) for n in of) or "pass"
 
-    def mark(name: str) -> str:
-        return f"versions({name}), " if cls.fields[name].tree else f"() if {name} is None else {name}._version, "
-
     names = cls.names
     source = _SOURCE.format(
         parameters="".join(f", {n}=None" for n in names),
@@ -438,7 +426,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
         reads=lines("{n} = self.{n}", cls.guarded),
-        marks="".join(map(mark, cls.guarded)),
+        marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
     scope: dict[str, Any] = dict(
         is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.ops.linear_wgrads import Product, linear_wgrads
+from funcops.ops.linear_wgrads import Product
 from funcops.testing.laws import float_like
 from funcops.trees import leaves, tensors, tree_map_tensors
 
@@ -80,7 +80,7 @@ def test_joined_weight_gradients_do_not_wait(how, rows, indexing, monkeypatch):
         for n in rows:
             dy, x = (torch.empty(n, size, dtype=torch.bfloat16, device="cuda") for size in (16, 32))
             made.append(Product.of(dy, x, torch.empty(16, 32, device="cuda"), torch.empty(16, device="cuda")))
-        linear_wgrads(made, how)
+        Product.join(made, how)
     assert all(p.dw.is_cuda for p in made)
 
 

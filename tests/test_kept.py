@@ -1,7 +1,5 @@
 """What is kept and how it is told: frozen prefixes, masks of layers, policies and weights, storages in a report, other threads."""
 
-import threading
-
 import pytest
 import torch
 from test_laws import MODULES
@@ -12,7 +10,6 @@ from funcops import (
     Compress,
     DropoutConfig,
     LinearConfig,
-    LinearParams,
     Needs,
     ParallelConfig,
     Policy,
@@ -21,7 +18,6 @@ from funcops import (
     Step,
     WithExtras,
     activation,
-    batch_wgrads,
     chain,
     donate,
     dropout,
@@ -121,32 +117,6 @@ def test_a_report_counts_the_memory_that_a_tensor_keeps_alive():
     assert report(kept, params, buffer).kept_bytes == 0 and report(kept, params, buffer).aliased_bytes == buffer.nbytes + 48
     both = replace(kept, weight=buffer[5:8])
     assert [row.bytes for row in report(both).rows] == [buffer.nbytes, 0], "shared memory counts once"
-
-
-def test_weight_gradients_of_other_threads_are_theirs():
-    """A wgrad elsewhere, while `batch_wgrads` collects here, adds at once."""
-    cfg = LinearConfig(4, 3)
-    params, x = linear.init(cfg, key=random.key(0)), torch.randn(2, 4)
-    _, pending = linear.dgrad(linear.fwd(params, x, cfg)[1], torch.ones(2, 3), cfg)
-    want, seen = linear.wgrad(pending, cfg), []
-
-    def elsewhere():
-        sums = LinearParams(torch.zeros(3, 4), torch.zeros(3))
-        linear.wgrad(pending, cfg, into=sums)
-        seen.append([t.clone() for t in leaves(sums)])
-
-    def wgrad(waiting, cfg, *, into=None):
-        if into is not None:
-            thread = threading.Thread(target=elsewhere)
-            thread.start()
-            thread.join()
-        return linear.wgrad(waiting, cfg, into=into)
-
-    total = batch_wgrads(linear._replace(wgrad=wgrad), [pending, pending], cfg)
-    assert len(seen) == 2
-    for sums in seen:
-        assert all(torch.allclose(s, g) for s, g in zip(sums, leaves(want), strict=True))
-    assert all(torch.allclose(s, 2 * g) for s, g in zip(leaves(total), leaves(want), strict=True))
 
 
 @pytest.mark.parametrize("needs", [Needs(x=False), Needs(params=False), Needs(params="0.down")], ids=str)

@@ -80,6 +80,12 @@ def test_layers_of_the_package():
     assert list(wrong(ROOT / "funcops")) == []
 
 
+def test_one_file_reads_versions():
+    """So that there is one guard, whatever is guarded."""
+    readers = {p.name for p in (ROOT / "funcops").rglob("*.py") if re.search(r"\._version\b", p.read_text())}
+    assert readers == {"marks.py"}
+
+
 def test_a_violation_is_caught(tmp_path):
     (tmp_path / "ops").mkdir()
     (tmp_path / "ops" / "bad.py").write_text("from funcops.compose.chain import chain\nimport optree\nimport triton\n")

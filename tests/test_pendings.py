@@ -1,35 +1,50 @@
 """Pendings as data: summed in few products, put away, saved, moved, reported; each used once."""
 
 import copy
+import random as pyrandom
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensor
 
 from funcops import (
+    ActivationConfig,
+    AddConfig,
     ChainConfig,
     Compress,
     LinearConfig,
     LinearParams,
     Needs,
     Offload,
+    ParallelConfig,
+    Policy,
     RepeatConfig,
     RMSNormConfig,
+    SkipConfig,
     Step,
+    activation,
+    add,
     batch_wgrads,
     chain,
     donate,
     fetch,
     linear,
+    parallel,
     random,
+    remat,
     repeat,
     report,
     rms_norm,
+    skip,
     stow,
+    with_policy,
 )
 from funcops.checkpoint import load, save
 from funcops.errors import DonatedError
+from funcops.op import wrap
 from funcops.ops import linear_wgrads
 from funcops.testing.tolerances import assert_close
 from funcops.trees import cast, leaves, nbytes, paths, tensors, tree_map_tensors
@@ -148,6 +163,65 @@ def test_how_many_products(how, products):
     assert counter.products == products
 
 
+def wrapped(draw, op, cfg, depth):
+    """A drawn op around one whose x is as y, and how many weights it has for each of that one."""
+    if depth == 0:
+        return op, cfg, 1
+    inner, inner_cfg, n = wrapped(draw, op, cfg, depth - 1)
+    kind, times = draw.choice(WRAPS if depth == 1 else WRAPS[:-1]), draw.randint(2, 3)
+    if kind == "chain":
+        act = Step("act", activation, ActivationConfig("silu"))
+        return chain, ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("in", inner, inner_cfg), act)), n
+    if kind == "skip":
+        return skip, SkipConfig(inner, inner_cfg), n
+    if kind == "repeat":
+        return repeat, RepeatConfig(inner, inner_cfg, times, stacked=draw.random() < 0.5), n * times
+    if kind == "parallel":
+        branches = ParallelConfig(branches=(Step("a", inner, inner_cfg), Step("b", inner, inner_cfg)))
+        return chain, ChainConfig(steps=(Step("both", parallel, branches), Step("sum", add, AddConfig()))), 2 * n
+    if kind == "remat":
+        return remat(inner), inner_cfg, n
+    return with_policy(chain, kind), ChainConfig(steps=(Step("in", inner, inner_cfg),)), n
+
+
+WRAPS = ["chain", "skip", "repeat", "parallel", "remat", "minimal", "save_all", Policy({"*": Compress("bf16")})]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_products_are_joined_wherever_they_are(seed):
+    """In whatever an op is wrapped, its products are of their weights alone, and their sums those of one wgrad after another."""
+    draw = pyrandom.Random(seed)
+    op, cfg, weights = wrapped(draw, linear, LinearConfig(8, 8, bias=seed % 3 > 0), 1 + seed % 4)
+    params, pendings = pendings_of(op, cfg, [4, 4, 4])
+    want, counter, alone = one_by_one(op, pendings, cfg, zeros(params)), Counter(), Counter()
+    into = [zeros(params), zeros(params)]
+    with counter:
+        batch_wgrads(op, pendings, cfg, into=into[0], how="concatenate")
+    with alone:
+        batch_wgrads(op, [donate(p) for p in pendings], cfg, into=into[1], how="each")
+    assert (counter.products, alone.products) == (weights, 3 * weights)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(into[1]), tensors(want), strict=True))
+    assert_close(into[0], want, dtype=torch.float64)
+
+
+def test_sums_within_others():
+    """A weight gradient may itself be such a sum, on whatever thread."""
+    cfg = LinearConfig(8, 4)
+    params, pendings = pendings_of(linear, cfg, [3, 3])
+
+    def wgrad(pending, cfg, *, into=None):
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(batch_wgrads, linear, [pending, pending], cfg, into=into).result()
+        return batch_wgrads(linear, [pending], cfg, into=found)
+
+    def fwd(params, x, cfg, *, needs=Needs.ALL):
+        return linear.fwd(params, x, cfg, needs=needs)
+
+    thrice = wrap(linear, (None, ()), fwd=fwd, wgrad=wgrad)
+    want = one_by_one(linear, pendings * 3, cfg, zeros(params))
+    assert_close(batch_wgrads(thrice, pendings, cfg, into=zeros(params)), want, dtype=torch.float64)
+
+
 class Counter(torch.utils._python_dispatch.TorchDispatchMode):
     """Counts matrix products."""
 
@@ -158,7 +232,7 @@ class Counter(torch.utils._python_dispatch.TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         names = ("mm", "addmm", "bmm", "_grouped_mm", "addmm_", "baddbmm")
         own = func.namespace == "funcops" and "linear" in func._schema.name
-        self.products += func._schema.name.partition("::")[2] in names or own
+        self.products += (func._schema.name.partition("::")[2] in names or own) and not isinstance(args[0], FakeTensor)
         return func(*args, **(kwargs or {}))
 
 

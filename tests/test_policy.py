@@ -194,7 +194,9 @@ def test_params_that_changed_are_stale():
     minimal = remat(chain)
     _, kept = minimal.fwd(params, x, cfg)
     params["down"].weight.add_(1.0)
-    with pytest.raises(StaleResidualError, match=r"remat\(chain\)_bwd: params and x must be as the forward left them"):
+    with pytest.raises(
+        StaleResidualError, match=r"remat\(chain\)_bwd: params\.\w+.weight must be as the forward left it, got .*runs again"
+    ):
         minimal.bwd(kept, dy, cfg)
 
 

@@ -113,7 +113,7 @@ def _backward(op, cfg, params, x, path, way):
     ):
         if any(t is at(mine, path) for t in tensors(residuals)):
             said = message_of(StaleResidualError, call)
-            assert said.startswith(inside) or "params and x must be" in said, said
+            assert said.startswith(inside) or f"params.{inside}" in said, said
             assert not any(t is not None and t.any() for t in paths(into).values())
     residuals = op.fwd(params, x, cfg)[1]
     said = message_of(ValueError, lambda: op.bwd(residuals, y, cfg, into=put(into, path, torch.zeros(7, 7))))

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import re
 
 import pytest
 import torch
@@ -9,11 +10,24 @@ from tiny_samples import tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops import LinearConfig, donate, linear, random
+from funcops import (
+    ChainConfig,
+    LinearConfig,
+    RMSNormConfig,
+    Step,
+    chain,
+    delayed_wgrad,
+    donate,
+    linear,
+    nn,
+    random,
+    remat,
+    rms_norm,
+)
 from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs import graphed, graphed_op, make_graphed_callables
 from funcops.backend import backend
-from funcops.errors import StaleResidualError
+from funcops.errors import BorrowedError, StaleResidualError
 from funcops.optim import AdamWConfig, SGDConfig, adamw_init, adamw_update, ema_update, sgd_init, sgd_update
 from funcops.trees import tensors, tree_map
 
@@ -100,6 +114,90 @@ def test_a_replay_that_writes_counts_too(update):
         linear.bwd(residuals, torch.ones_like(y), CFG)
     with pytest.raises(StaleResidualError, match="params"):
         captured.bwd(in_flight, torch.ones_like(y))
+
+
+WRITES = {
+    "in place": lambda t: t.add_(0),
+    "a view": lambda t: t.view(-1)[:1].mul_(1),
+    "detached": lambda t: t.detach().mul_(1),
+    "copy_": lambda t: t.copy_(t.clone()),
+    "copy_ of itself": lambda t: t.copy_(t),
+    "an index": lambda t: t.__setitem__(0, t[0].clone()),
+    "out=": lambda t: torch.add(t, 0, out=t),
+    "foreach": lambda t: torch._foreach_add_([t], 0),
+    "optimiser": lambda t: sgd_update(t.detach(), torch.zeros_like(t), sgd_init(t, SGDConfig()), SGDConfig(), in_place=True),
+    ".data": lambda t: t.data.add_(0),
+    "numpy": lambda t: t.detach().numpy().__iadd__(0),
+}
+UNSEEN = {".data", "numpy"}  # by autograd, too
+
+
+def of_op(op, cfg, half):
+    """The tensors that others hold too by the path at which an error names them, and the half of the backward that reads them."""
+    params, x, dy = op.init(cfg, key=random.key(0)), torch.randn(2, 4), torch.randn(2, 3)
+    kept = op.fwd(params, x, cfg)[1]
+    if half == "wgrad":
+        kept, x = op.dgrad(kept, dy, cfg)[1], dy
+        return {"dy": x}, lambda: op.wgrad(kept, cfg)
+    if half == "donate":
+        return {"x": x}, lambda: donate(kept)
+    return {"weight": tensors(params)[0], "x": x}, lambda: getattr(op, half)(kept, dy, cfg)
+
+
+def of_graph(half):
+    params, x, dy = linear.init(CFG, key=random.key(0)), torch.randn(2, 4), torch.randn(2, 3)
+    graph = graphed_op(linear, CFG, params, x, outputs="borrow")
+    y, kept = graph.fwd(params, x)
+    if half == "wgrad":
+        kept = graph.dgrad(kept, dy)[1]
+    run = (lambda: graph.wgrad(kept)) if half == "wgrad" else lambda: getattr(graph, half)(kept, dy)
+    return {"params.weight": params.weight, "slot 0.y": y, "slot 0.residuals.x": graph._slots[0].residuals.x}, run
+
+
+def of_module(half):
+    module, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(2, 4, requires_grad=True)
+    if half == "delayed":
+        with delayed_wgrad() as store:
+            module(x).sum().backward()
+        return {"params.m0.weight": module[0].weight}, store.run
+    late = half == "backward_dw"
+    graph = make_graphed_callables(module, (x.detach().clone(),), delayed_wgrad=late)
+    y = graph(x.detach()).sum()
+    if late:
+        y.backward()
+    return {"parameters.0.weight": module[0].weight}, graph.backward_dw if late else y.backward
+
+
+STEPS = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, CFG)))
+GUARDS = {
+    **{f"linear {half}": lambda half=half: of_op(linear, CFG, half) for half in ("bwd", "dgrad", "wgrad", "donate")},
+    "chain": lambda: of_op(chain, STEPS, "bwd"),
+    "chain, dgrad": lambda: of_op(chain, STEPS, "dgrad"),
+    "remat": lambda: of_op(remat(chain), STEPS, "bwd"),
+    **{f"graphed_op {half}": lambda half=half: of_graph(half) for half in ("bwd", "dgrad", "wgrad")},
+    **{half: lambda half=half: of_module(half) for half in ("delayed", "callable", "backward_dw")},
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_every_guard_notices_what_torch_counts_and_says_it_in_one_wording(guard):
+    unwritten, run = GUARDS[guard]()
+    run()
+    for name, write in WRITES.items():
+        for i in range(len(unwritten) if name in ("in place", "a view") else 1):
+            given, run = GUARDS[guard]()
+            path, t = list(given.items())[i]
+            before = t._version
+            with torch.no_grad():
+                write(t)
+            assert (t._version == before) is (name in UNSEEN), name
+            if name in UNSEEN:
+                run()
+                continue
+            with pytest.raises((StaleResidualError, BorrowedError)) as raised:
+                run()
+            said = rf"^[\w ()+,:]+: [\w. ]*{path} must be as the (forward|backward) left it, got a tensor that was written to since"
+            assert re.search(said, str(raised.value)), (name, str(raised.value))
 
 
 class Silent:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from funcops.marks import version
 from funcops.trees import tensors
 
 LOWER = "lower"  # as autocast's lists have them: products
@@ -104,10 +105,10 @@ def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
         return t.to(dtype)
     key = id(t), dtype, torch.is_grad_enabled()
     found = region.get(key)
-    if found is None or found[1] != t._version:
+    if found is None or found[1] != version(t):
         made: Any = t.to(dtype)
         made._cast_of = t
-        found = region[key] = t, t._version, made
+        found = region[key] = t, version(t), made
     return found[2]  # type: ignore[no-any-return]
 
 

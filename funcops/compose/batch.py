@@ -1,7 +1,7 @@
 """`batch_wgrads`: many pending weight gradients in few matrix products.
 
-Every op's `wgrad` runs as it always does, with accumulators to add to; one that knows how to join products with others leaves its
-own to be run with them at the end (`funcops.residuals.batch`).
+Every op says what products its weight gradient is made of (`Op.products`); those of one class are joined at the end, whatever is no
+product is added as the op's `wgrad` would.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcops.errors import DonatedError, describe, fail, require, require_type
+from funcops.errors import DonatedError, describe, fail, in_step, require, require_type
 from funcops.op import Op
 from funcops.program.into import check_into_tree
-from funcops.residuals.batch import collecting, collector
 from funcops.schema import Donated
 from funcops.trees import fake, leaves, tree_map, tree_map_tensors
 
@@ -36,16 +35,15 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     require_type("batch_wgrads", "pendings", pendings, list, tuple)
     require(len(pendings) > 0, "batch_wgrads", "pendings", "at least one", "none")
     require(how is None or how in HOW, "batch_wgrads", "how", f"None or one of {', '.join(HOW)}", repr(how))
-    if collecting():
-        fail("batch_wgrads", "call", "outside of another", "one within", RuntimeError)
     sums = into if into is not None else _zeros(op, pendings, cfg)
     if into is not None:
         _check_all(op, pendings, cfg, into)
-    with collector() as products:
-        for pending in pendings:
-            op.wgrad(pending, cfg, into=sums)
-    for run, found in products.items():
-        run(found, how)
+    found: dict[Any, list[Any]] = {}
+    for pending in pendings:
+        for product in op.products(pending, cfg, into=sums):
+            found.setdefault(type(product), []).append(product)
+    for kind, products in found.items():
+        kind.join(products, how)
     return sums
 
 
@@ -64,16 +62,25 @@ def _check_all(op: Op, pendings: Sequence[Any], cfg: Any, into: Any) -> None:
         if getattr(node, "kind", "") != "pending":
             fail(where, "it", "a pending", describe(node), TypeError)
         if node.cfg is not cfg and node.cfg != cfg:
-            fail(where, "cfg", f"the config of the forward, {node.cfg}", cfg)
+            try:  # a skip's, say, is the config of its body
+                _abstract(op, node, cfg)
+            except Exception as error:
+                in_step(error, where)
+                raise
         check_into_tree(where, into, op, cfg, node)
 
 
+def _abstract(op: Op, node: Any, cfg: Any) -> Any:
+    """The gradients that will come, by a run without data."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return op.wgrad(tree_map_tensors(fake, node), cfg)
+
+
 def _zeros(op: Op, pendings: Sequence[Any], cfg: Any) -> Any:
-    """Like the gradients that will come; shapes and dtypes from a run without data."""
+    """Like the gradients that will come."""
     nodes = [p._node if type(p) is Donated else p for p in pendings]
     first = next((node for node in nodes if node is not None), None)
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        shaped = op.wgrad(tree_map_tensors(fake, first), cfg)
+    shaped = _abstract(op, first, cfg)
     like = next((t for t in leaves(first) if isinstance(t, Tensor)), None)
 
     def zeros(t: Any) -> Any:

@@ -15,15 +15,14 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, split_x
+from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, require, require_type
-from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
-from funcops.residuals.nested import Nested, nested
+from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
+from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
 __all__ = [
@@ -65,24 +64,15 @@ class ChainConfig:
         require(len(set(names)) == len(names), "ChainConfig", "steps", "uniquely named", names)
         _check_routing(self.steps, self.extras)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
-        object.__setattr__(self, "keys", keys)
-        object.__setattr__(self, "names", dict.fromkeys(names))
-        object.__setattr__(self, "recomputed", _recomputed(self.steps, self.recompute))
-        object.__setattr__(self, "entries", ((self.steps[0].name, self.steps[0].op, self.steps[0].cfg),))
-        object.__setattr__(self, "step_needs", {})
-        object.__setattr__(self, "programs", {})
         known = paths(abstract_parts(self.steps))
-        object.__setattr__(self, "ties", resolved_ties("ChainConfig", self.ties, known))
-        object.__setattr__(self, "known", tuple(path for path, t in known.items() if t is not None))
-        needs_of_steps(self, Needs.ALL)
-        needs_of_steps(self, Needs.NONE)
+        note(self, keys=keys, names=dict.fromkeys(names), recomputed=_recomputed(self.steps, self.recompute), programs={})
+        note(self, ties=resolved_ties("ChainConfig", self.ties, known), known=tuple(p for p, t in known.items() if t is not None))
         self.follow("ChainConfig", "", None)
 
-    program_while_tracing = programs.program_while_tracing
-
     @property
-    def lowered_by(self) -> Op:
-        return chain
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return (self.steps[0].cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `funcops.compose.widths`."""
@@ -107,8 +97,6 @@ class ChainConfig:
     known: ClassVar[tuple[str, ...]]  # the paths of params that are there
     names: ClassVar[dict[str, None]]
     recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are computed again
-    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
-    step_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
     programs: ClassVar[dict[Any, Any]]
 
 
@@ -140,24 +128,11 @@ def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
     require(not unused, "ChainConfig", "every extra", "taken by a later step", f"unused {unused}")
 
 
-@nested("residuals")
-class ChainResiduals(Nested):
-    """Residuals of a chain: those of its steps by name."""
-
-    __slots__ = ()
-
-
-@nested("pending")
-class ChainPending(Nested):
-    """Pending weight gradients of a chain: those of its steps by name."""
-
-    __slots__ = ()
+ChainResiduals, ChainPending = nested("Chain", "a chain, those of its steps by name", __name__)
 
 
 def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
     """What each step's backward will be asked for, by following which values need a gradient."""
-    if needs in cfg.step_needs:
-        return cfg.step_needs[needs]
     live = live_inputs(needs.x, cfg.extras)
     params, found = needs.params, []
     if cfg.ties and isinstance(params, tuple):
@@ -167,7 +142,7 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
         found.append(wanted)
         for name in ("", *step.gives):
             live[name] = bool(wanted)
-    return remember(cfg.step_needs, needs, tuple(found))
+    return tuple(found)
 
 
 def _with_tied(where: str, needs: Needs, params: tuple[str, ...], cfg: ChainConfig) -> tuple[str, ...]:
@@ -220,7 +195,7 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
 
 
 def _lower(
-    cfg: ChainConfig, rows: Lowering, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
+    cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
 ) -> tuple[Value, Back]:
     """Each step reads what the one before it wrote; backward they are reversed."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))
@@ -248,20 +223,26 @@ def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs 
 @dgrad_of(ChainResiduals)
 def chain_dgrad(residuals: Any, dy: Any, cfg: ChainConfig) -> tuple[Any, Any]:
     """All dgrads, last step first. Returns dx and the pending weight gradients by step."""
-    return programs.backward("dgrad", chain, cfg, residuals.needs, dy)(residuals, dy)
+    return programs.dgrad(chain, residuals, dy, cfg)
 
 
 def chain_wgrad(pending: Any, cfg: ChainConfig, *, into: Any = None) -> dict[str, Any]:
     """All weight gradients, last step first; added to `into` where that is given."""
-    return programs.wgrad_of_scope(chain, ChainPending, pending, cfg, into)
+    return programs.wgrad(chain, ChainPending, pending, cfg, into)
+
+
+def _products(pending: Any, cfg: ChainConfig, *, into: Any) -> list[Any]:
+    return programs.wgrad(chain, ChainPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
 
 
 def chain_bwd(residuals: Any, dy: Any, cfg: ChainConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a step at a time: each step's weight gradient right after its dgrad, so that donated residuals
     fall as it walks. Returns `(dparams, dx)`."""
-    return programs.bwd_of_scope(chain, ChainResiduals, residuals, dy, cfg, into)
+    return programs.bwd(chain, residuals, dy, cfg, into)
 
 
 chain: Op = make_op(
-    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd, lower=_lower
-)
+    "chain", ChainConfig, init=chain_init, fwd=chain_fwd, dgrad=chain_dgrad, wgrad=chain_wgrad, bwd=chain_bwd, lower=_lower,
+    products=_products,
+)  # fmt: skip
+programs.lowers(ChainConfig, chain)

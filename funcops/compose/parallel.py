@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, split_x
+from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import require, require_type
-from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value, calls_below
-from funcops.residuals.nested import Nested, nested
+from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value, calls_below
+from funcops.residuals.nested import nested
 
 __all__ = [
     "ParallelConfig",
@@ -49,21 +48,14 @@ class ParallelConfig:
             require(not branch.gives, "ParallelConfig", f"gives of branch {branch.name!r}", "()", branch.gives)
         names = [branch.name for branch in self.branches]
         require(len(set(names)) == len(names), "ParallelConfig", "branches", "uniquely named", names)
-        object.__setattr__(self, "names", dict.fromkeys(names))
-        object.__setattr__(self, "extras", tuple(dict.fromkeys(n for b in self.branches for n in b.names)))
-        object.__setattr__(self, "keys", tuple(dict.fromkeys(k for b in self.branches for k in b.keys)))
-        object.__setattr__(self, "branch_needs", {})
-        object.__setattr__(self, "entries", tuple((b.name, b.op, b.cfg) for b in self.branches))
-        object.__setattr__(self, "programs", {})
-        needs_of_branches(self, Needs.ALL)
-        needs_of_branches(self, Needs.NONE)
+        extras, keys = [n for b in self.branches for n in b.names], [k for b in self.branches for k in b.keys]
+        note(self, names=dict.fromkeys(names), extras=tuple(dict.fromkeys(extras)), keys=tuple(dict.fromkeys(keys)), programs={})
         self.follow("ParallelConfig", "", None)
 
-    program_while_tracing = programs.program_while_tracing
-
     @property
-    def lowered_by(self) -> Op:
-        return parallel
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return tuple(branch.cfg for branch in self.branches)
 
     def follow(self, where: str, path: str, width: Width | None) -> None:
         """See `funcops.compose.widths`: y is a tuple, which has none."""
@@ -82,42 +74,22 @@ class ParallelConfig:
     names: ClassVar[dict[str, None]]
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
-    branch_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
-    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     programs: ClassVar[dict[Any, Any]]
 
 
-@nested("residuals")
-class ParallelResiduals(Nested):
-    """Residuals of the branches by name."""
-
-    __slots__ = ()
-
-
-@nested("pending")
-class ParallelPending(Nested):
-    """Pending weight gradients of the branches by name."""
-
-    __slots__ = ()
-
-
-def needs_of_branches(cfg: ParallelConfig, needs: Needs) -> tuple[Needs, ...]:
-    if needs not in cfg.branch_needs:
-        live = live_inputs(needs.x, cfg.extras)
-        return remember(cfg.branch_needs, needs, tuple(branch.needs(live, needs.params) for branch in cfg.branches))
-    return cfg.branch_needs[needs]
+ParallelResiduals, ParallelPending = nested("Parallel", "the branches by name", __name__)
 
 
 def _lower(
-    cfg: ParallelConfig, rows: Lowering, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
+    cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
 ) -> tuple[Value, Back]:
     """The branches in order, forward and backward; their gradients of x are summed."""
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))
     x, ends = rows.alias(main)
     extras, after = rows.aliases(given)
-    outputs, back = [], []
-    for branch, wanted in zip(cfg.branches, needs_of_branches(cfg, needs), strict=True):
-        y, _, own = rows.step(branch, scope, wanted, x, extras, again)
+    live, outputs, back = live_inputs(needs.x, cfg.extras), [], []
+    for branch in cfg.branches:
+        y, _, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, again)
         outputs.append(y)
         back += own
     heads = tuple(call for call in calls_below(scope) if call.main == x and call.fuse and not call.takes and not call.gives)
@@ -142,20 +114,25 @@ def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: 
 @dgrad_of(ParallelResiduals)
 def parallel_dgrad(residuals: Any, dy: tuple[Any, ...], cfg: ParallelConfig) -> tuple[Any, Any]:
     """dx, the sum over the branches, and the pending weight gradients by branch. A part of dy may be None (zero)."""
-    return programs.backward("dgrad", parallel, cfg, residuals.needs, dy)(residuals, dy)
+    return programs.dgrad(parallel, residuals, dy, cfg)
 
 
 def parallel_wgrad(pending: Any, cfg: ParallelConfig, *, into: Any = None) -> dict[str, Any]:
     """The weight gradients of all branches; added to `into` where that is given."""
-    return programs.wgrad_of_scope(parallel, ParallelPending, pending, cfg, into)
+    return programs.wgrad(parallel, ParallelPending, pending, cfg, into)
+
+
+def _products(pending: Any, cfg: ParallelConfig, *, into: Any) -> list[Any]:
+    return programs.wgrad(parallel, ParallelPending, pending, cfg, into, "products")  # type: ignore[no-any-return]
 
 
 def parallel_bwd(residuals: Any, dy: Any, cfg: ParallelConfig, *, into: Any = None) -> tuple[dict[str, Any], Any]:
     """The whole backward, a branch at a time. Returns `(dparams, dx)`."""
-    return programs.bwd_of_scope(parallel, ParallelResiduals, residuals, dy, cfg, into)
+    return programs.bwd(parallel, residuals, dy, cfg, into)
 
 
 parallel: Op = make_op(
     "parallel", ParallelConfig, init=parallel_init, fwd=parallel_fwd, dgrad=parallel_dgrad, wgrad=parallel_wgrad, bwd=parallel_bwd,
-    lower=_lower,
+    lower=_lower, products=_products,
 )  # fmt: skip
+programs.lowers(ParallelConfig, parallel)

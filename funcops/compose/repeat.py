@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, split_x
+from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, note, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
 from funcops.program.values import abstract_params, add, has_params
-from funcops.residuals.nested import Nested, nested, part
+from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
 from funcops.trees import WithExtras, leaves, tree_map
@@ -54,14 +54,15 @@ class RepeatConfig:
     def __post_init__(self) -> None:
         check_body("RepeatConfig", self.op, self.cfg)
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
-        object.__setattr__(self, "extras", extras_of(self.cfg))
-        object.__setattr__(self, "keys", keys_of(self.cfg))
-        object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
-        object.__setattr__(self, "layer_needs", {})
-        object.__setattr__(self, "entries", ((0, self.op, self.cfg),))
+        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), has_params=has_params(self.op, self.cfg), layer_needs={})
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
         self.follow("RepeatConfig", "", None)
+
+    @property
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
         """See `funcops.compose.widths`: all layers after the second are as that."""
@@ -82,22 +83,10 @@ class RepeatConfig:
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     has_params: ClassVar[bool]
-    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 
 
-@nested("residuals")
-class RepeatResiduals(Nested):
-    """Residuals of the layers by number."""
-
-    __slots__ = ()
-
-
-@nested("pending")
-class RepeatPending(Nested):
-    """Pending weight gradients of the layers by number."""
-
-    __slots__ = ()
+RepeatResiduals, RepeatPending = nested("Repeat", "the layers by number", __name__)
 
 
 def needs_of_layers(cfg: RepeatConfig, needs: Needs) -> tuple[Needs, ...]:
@@ -212,6 +201,15 @@ def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     """All weight gradients, last layer first; added to `into` where that is given."""
+    return _collect(_by_layer(cfg.op.wgrad, pending, cfg, into), into, cfg)
+
+
+def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
+    return [product for layer in reversed(_by_layer(cfg.op.products, pending, cfg, into)) for product in layer]
+
+
+def _by_layer(run: Any, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
+    """What `run`, a wgrad of the body, gives for each layer, called for the last first."""
     _check_cfg("repeat_wgrad", cfg)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
@@ -219,13 +217,13 @@ def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     i = 0
     try:
         for i in reversed(range(cfg.times)):
-            found[i] = cfg.op.wgrad(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+            found[i] = run(None if node is None else part(node, i), cfg.cfg, into=sums[i])
     except Exception as error:
         in_step(error, i)
         raise
     if node is not None and node is not pending:
         node.empty()
-    return _collect(found, into, cfg)
+    return found
 
 
 def repeat_bwd(residuals: Any, dy: Any, cfg: RepeatConfig, *, into: Any = None) -> tuple[Any, Any]:
@@ -252,5 +250,6 @@ def _collect(found: list[Any], into: Any, cfg: RepeatConfig) -> Any:
 
 
 repeat: Op = make_op(
-    "repeat", RepeatConfig, init=repeat_init, fwd=repeat_fwd, dgrad=repeat_dgrad, wgrad=repeat_wgrad, bwd=repeat_bwd
-)
+    "repeat", RepeatConfig, init=repeat_init, fwd=repeat_fwd, dgrad=repeat_dgrad, wgrad=repeat_wgrad, bwd=repeat_bwd,
+    products=_products,
+)  # fmt: skip

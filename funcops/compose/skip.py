@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, check_body, extras_of, keys_of, split_x
+from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, split_x
 from funcops.compose.widths import Width, follow, wanted
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
@@ -19,7 +19,7 @@ from funcops.ops.add import AddConfig
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowering, Place, Value
+from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
 from funcops.program.values import abstract_params
 
 __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
@@ -34,17 +34,13 @@ class SkipConfig:
 
     def __post_init__(self) -> None:
         check_body("SkipConfig", self.op, self.cfg)
-        object.__setattr__(self, "extras", extras_of(self.cfg))
-        object.__setattr__(self, "keys", keys_of(self.cfg))
-        object.__setattr__(self, "entries", ((None, self.op, self.cfg),))
-        object.__setattr__(self, "programs", {})
+        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), programs={})
         self.follow("SkipConfig", "", None)
 
-    program_while_tracing = programs.program_while_tracing
-
     @property
-    def lowered_by(self) -> Op:
-        return skip
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return (self.cfg,)
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
@@ -65,14 +61,13 @@ class SkipConfig:
             fail(where, name, f"one that gives [..., {before.size}], as its x is", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
-    entries: ClassVar[tuple[tuple[Any, Op, Any], ...]]  # whose input x is: name, op, cfg
     programs: ClassVar[dict[Any, Any]]
     extras: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
 
 
 def _lower(
-    cfg: SkipConfig, rows: Lowering, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None
+    cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None
 ) -> tuple[Value, Back]:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
     wanted, fuse = _wants_main(needs, cfg), getattr(cfg.cfg, "fuse", True)
@@ -111,7 +106,7 @@ def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) 
 def skip_dgrad(residuals: Any, dy: Any, cfg: SkipConfig) -> tuple[Any, Any]:
     """`dx = dy + body_dx(dy)`, and the body's pending."""
     _check_cfg("skip_dgrad", cfg)
-    return programs.dgrad_of_body(skip, residuals, dy, cfg)
+    return programs.dgrad(skip, residuals, dy, cfg)
 
 
 def skip_wgrad(pending: Any, cfg: SkipConfig, *, into: Any = None) -> Any:
@@ -123,7 +118,16 @@ def skip_wgrad(pending: Any, cfg: SkipConfig, *, into: Any = None) -> Any:
 def skip_bwd(residuals: Any, dy: Any, cfg: SkipConfig, *, into: Any = None) -> tuple[Any, Any]:
     """The whole backward. Returns `(dparams, dx)`."""
     _check_cfg("skip_bwd", cfg)
-    return programs.bwd_of_body(skip, residuals, dy, cfg, into)
+    return programs.bwd(skip, residuals, dy, cfg, into)
 
 
-skip: Op = make_op("skip", SkipConfig, init=skip_init, fwd=skip_fwd, dgrad=skip_dgrad, wgrad=skip_wgrad, bwd=skip_bwd, lower=_lower)
+def _products(pending: Any, cfg: SkipConfig, *, into: Any) -> list[Any]:
+    _check_cfg("skip_wgrad", cfg)
+    return cfg.op.products(pending, cfg.cfg, into=into)  # type: ignore[no-any-return]
+
+
+skip: Op = make_op(
+    "skip", SkipConfig, init=skip_init, fwd=skip_fwd, dgrad=skip_dgrad, wgrad=skip_wgrad, bwd=skip_bwd, lower=_lower,
+    products=_products,
+)  # fmt: skip
+programs.lowers(SkipConfig, skip)

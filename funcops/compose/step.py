@@ -42,11 +42,9 @@ class Step:
         extras = extras_of(self.cfg)
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
-        object.__setattr__(self, "passes", bool(extras))
-        object.__setattr__(self, "names", extras or self.takes)
-        object.__setattr__(self, "keys", keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ())
-        object.__setattr__(self, "fold", random.path_id(self.name))
-        object.__setattr__(self, "has_params", has_params(self.op, self.cfg))
+        keys = keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ()
+        note(self, passes=bool(extras), names=extras or self.takes, keys=keys)
+        note(self, fold=random.path_id(self.name), has_params=has_params(self.op, self.cfg))
 
     passes: ClassVar[bool]  # whether the op is a combinator that takes its extras by name
     names: ClassVar[tuple[str, ...]]  # the extras that reach the op, in order
@@ -91,6 +89,12 @@ class Step:
         return self if op is self.op and cfg is self.cfg else dataclasses.replace(self, op=op, cfg=cfg)
 
 
+def note(cfg: Any, **derived: Any) -> None:
+    """Put what follows from the fields of a config, which is frozen, on it."""
+    for name, value in derived.items():
+        object.__setattr__(cfg, name, value)
+
+
 def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, combinator: bool) -> Any:
     for name in keys:
         extras[name] = random.fold_in(extras[name], fold)
@@ -113,31 +117,32 @@ def check_body(where: str, op: Any, cfg: Any) -> None:
         fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
 
 
-def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict[str, Any]:
-    """Params of every step by name, each from a key of its own."""
-    params, name = {}, ""
+def by_name(steps: Sequence[Step], make: Callable[[Step], Any]) -> dict[str, Any]:
+    """What is made of every step, by its name, which is in front of its errors."""
+    found, name = {}, ""
     try:
         for step in steps:
             name = step.name
-            own = None if key is None else random.fold_in(key, step.fold)
-            params[name] = step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+            found[name] = make(step)
     except Exception as error:
         in_step(error, name)
         raise
-    return params
+    return found
+
+
+def init_parts(steps: Sequence[Step], key: Any, device: Any, dtype: Any) -> dict[str, Any]:
+    """Params of every step by name, each from a key of its own."""
+
+    def init(step: Step) -> Any:
+        own = None if key is None else random.fold_in(key, step.fold)
+        return step.op.init(step.cfg, key=own, device=device, dtype=dtype)
+
+    return by_name(steps, init)
 
 
 def abstract_parts(steps: Sequence[Step]) -> dict[str, Any]:
     """`abstract_params` of every step by name."""
-    params, name = {}, ""
-    try:
-        for step in steps:
-            name = step.name
-            params[name] = abstract_params(step.op, step.cfg)
-    except Exception as error:
-        in_step(error, name)
-        raise
-    return params
+    return by_name(steps, lambda step: abstract_params(step.op, step.cfg))
 
 
 def split_x(where: str, x: Any, cfg: Any) -> tuple[Any, dict[str, Any]]:

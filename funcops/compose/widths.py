@@ -38,7 +38,7 @@ def wanted(cfg: Any) -> int | None:
     """The width that the x of a body must have, as far as its first steps say."""
     if hasattr(cfg, "widths"):
         return cfg.widths(None)[0]  # type: ignore[no-any-return]
-    for _, _, inner in cfg.entries if hasattr(cfg, "follow") else ():
+    for inner in getattr(cfg, "first_parts", ()):
         found = wanted(inner)
         if found is not None:
             return found

@@ -102,4 +102,7 @@ def _as_two(joint: Joint, a: str, b: str, name: str, inner: ChainConfig, made_by
         found, dx = chain.bwd(residuals, dy, inner, into=given)
         return (part(found, cfg) if into is None else into), dx
 
-    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, residuals=Saved)
+    def products(pending: Any, cfg: ChainConfig, *, into: Any) -> Any:
+        return chain.products(pending, inner, into=join("chain_wgrad", "into", into, cfg))
+
+    return wrap(chain, made_by, fwd=fwd, dgrad=dgrad, wgrad=wgrad, bwd=bwd, products=products, residuals=Saved)

@@ -13,7 +13,6 @@ from typing import Any
 from funcops.errors import require
 from funcops.needs import Needs
 from funcops.op import Op, wrap
-from funcops.residuals.batch import apart, collecting
 from funcops.residuals.forms import pack, unpack
 from funcops.residuals.policy import Action, Drop
 from funcops.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
@@ -58,14 +57,19 @@ def packed(op: Op, actions: Actions) -> Op:
             waiting = waiting.copy(**again, **waits)
         return dx, waiting
 
-    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+    def plain(pending: Any, cfg: Any) -> Any:
         if pending is None or op.pending is None:
-            return op.wgrad(pending, cfg, into=into)
-        node, _ = opened(f"{op.name}_wgrad", pending, op.pending, cfg, WGRAD)
-        if not (late and collecting()):
-            return op.wgrad(node, cfg, into=into)
-        with apart():  # or a batch of pendings would hold all of them unpacked
-            return op.wgrad(node, cfg, into=into)
+            return pending
+        return opened(f"{op.name}_wgrad", pending, op.pending, cfg, WGRAD)[0]
+
+    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+        return op.wgrad(plain(pending, cfg), cfg, into=into)
+
+    def products(pending: Any, cfg: Any, *, into: Any) -> Any:
+        if late:  # what is joined waits for all others, unpacked
+            wgrad(pending, cfg, into=into)
+            return []
+        return op.products(plain(pending, cfg), cfg, into=into)
 
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
         if late:
@@ -76,5 +80,5 @@ def packed(op: Op, actions: Actions) -> Op:
     def again(residuals: Any, cfg: Any) -> Any:
         return op.again(opened(f"{op.name}_again", residuals, op.residuals, cfg, AGAIN)[0], cfg)
 
-    changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "bwd": bwd}
+    changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
     return wrap(op, (packed, (op, actions)), **(changes if op.again else changes | {"again": None}))

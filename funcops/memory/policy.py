@@ -92,8 +92,12 @@ def _with_policy(op: Op, policy: Policy) -> Op:
         inner, inner_cfg, _ = inner_of(cfg)
         return inner.wgrad(pending, inner_cfg, into=into)
 
-    made_by = with_policy, (op, policy)
-    return wrap(op, made_by, init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, cheap="", residuals=Saved)
+    def products(pending: Any, cfg: Any, *, into: Any) -> Any:
+        inner, inner_cfg, _ = inner_of(cfg)
+        return inner.products(pending, inner_cfg, into=into)
+
+    functions = dict(init=init, fwd=fwd, bwd=bwd, dgrad=dgrad, wgrad=wgrad, products=products)
+    return wrap(op, (with_policy, (op, policy)), cheap="", residuals=Saved, **functions)
 
 
 def resolved(op: Op, cfg: Any, policy: Policy) -> tuple[Op, Any]:

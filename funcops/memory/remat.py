@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from funcops.errors import StaleResidualError, require_flag, require_type
+from funcops.errors import require_flag, require_type, stale
 from funcops.needs import Needs
 from funcops.op import ALL, Op, again_of, check_needs, wrap
 from funcops.residuals.donate import donate
@@ -26,11 +26,9 @@ class RematResiduals:
     device: Any = static()  # of x, where that waits in the host's memory
 
     def complain(self, where: str) -> None:
-        if self.stale():  # type: ignore[attr-defined]
-            raise StaleResidualError(
-                f"{where}: params and x must be as the forward left them, got a tensor that was written to since (the forward "
-                "runs again). Run the backward first, or keep a clone"
-            )
+        path = self.stale()  # type: ignore[attr-defined]
+        if path:
+            stale(where, path, hint="The forward runs again: run the backward first, or keep a clone")
         Saved.complain(self, where)  # type: ignore[arg-type]
 
 

@@ -25,8 +25,7 @@ from funcops.kernels import linear as kernels
 from funcops.kernels.norm import sum_parts
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.ops.linear_wgrads import Product, linear_wgrads
-from funcops.residuals.batch import collect, collecting
+from funcops.ops.linear_wgrads import Product
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -133,8 +132,6 @@ def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParam
     if bias and pending.sums is not None:
         return _of_sums(pending, into)
     if into is not None:
-        if pending.x is not None and collecting():
-            return _collected(pending.dy, pending.x, bias, into)
         return _wgrad_into("linear_wgrad", pending.dy, pending.x, bias, into)
     return LinearParams(*kernels.linear_wgrad(pending.dy, pending.x, bias))
 
@@ -159,8 +156,7 @@ def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: Line
     """The gradients added to `into`: in the product itself, unrounded, where the accumulators are as wide as its sums."""
     if x is None:
         return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, None, bias)), into)
-    shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
-    check_into(where, into, LinearParams(shape, shape[:, 0] if bias else None))
+    _check_into(where, dy, x, bias, into)
     db = into.bias if bias else None
     if takes_sums(into.weight, dy.dtype) and takes_sums(db, dy.dtype):
         fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into.weight, db)
@@ -174,22 +170,39 @@ def _of_sums(pending: LinearPending, into: LinearParams | None) -> LinearParams:
     assert sums is not None
     if into is None:
         return LinearParams(kernels.linear_wgrad(dy, x, False)[0], sum_parts(sums, dy.dtype))
-    shape = dy.new_empty(()).expand(dy.shape[-1], dy.shape[-1] if x is None else x.shape[-1])
-    check_into("linear_wgrad", into, LinearParams(None if x is None else shape, shape[:, 0]))
+    _check_into("linear_wgrad", dy, x, True, into)
     if x is not None:
-        own = LinearParams(into.weight, None)
-        _collected(dy, x, False, own) if collecting() else _wgrad_into("linear_wgrad", dy, x, False, own)
+        _wgrad_into("linear_wgrad", dy, x, False, LinearParams(into.weight, None))
+    return _add_db(pending, into)
+
+
+def _add_db(pending: LinearPending, into: LinearParams) -> LinearParams:
+    sums = pending.sums
+    assert sums is not None
     wide = into.bias is not None and into.bias.dtype is sums.dtype
-    accumulate("linear_wgrad", LinearParams(None, sum_parts(sums, sums.dtype if wide else dy.dtype)), into)
+    accumulate("linear_wgrad", LinearParams(NO_GRADIENT, sum_parts(sums, sums.dtype if wide else pending.dy.dtype)), into)
     return into
 
 
-def _collected(dy: Tensor, x: Tensor, bias: bool, into: LinearParams) -> LinearParams:
-    """The product left to `batch_wgrads`, after the checks of a gradient that is added."""
-    shape = dy.new_empty(()).expand(dy.shape[-1], x.shape[-1])
-    check_into("linear_wgrad", into, LinearParams(shape, shape[:, 0] if bias else None))
-    collect(linear_wgrads, Product.of(dy, x, into.weight, into.bias if bias else None))
-    return into
+def _check_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> None:
+    shape = dy.new_empty(()).expand(dy.shape[-1], dy.shape[-1] if x is None else x.shape[-1])
+    check_into(where, into, LinearParams(NO_GRADIENT if x is None else shape, shape[:, 0] if bias else None))
 
 
-linear = make_op("linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd)
+def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearParams) -> list[Product]:
+    """`dw = dy^T x` as data, with its db; a db alone, or of partial sums, is added at once."""
+    if pending.x is None:
+        linear_wgrad(pending, cfg, into=into)
+        return []
+    bias = cfg.bias and (pending.needs.params is True or pending.needs.param("bias"))
+    _check_into("linear_wgrad", pending.dy, pending.x, bias, into)
+    if bias and pending.sums is not None:
+        _add_db(pending, into)
+        bias = False
+    return [Product.of(pending.dy, pending.x, into.weight, into.bias if bias else None)]
+
+
+linear = make_op(
+    "linear", LinearConfig, init=linear_init, fwd=linear_fwd, dgrad=linear_dgrad, wgrad=linear_wgrad, bwd=linear_bwd,
+    products=linear_products,
+)  # fmt: skip

@@ -61,6 +61,18 @@ class Product(NamedTuple):
             dy, x = dy.reshape(-1, dy.shape[-1]), x.reshape(-1, x.shape[-1])
         return Product(dy, x, dw, db, dy.shape[0], MEASURED.get((dy.device.type, dy.dtype), NEVER))
 
+    @staticmethod
+    def join(products: list[Product], how: str | None) -> None:
+        """Add every product to its accumulators, joined as `how` says, or as was measured to be fastest."""
+        left = products
+        if how is not None or any([p.rows <= p.limits.concatenate for p in products]):  # no way's limit is higher
+            for name, key, run in WAYS:
+                candidates = [p for p in left if how == name or (how is None and p.rows <= getattr(p.limits, name))]
+                if len(candidates) > 1:
+                    left = _join(left, candidates, key, run)
+        for p in left:
+            _add(p)
+
     @property
     def place(self) -> tuple[int, tuple[int, ...]]:
         """Of the accumulator in memory: a stacked leaf's views are other objects at every call."""
@@ -74,18 +86,6 @@ class Product(NamedTuple):
     def groupable(self) -> bool:
         size = self.dy.element_size()
         return size < 8 and not any(width * size % 16 for width in self.sizes)
-
-
-def linear_wgrads(products: list[Product], how: str | None) -> None:
-    """Add every product to its accumulators, joined as `how` says, or as was measured to be fastest."""
-    left = products
-    if how is not None or any([p.rows <= p.limits.concatenate for p in products]):  # no way's limit is higher
-        for name, key, run in WAYS:
-            candidates = [p for p in left if how == name or (how is None and p.rows <= getattr(p.limits, name))]
-            if len(candidates) > 1:
-                left = _join(left, candidates, key, run)
-    for p in left:
-        _add(p)
 
 
 def _join(products: list[Product], candidates: list[Product], key: Any, run: Any) -> list[Product]:

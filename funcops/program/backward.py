@@ -1,48 +1,45 @@
-"""The backward of a program, whole or its first half, as source."""
+"""The backward of a program, whole or one of its halves, as source."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from funcops.op import NoneType, raw_of
 from funcops.ops.fork import fork
 from funcops.program import run
 from funcops.program.lower import Alias, Call, Fold, Lowered, Place, Scope, Value
-from funcops.program.rules import Cover, Piece
+from funcops.program.rules import Cover, Piece, Rule
 from funcops.program.source import Source, flat, total
 
 
 class Backward(Source):
-    """`backward(K, dy, I) -> (dparams, dx)`; where not `whole`, `dgrad(K, dy) -> (dx, pending)`."""
+    """By `which`: `backward(K, dy, I) -> (dparams, dx)`, or a half of it, `dgrad(K, dy) -> (dx, pending)` and then
+    `wgrad(W, I) -> dparams`, or `products(W, I)`: those of all calls, in place of the wgrads that they make."""
 
-    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, whole: bool) -> None:
+    def __init__(self, lowered: Lowered, cover: Cover, traced: bool, which: str) -> None:
         super().__init__(lowered, cover, traced)
-        self.whole = whole
-        self.have: set[int] = set()  # the values that have a gradient by now
+        self.which, self.whole = which, which == "backward"
+        self.kept = "W" if which in ("wgrad", "products") else "K"  # the trees that it reads
+        self.have: set[int] = set()  # the values that have got a gradient
         self.computed: set[int] = set()  # the calls whose y was computed again
-        self.to_read: dict[int, int] = {}  # by such a call, how many are still to read it
+        self.held: set[int] = set()  # the calls whose residuals are at hand, after a piece that took them
         self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # which have no gradient
         self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # with their weight gradients
 
     def write(self) -> tuple[str, dict[str, Any]]:
-        low = self.lowered
+        if self.kept == "W":
+            return self._second_half()
+        low, done = self.lowered, set[int]()
         self._enter(low.output)
-        for call in low.calls:
-            if call.again is not None and self._reads_again(call):
-                self.to_read[call.again.index] = self.to_read.get(call.again.index, 0) + 1
-        done: set[int] = set()
         for row in low.backward:
             if type(row) is Alias:
                 if row.value in self.have:
                     self._give(row.of, f"g{row.value}")
-                    self._drop([row.value])
             elif row.index not in done and row.index not in self.cover.waiting:
                 piece = self.cover.backward.get(row.index)
                 if piece is None:
                     self._call(row)
-                    done.add(row.index)
                 else:
                     self._piece(piece)
                     done.update(call.index for call in piece.calls)
@@ -80,23 +77,20 @@ class Backward(Source):
         if isinstance(value, tuple):
             self._take_apart("dy", value)
         else:
-            self.put(f"g{value} = dy")
-            self.have.add(value)
+            self._give(value, "dy")
         self.put("del dy")
 
     def _take_apart(self, name: str, value: Value) -> None:
         """A tuple of gradients to those of its parts."""
         numbers = flat(value)
-        targets = [f"g{v}" if v not in self.have else f"d_{v}" for v in numbers]
+        targets = [f"g{v}" if v not in self.have else f"part{v}" for v in numbers]
+        parts = f"run.parts_of({name}, {value!r})"
         if len(numbers) == len(value):
-            parts = f"{name} if type({name}) is tuple and len({name}) == {len(value)} else run.parts_of({name}, {len(value)})"
-        else:
-            parts = f"run.nested_parts({name}, {value!r})"
+            parts = f"{name} if type({name}) is tuple and len({name}) == {len(value)} else {parts}"
         self.put(f"{_nested(value, iter(targets))} = {parts}")
         for v, target in zip(numbers, targets, strict=True):
             if v in self.have:
                 self._give(v, target)
-                self.put(f"del {target}")
             self.have.add(v)
 
     def _gradient(self, value: int) -> str:
@@ -107,46 +101,35 @@ class Backward(Source):
         self.put(f"g{value} = {total(f'g{value}', gradient) if value in self.have else gradient}")
         self.have.add(value)
 
-    def _drop(self, values: Iterable[int]) -> None:
-        gone = [v for v in values if v in self.have]
-        self.have.difference_update(gone)
-        if gone:
-            self.put("del " + ", ".join(f"g{v}" for v in gone))
-
     def _dy(self, call: Call) -> str:
         """The gradient of what the call gave; a name, which `None` is, too."""
-        if not call.gives:
-            return self._gradient(call.out)
         parts = [self._gradient(v) for v in (call.out, *call.gives)]
         there = [part for part in parts if part != "None"]
-        if not there:
-            return "None"
-        self.put(f"dys = None if {' and '.join(f'{part} is None' for part in there)} else ({', '.join(parts)})")
-        return "dys"
+        if not call.gives or not there:
+            return parts[0]
+        self.put(f"dy{call.index} = None if {' and '.join(f'{part} is None' for part in there)} else ({', '.join(parts)})")
+        return f"dy{call.index}"
 
     def _spread(self, call: Call) -> None:
-        """What the call's dx, in `d`, gives to the values that it read."""
+        """What the call's dx gives to the values that it read."""
+        d = f"d{call.index}"
         if not call.takes:
-            self._spread_main(call, "d")
+            self._give_main(call, d)
             return
-        parts = [f"d{k}" for k in range(len(call.takes) + 1)]
+        parts = [f"{d}_{k}" for k in range(len(call.takes) + 1)]
         masks = ["main", *(f"extras.{n}" for n in call.labels)] if call.labels else [str(k) for k in range(len(parts))]
-        wanted = [
-            bool(call.needs.input(mask)) and value not in self.keys for mask, value in zip(masks, (-1, *call.takes), strict=True)
-        ]
         if call.labels:
-            given = ["d.main", *(f"d.extras[{label!r}]" for label in call.labels)]
-            self.put(*[f"{part} = None if d is None else {own}" for part, own in zip(parts, given, strict=True)])
+            given = [f"{d}.main", *(f"{d}.extras[{label!r}]" for label in call.labels)]
+            self.put(*[f"{part} = None if {d} is None else {own}" for part, own in zip(parts, given, strict=True)])
         else:
-            self.put(f"{', '.join(parts)} = {(None,) * len(parts)} if d is None else d")
-        if wanted[0]:
-            self._spread_main(call, "d0")
-        for value, asked, part in zip(call.takes, wanted[1:], parts[1:], strict=True):
-            if asked:
+            self.put(f"{', '.join(parts)} = {(None,) * len(parts)} if {d} is None else {d}")
+        if call.needs.input(masks[0]):
+            self._give_main(call, parts[0])
+        for value, mask, part in zip(call.takes, masks[1:], parts[1:], strict=True):
+            if call.needs.input(mask) and value not in self.keys:
                 self._give(value, part)
-        self.put(f"del {', '.join(parts)}")
 
-    def _spread_main(self, call: Call, name: str) -> None:
+    def _give_main(self, call: Call, name: str) -> None:
         if isinstance(call.main, tuple):
             self._take_apart(name, call.main)
         else:
@@ -155,35 +138,37 @@ class Backward(Source):
     # Trees.
 
     def _open(self, place: Place | None) -> None:
-        """The residuals and accumulators of a scope."""
+        """The residuals or pending of a scope, and its accumulators."""
         scope = None if place is None else place.scope
         if scope is None or scope.index in self.opened:
             return
         self._open(scope.place)
         self.opened.add(scope.index)
         i, outer, where = scope.index, scope.place.scope, self._where(scope)
-        if scope.needs:
-            self.names |= {f"R{i}": scope.residuals, f"k{i}": scope.cfg}
+        if self.kept == "W" or scope.needs:
+            self.names |= {f"R{i}": scope.residuals if self.kept == "K" else scope.pending, f"k{i}": scope.cfg}
             if outer is None:
-                self.put(f"K{i} = K; del K")
+                self.put(f"{self.kept}{i} = {self.kept}; del {self.kept}")
             else:
                 self.at(scope.place.path)
-                unusual = f"t{outer.index} or type(K{i}) is not R{i} or K{i}.cfg is not k{i} or K{i}.gone or K{i}.had"
-                self.put(
-                    f"K{i} = K{outer.index}[{scope.place.name!r}]",
-                    f"if {unusual}: K{i} = run.scope_of({where!r}, K{outer.index}, {scope.place.name!r}, R{i}, k{i})",
-                )
-            self.put(f"t{i} = K{i}.donated")
-        if self.whole:
+                given = f"({where!r}, {self.kept}{outer.index}, {scope.place.name!r}, R{i}, k{i})"
+                if self.kept == "W":
+                    self.put(f"W{i} = None if W{outer.index} is None else run.opened{given}")
+                else:
+                    unusual = f"t{outer.index} or type(K{i}) is not R{i} or K{i}.cfg is not k{i} or K{i}.gone or K{i}.had"
+                    self.put(f"K{i} = K{outer.index}[{scope.place.name!r}]", f"if {unusual}: K{i} = run.scope_of{given}")
+            if self.kept == "K":
+                self.put(f"t{i} = K{i}.donated")
+        if self.which != "dgrad":
             self.accumulators(scope, where)
 
     def _where(self, scope: Scope) -> str:
-        return f"{scope.kind}_{'bwd' if self.whole else 'dgrad'}"
+        return f"{scope.kind}_{'wgrad' if self.kept == 'W' else 'bwd' if self.whole else 'dgrad'}"
 
     def _node(self, call: Call) -> str:
         """The residuals of a call, which stay where they are."""
         assert call.place is not None
-        return self.part("K", call.place)
+        return f"h{call.index}" if call.index in self.held else self.part("K", call.place)
 
     # Calls.
 
@@ -191,291 +176,246 @@ class Backward(Source):
         if call.place is None:
             self._of_skip(call)
             return
-        i, op, into = call.index, call.op, f"into={self.part('I', call.place)}"
+        i, scope, into = call.index, call.place.scope, f"into={self.part('I', call.place)}"
         self._open(call.place)
         self.at(call.path)
         self._recipe(call)
-        self.names |= {f"e{i}": op.wgrad, f"c{i}": call.cfg}
+        self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
         if not call.needs:
             self.put(f"q{i} = e{i}(None, c{i}, {into})" if self.whole else f"p{i} = None")
-            self._drop([call.out, *call.gives])
             return
-        if call.place.scope is None:
+        if scope is None:
             self.put(f"n{i} = K; del K")
         else:
-            k = call.place.scope.index
-            self.put(f"n{i} = run.part(K{k}, {call.place.name!r}) if t{k} else {self._node(call)}")
-        dy, filled = self._dy(call), self._filling(call)
-        ready = self._raw(call, dy, into)
-        if ready is not None and self.is_ready(call, f"n{i}", f" and {dy} is not None"):
-            self.put("if ok:")
-            self.depth += 1
-            if filled:
-                self.put(f"n{i} = n{i}.twin(); n{i}.needs = u{i}; n{i}._marks = None")
-                self.put(*[f"n{i}.{name} = a{filled}" for name in call.fields])
-            self.put(*ready)
-            self.depth -= 1
-            self.put("else:")
-            self.depth += 1
-            self._checked(call, dy, into, filled)
-            self.depth -= 1
+            self.put(f"n{i} = run.part(K{scope.index}, {call.place.name!r}) if t{scope.index} else {self._node(call)}")
+        dy, again = self._dy(call), self._filling(call)
+        checked, ready = self._checked(call, dy, into, again), self._raw(call, dy, into)
+        if ready and self.is_ready(call, f"n{i}", f" and {dy} is not None"):
+            if again:
+                fields = [f"n{i}.{name} = {again}" for name in call.fields]
+                ready = [f"n{i} = n{i}.twin(); n{i}.needs = u{i}; n{i}._marks = None", *fields, *ready]
+            self.put("if ok:", *["    " + line for line in ready], "else:", *["    " + line for line in checked])
         else:
-            self._checked(call, dy, into, filled)
-        if filled:
-            self.to_read[int(filled)] -= 1
-            if not self.to_read[int(filled)]:
-                self.put(f"del a{filled}")
-        self.put(f"del n{i}" + (", dys" if dy == "dys" else ""))
-        self._drop([call.out, *call.gives])
+            self.put(*checked)
         if call.needs.x:
             self._spread(call)
-        self.put("del d")
 
-    def _checked(self, call: Call, dy: str, into: str, filled: str) -> None:
+    def _checked(self, call: Call, dy: str, into: str, again: str) -> list[str]:
         """By the op's own function."""
         i = call.index
-        if filled:
-            self.put(f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, a{filled}, u{i})")
+        filled = [f"if n{i} is not None: n{i} = run.filled(n{i}, {call.fields!r}, {again}, u{i})"] if again else []
         if self._goes_on(call):
             self.names[f"b{i}"] = call.op.bwd
-            self.put(f"q{i}, d = (e{i}(None, c{i}, {into}), None) if n{i} is None else b{i}(n{i}, {dy}, c{i}, {into})")
-        else:
-            self.names[f"b{i}"] = call.op.dgrad
-            self.put(f"d, p{i} = (None, None) if n{i} is None else b{i}(n{i}, {dy}, c{i})")
+            return [*filled, f"q{i}, d{i} = (e{i}(None, c{i}, {into}), None) if n{i} is None else b{i}(n{i}, {dy}, c{i}, {into})"]
+        self.names[f"b{i}"] = call.op.dgrad
+        return [*filled, f"d{i}, p{i} = (None, None) if n{i} is None else b{i}(n{i}, {dy}, c{i})"]
 
-    def _raw(self, call: Call, dy: str, into: str) -> list[str] | None:
-        """By what that runs after its checks; None where there is no such thing."""
-        i = call.index
-        raw = raw_of(call.op.bwd if self._goes_on(call) else call.op.dgrad)
+    def _raw(self, call: Call, dy: str, into: str) -> list[str]:
+        """By what that runs after its checks; nothing where there is no such thing."""
+        i, raw = call.index, raw_of(call.op.bwd if self._goes_on(call) else call.op.dgrad)
         if raw is None or dy == "None":
-            return None
+            return []
+        dgrad, wgrad = raw if isinstance(raw, tuple) else (raw, None)
+        self.names |= {f"x{i}": dgrad, f"z{i}": wgrad}
         if not self._goes_on(call):
-            self.names[f"x{i}"] = raw
-            return [f"d, p{i} = x{i}(n{i}, {dy}, c{i})"]
+            return [f"d{i}, p{i} = x{i}(n{i}, {dy}, c{i})"]
         if not isinstance(raw, tuple):
-            self.names[f"x{i}"] = raw
-            return [f"q{i}, d = x{i}(n{i}, {dy}, c{i}, {into})"]
-        self.names |= {f"x{i}": raw[0], f"z{i}": raw[1]}
-        if raw[1] is None:
-            return [f"d, q{i} = x{i}(n{i}, {dy}, c{i})"]
-        return [
-            f"d, p = x{i}(n{i}, {dy}, c{i})",
-            f"q{i} = e{i}(None, c{i}, {into}) if p is None else z{i}(p, c{i}, {into})",
-            "del p",
-        ]
+            return [f"q{i}, d{i} = x{i}(n{i}, {dy}, c{i}, {into})"]
+        if wgrad is None:
+            return [f"d{i}, q{i} = x{i}(n{i}, {dy}, c{i})"]
+        added = f"q{i} = e{i}(None, c{i}, {into}) if p{i} is None else z{i}(p{i}, c{i}, {into})"
+        return [f"d{i}, p{i} = x{i}(n{i}, {dy}, c{i})", added]
 
     def _of_skip(self, call: Call) -> None:
         """The fork of a skip, or its sum."""
         if call.op is fork:
             there = [f"g{value}" for value in (*call.gives, call.out) if value in self.have]
-            if call.needs.x and there:  # their sum first: it is what the skip gives to a sum around it
-                if len(there) > 1:
-                    self.put(f"d = {total(*there)}")
-                self._give(call.main, "d" if len(there) > 1 else there[0])
-                self.put(*["del d"] * (len(there) > 1))
-            self._drop([*call.gives, call.out])
+            if call.needs.x and len(there) > 1:  # their sum first: it is what the skip gives to a sum around it
+                self.put(f"d{call.index} = {total(*there)}")
+                there = [f"d{call.index}"]
+            if call.needs.x and there:
+                self._give(call.main, there[0])
         elif call.out in self.have:
-            targets = [call.takes[0]] * bool(call.needs.input(1)) + flat(call.main) * bool(call.needs.input(0))
-            for value in targets:
+            for value in [call.takes[0]] * bool(call.needs.input(1)) + flat(call.main) * bool(call.needs.input(0)):
                 self._give(value, f"g{call.out}")
-            self._drop([call.out])
+
+    def _second_half(self) -> tuple[str, dict[str, Any]]:
+        """The weight gradients, or their products, of what waits."""
+        if self.which == "products":
+            self.put("found = []")
+        calls = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
+        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
+        for at, call in enumerate(calls):
+            self._wait(call)
+            piece = together.get(call.index)
+            if piece is None:
+                self._wgrads([call])
+            elif not any(other in piece.calls for other in calls[at + 1 :]):
+                self._wgrads([other for other in calls if other in piece.calls], piece.rule)
+        return self.written(self.which, "W, I", "found" if self.which == "products" else self.tree("q", self.gradients))
+
+    def _wait(self, call: Call) -> None:
+        """What waits for the call's weight gradient, with y of its source put into it."""
+        place = call.place
+        assert place is not None
+        if call.op.params is NoneType:
+            return
+        self._open(place)
+        self.at(call.path)
+        if place.scope is None:
+            self.put(f"p{call.index} = W; del W")
+        else:
+            k = place.scope.index
+            self.put(f"p{call.index} = None if W{k} is None else run.part(W{k}, {place.name!r})")
+        if call.again is not None:
+            self._fill(call, call.again)
+
+    def _fill(self, call: Call, source: Call) -> None:
+        """The y of `source` put into the call's pending."""
+        i, again = call.index, self._again(source)
+        self.names[f"u{i}"] = call.needs
+        self.put(f"if p{i} is not None and {again} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {again}, u{i})")
+
+    def _wgrads(self, calls: list[Call], rule: Rule | None = None) -> None:
+        """The weight gradients of pendings that are there: together where the rule can, one by one otherwise."""
+        which, own = "products" if self.which == "products" else "wgrad", [c for c in calls if c.op.params is not NoneType]
+        self.put(*[f"q{call.index} = None" for call in calls if call not in own])
+        together = own[0].index if own and rule is not None and rule.wgrads is not None else None
+        if together is not None:
+            self.names |= {f"joint{together}": rule, f"own{together}": tuple(own)}
+            pendings, into, found = ("".join(f"{one}, " for one in of) for of in zip(*map(self._ends, own), strict=True))
+            self.put(f"j{together} = run.wgrads(joint{together}, own{together}, ({pendings}), ({into}))")
+            self.put(f"if j{together} is NotImplemented:")
+            self.depth += 1
+        for call in own:
+            i = call.index
+            self.at(call.path)
+            self.names |= {f"e{i}": getattr(call.op, which), f"c{i}": call.cfg}
+            target = f"q{i} =" if which == "wgrad" else "found +="
+            self.put(f"{target} e{i}(p{i}, c{i}, into={self._ends(call)[1]})")
+        if together is not None:
+            self.depth -= 1
+            self.put("else:", f"    ({found}) = j{together}")
+
+    def _ends(self, call: Call) -> tuple[str, str, str]:
+        """The names of a call's pending, accumulators and weight gradients."""
+        assert call.place is not None
+        return f"p{call.index}", self.part("I", call.place), f"q{call.index}"
 
     # What is computed again.
 
-    def _reads_again(self, call: Call) -> bool:
-        return self._goes_on(call) or call.again_in_dgrad
-
     def _filling(self, call: Call) -> str:
-        """The number of the y that is put into the call's residuals, computed now if nobody has read it yet."""
-        source = call.again
-        if source is None or not self._reads_again(call):
+        """The y that is put into the call's residuals."""
+        if call.again is None or not (self._goes_on(call) or call.again_in_dgrad):
             return ""
         self.names[f"u{call.index}"] = call.needs if self._goes_on(call) else call.kept
-        self._again(source, "a", self._open_node(source))
+        again = self._again(call.again)
         self.at(call.path)
-        return str(source.index)
+        return again
 
-    def _open_node(self, source: Call) -> str:
-        self._open(source.place)
-        return self._node(source)
-
-    def _again(self, source: Call, name: str, node: str) -> None:
-        k = source.index
-        if k in self.computed and name == "a":
-            return
-        self.computed |= {k} if name == "a" else set()
+    def _again(self, source: Call) -> str:
+        """The call's y, computed where nobody has read it yet."""
+        k, place = source.index, source.place
+        if k in self.computed:
+            return f"a{k}"
+        assert place is not None and place.scope is not None, "a step of a chain"
+        self.computed.add(k)
+        self._open(place)
         self.names |= {f"y{k}": source.op.again, f"c{k}": source.cfg}
-        raw, fn = raw_of(source.op.again), f"y{k}"
         self.at(source.path)
-        self.put(f"h = {node}")
+        if self.kept == "W":
+            self.put(f"a{k} = run.again(y{k}, W{place.scope.index}, {place.name!r}, c{k})")
+            return f"a{k}"
+        raw, fn = raw_of(source.op.again), f"y{k}"
+        self.put(f"h = {self._node(source)}")
         if raw is not None and self.is_ready(source, "h"):
             self.names[f"s{k}"] = raw
             fn = f"(s{k} if ok else y{k})"
-        self.put(f"{name}{k} = {fn}(h, c{k})", "del h")
+        self.put(f"a{k} = {fn}(h, c{k})", "del h")
+        return f"a{k}"
 
-    def _recipe(self, call: Call, node: str = "") -> None:
+    def _recipe(self, call: Call) -> None:
         """For the weight gradients that read y again: what it is made of, before it goes."""
         if self.whole or not call.source:
             return
         self.names[f"o{call.index}"] = call.op
         some = " or ".join(f"p{reader.index} is not None" for reader in self.lowered.calls if reader.again is call)
-        self.put(f"r{call.index} = run.recipe(o{call.index}, {node or self._node(call)}) if {some} else None")
+        self.put(f"r{call.index} = run.recipe(o{call.index}, {self._node(call)}) if {some} else None")
 
     # Pieces.
 
     def _piece(self, piece: Piece) -> None:
         """Calls whose dgrads run by a rule, or one by one where that will not have their inputs."""
         calls, i = piece.calls, piece.calls[0].index
-        backwards = [row for row in self.lowered.backward if type(row) is Call and row in calls]
-        for call in (*calls, *(call.again for call in calls if call.again is not None)):
+        in_order = [row for row in self.lowered.backward if type(row) is Call and row in calls]
+        sources = [call.again for call in calls if call.again is not None]
+        filled = {call.index: source for call in calls if (source := self._filled_from(call, piece)) is not None}
+        late = self._given_again().get(calls[-1].index, []) if piece.rule.again else []
+        for call in (*calls, *sources):
             self._open(call.place)
-        held = self._held(piece)
+        held = [*filled.values(), *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
         self.at("")
-        self.put(*[f"h{source.index} = {self._node(source)}" for source in held])
-        scopes = {call.place.scope for call in (*calls, *held) if call.place is not None and call.place.scope is not None}
-        trees = ", ".join(f"{scope.index}: K{scope.index}" for scope in sorted(scopes, key=lambda s: s.index) if scope.needs)
-        sources = {call.again.place.scope for call in calls if call.again is not None and call.again.place is not None}
-        trees += "".join(f", {s.index}: K{s.index}" for s in sources - scopes if s is not None)
+        self.put(*[f"h{source.index} = {self._node(source)}" for source in dict.fromkeys(held)])
+        scopes = {c.place.scope.index for c in (*calls, *sources) if c.place and c.place.scope and c.place.scope.needs}
         values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
         dys = [self._gradient(call.out) for call in piece.ends]
         dy = f"({', '.join(dys)})" if piece.siblings else dys[-1]
-        where = next(self._where(call.place.scope) for call in calls if call.place is not None and call.place.scope is not None)
+        where = next(self._where(call.place.scope) for call in calls if call.place and call.place.scope)
+        trees = ", ".join(f"{scope}: K{scope}" for scope in sorted(scopes))
         self.names |= {f"rule{i}": piece.rule, f"calls{i}": calls}
         self.put(
-            f"G = {{{', '.join(f'{v}: g{v}' for v in values)}}}",
-            f"r = run.backward_piece(rule{i}, calls{i}, {{{trees}}}, {dy}, G, {where!r})",
-            "if r is NotImplemented:",
+            f"G{i} = {{{', '.join(f'{v}: g{v}' for v in values)}}}",
+            f"out{i} = run.backward_piece(rule{i}, calls{i}, {{{trees}}}, {dy}, G{i}, {where!r})",
+            f"if out{i} is NotImplemented:",
         )
         self.depth += 1
-        before = set(self.have), set(self.computed), dict(self.to_read)
-        late = self._given_again().get(calls[-1].index, []) if piece.rule.again else []
+        have, computed, self.held = set(self.have), set(self.computed), {source.index for source in held}
         if late:
-            self._again(calls[-1], "a", f"h{calls[-1].index}")
-        for call in backwards:
+            self._again(calls[-1])
+        self.held = set()
+        for call in in_order:
             self._call(call)
-        after = self.have
-        self.have, self.computed, self.to_read = before
         self.depth -= 1
         self.put("else:")
         self.depth += 1
+        after, self.have, self.computed, self.held = self.have, have, set(computed), {source.index for source in held}
         if late:
-            self.put(f"a{calls[-1].index} = G.pop({calls[-1].out})")
-        self._after(piece, backwards)
-        self.put(*[f"del g{v}" for v in sorted(self.have - after)], *[f"g{v} = None" for v in sorted(after - self.have)])
-        self.have = after
+            self.put(f"a{calls[-1].index} = G{i}.pop({calls[-1].out})")
+        self._after(piece, [call for call in in_order if call.place and call.index not in self.late], filled)
+        self.put(*[f"g{v} = None" for v in sorted(after - self.have - {v for call in calls for v in (call.out, *call.gives)})])
         self.depth -= 1
-        self.put("del " + ", ".join(["r", "G", *[f"h{source.index}" for source in held]]))
+        self.have, self.computed, self.held = after, computed, set()
         if late:
-            self._weight_gradients(late, "a")
-
-    def _held(self, piece: Piece) -> list[Call]:
-        """The calls of which y is had again after the piece."""
-        if self.whole:
-            sources: Iterator[Any] = (self._filled_from(call, piece) for call in piece.calls)
-            sources = itertools.chain(sources, piece.calls[-1:] if piece.rule.again else ())
-        else:
-            sources = (call if call.source else None for call in piece.calls)
-        return list(dict.fromkeys(call for call in sources if call is not None))
+            self.computed.add(calls[-1].index)
+            for call in late:
+                self._fill(call, calls[-1])
+            self._wgrads(late, self._rule_of_wgrads(late))
 
     def _filled_from(self, call: Call, piece: Piece) -> Call | None:
         """The call whose y is put into the pending that the piece gave this one."""
-        return None if call.index in self.late or (piece.rule.whole and call.again in piece.calls) else call.again
+        given = call.index in self.late or (piece.rule.whole and call.again in piece.calls)
+        return call.again if self.whole and not given else None
 
-    def _after(self, piece: Piece, backwards: list[Call]) -> None:
+    def _after(self, piece: Piece, ready: list[Call], filled: dict[int, Call]) -> None:
         """What the rule gave, `(dmain, pending of each)`, to where it goes."""
-        calls = piece.calls
-        self.put(f"d, ({''.join(f'p{call.index}, ' if call.place else '_, ' for call in calls)}) = r")
+        calls, i = piece.calls, piece.calls[0].index
+        self.put(f"d{i}, ({''.join(f'p{call.index}, ' if call.place else '_, ' for call in calls)}) = out{i}")
         for call in calls:
-            self._recipe(call, f"h{call.index}")
-        self._drop([v for call in calls for v in (call.out, *call.gives)])
+            self._recipe(call)
         for v in sorted({v for call in calls for v in call.takes} - self.keys - {v for call in calls for v in call.gives}):
-            self.put(f"g{v} = G.get({v})")
+            self.put(f"g{v} = G{i}.get({v})")
             self.have.add(v)
-        self._spread_main(calls[0], "d")
-        self.put("del d")
+        self._give_main(calls[0], f"d{i}")
         if self.whole:
-            sources = list(dict.fromkeys(source for call in calls if (source := self._filled_from(call, piece)) is not None))
-            for source in sources:
-                self._again(source, "w", f"h{source.index}")
-            ready = [call for call in backwards if call.place is not None and call.index not in self.late]
-            self._weight_gradients(ready, "w", sources)
+            for call in ready:
+                if call.index in filled:
+                    self._fill(call, filled[call.index])
+            self._wgrads(ready, self._rule_of_wgrads(ready))
 
-    def _weight_gradients(self, calls: list[Call], name: str, sources: Any = None) -> None:
-        """Of calls whose pendings are there, after y of their sources was put into them."""
-        for call in calls:
-            i, source = call.index, call.again
-            if source is not None and (sources is None or source in sources):
-                self.names[f"u{i}"] = call.needs
-                self.put(f"if p{i} is not None: p{i} = run.filled(p{i}, {call.fields!r}, {name}{source.index}, u{i})")
-        gone = [f"{name}{source.index}" for source in dict.fromkeys(call.again for call in calls) if source is not None]
-        gone = gone if sources is None else [f"{name}{source.index}" for source in sources]
-        self.put(*["del " + ", ".join(gone)] * bool(gone))
-        pieces = [piece for piece in self.cover.backward.values() if piece.rule.wgrads and calls[0] in piece.calls] if calls else []
-        self.weight_gradients(calls, pieces[0].rule if pieces else None)
-
-
-class Wgrad(Source):
-    """`wgrad(W, I) -> dparams`."""
-
-    def write(self) -> tuple[str, dict[str, Any]]:
-        left: dict[int, int] = {}
-        for call in self.lowered.calls:
-            if call.again is not None:
-                left[call.again.index] = left.get(call.again.index, 0) + 1
-        computed: set[int] = set()
-        rows = [row for row in self.lowered.backward if type(row) is Call and row.place is not None]
-        together = {call.index: piece for piece in self.cover.backward.values() if piece.rule.wgrads for call in piece.calls}
-        for i, row in enumerate(rows):
-            self._call(row, left, computed)
-            piece = together.get(row.index)
-            if piece is None:
-                self.weight_gradients([row])
-            elif not any(call in piece.calls for call in rows[i + 1 :]):
-                self.weight_gradients([call for call in rows if call in piece.calls], piece.rule)
-        return self.written("wgrad", "W, I", self.tree("q", self.gradients))
-
-    def _open(self, place: Place) -> None:
-        scope = place.scope
-        if scope is None or scope.index in self.opened:
-            return
-        self._open(scope.place)
-        self.opened.add(scope.index)
-        i, outer, where = scope.index, scope.place.scope, f"{scope.kind}_wgrad"
-        if outer is None:
-            self.put(f"W{i} = W; del W")
-        else:
-            self.at(scope.place.path)
-            self.names |= {f"S{i}": scope.pending, f"k{i}": scope.cfg}
-            own = f"run.opened({where!r}, W{outer.index}, {scope.place.name!r}, S{i}, k{i})"
-            self.put(f"W{i} = None if W{outer.index} is None else {own}")
-        self.accumulators(scope, where)
-
-    def _call(self, call: Call, left: dict[int, int], computed: set[int]) -> None:
-        i, place, source = call.index, call.place, call.again
-        assert place is not None
-        if call.op.params is NoneType:
-            self.put(f"p{i} = None")
-            return
-        self._open(place)
-        self.at(call.path)
-        if place.scope is None:
-            self.put(f"p{i} = W; del W")
-        else:
-            self.put(f"p{i} = None if W{place.scope.index} is None else run.part(W{place.scope.index}, {place.name!r})")
-        if source is not None and source.place is not None and source.place.scope is not None:
-            k, tree = source.index, f"W{source.place.scope.index}"
-            if k not in computed:
-                computed.add(k)
-                self._open(source.place)
-                self.at(source.path)
-                self.names |= {f"y{k}": source.op.again, f"c{k}": source.cfg}
-                self.put(f"a{k} = run.again(y{k}, {tree}, {source.place.name!r}, c{k})")
-                self.at(call.path)
-            self.names[f"u{i}"] = call.needs
-            self.put(f"if p{i} is not None and a{k} is not None: p{i} = run.filled(p{i}, {call.fields!r}, a{k}, u{i})")
-            left[k] -= 1
-            if not left[k]:
-                self.put(f"del a{k}")
+    def _rule_of_wgrads(self, calls: list[Call]) -> Rule | None:
+        """The rule that gives weight gradients of these together."""
+        pieces = self.cover.backward.values()
+        return next((piece.rule for piece in pieces if piece.rule.wgrads and calls and calls[0] in piece.calls), None)
 
 
 def _nested(value: Value, names: Iterator[str]) -> str:

@@ -9,7 +9,7 @@ from funcops.ops.fork import fork
 from funcops.program.lower import Call, Fold, Place, Scope
 from funcops.program.rules import Piece
 from funcops.program.run import joined
-from funcops.program.source import Source, flat
+from funcops.program.source import Source
 
 
 class Forward(Source):
@@ -19,7 +19,7 @@ class Forward(Source):
         low = self.lowered
         self.put(f"v{low.main} = main; del main", *[f"v{v} = extras[{name!r}]" for name, v in low.extras.items()])
         turn = {call.index: i for i, piece in self.cover.forward.items() for call in piece.calls}
-        last, done = self._last_reads(turn), set[int]()
+        done = set[int]()
         for row in low.forward:
             if type(row) is Fold:
                 self._fold(row, done)
@@ -29,8 +29,6 @@ class Forward(Source):
                     self._call(row)
                 else:
                     self._piece(piece, done)
-                if row.index in last:
-                    self.put("del " + ", ".join(f"v{v}" for v in last[row.index]))
         return self.written("forward", "P, main, extras", f"{self.of(low.output)}, {self.tree('n', self._kept)}")
 
     def _kept(self, scope: Scope, parts: str) -> str:
@@ -39,21 +37,6 @@ class Forward(Source):
         i = scope.index
         self.names |= {f"K{i}": scope.residuals, f"k{i}": scope.cfg, f"m{i}": scope.needs}
         return f"K{i}({parts}, cfg=k{i}, needs=m{i})"
-
-    def _last_reads(self, turn: dict[int, int]) -> dict[int, list[int]]:
-        """By the turn of a call, the values that nobody reads after it."""
-        last: dict[int, int] = {}
-        for row in self.lowered.forward:
-            at = row.index if type(row) is Call else -1
-            values = (*flat(row.main), *row.takes, *flat(row.out), *row.gives) if type(row) is Call else (row.of, row.out)
-            for value in map(self.lowered.resolve, values):
-                last[value] = max(last.get(value, -1), turn.get(at, at))
-        spare = {self.lowered.resolve(v) for v in flat(self.lowered.output)}
-        found: dict[int, list[int]] = {}
-        for value, index in last.items():
-            if value not in spare and index >= 0:
-                found.setdefault(index, []).append(value)
-        return found
 
     def _fold(self, row: Fold, done: set[int]) -> None:
         if row.out not in done:
@@ -123,9 +106,9 @@ class Forward(Source):
         outside = {v for call in calls for v in call.takes} - {v for call in calls for v in call.gives}
         self.names |= {f"rule{i}": piece.rule, f"calls{i}": calls}
         self.put(
-            f"E = {{{', '.join(f'{v}: {self.of(v)}' for v in sorted(outside))}}}",
-            f"r = run.forward_piece(rule{i}, calls{i}, ({params}), {self.of(calls[0].main)}, E)",
-            "if r is NotImplemented:",
+            f"E{i} = {{{', '.join(f'{v}: {self.of(v)}' for v in sorted(outside))}}}",
+            f"out{i} = run.forward_piece(rule{i}, calls{i}, ({params}), {self.of(calls[0].main)}, E{i})",
+            f"if out{i} is NotImplemented:",
         )
         self.depth += 1
         for call in calls:
@@ -134,11 +117,6 @@ class Forward(Source):
         self.put("else:")
         self.depth += 1
         nodes = "".join(f"n{call.index}, " if call.place else "_, " for call in calls)
-        ends = piece.ends
-        out = f"({''.join(f'v{call.out}, ' for call in ends)})" if piece.siblings else f"v{calls[-1].out}"
-        inner = "".join(f"v{call.out} = " for call in calls if call not in ends)
-        self.put(
-            f"{out}, ({nodes}) = r", *[f"{inner}None"] * bool(inner), *[f"v{v} = E[{v}]" for call in calls for v in call.gives]
-        )
+        out = f"({''.join(f'v{call.out}, ' for call in piece.ends)})" if piece.siblings else f"v{calls[-1].out}"
+        self.put(f"{out}, ({nodes}) = out{i}", *[f"v{v} = E{i}[{v}]" for call in calls for v in call.gives])
         self.depth -= 1
-        self.put("del r, E")

@@ -109,15 +109,21 @@ class Alias(NamedTuple):
 Back = list[Any]  # of Call and Alias
 
 
-class Lowered(NamedTuple):
-    forward: tuple[Any, ...]  # Call, Fold
-    backward: tuple[Any, ...]  # Call, Alias
-    scopes: tuple[Scope, ...]
+class Lowered:
+    """A program's calls, which a combinator's `lower(cfg, rows, place, needs, main, extras, again)` writes into `rows`; it returns
+    its output and its backward."""
+
     main: int
     extras: Extras
     output: Value
-    origin: dict[int, int]  # of an alias
-    siblings: tuple[tuple[Call, ...], ...]  # the first calls of a parallel's branches, where they read nothing but its x
+    backward: Back
+
+    def __init__(self) -> None:
+        self.forward: list[Any] = []  # of Call and Fold
+        self.scopes: list[Scope] = []
+        self.origin: dict[int, int] = {}  # of an alias
+        self.siblings: list[tuple[Call, ...]] = []  # the first calls of a parallel's branches, where they read nothing but its x
+        self._values = 0
 
     @property
     def calls(self) -> tuple[Call, ...]:
@@ -127,18 +133,6 @@ class Lowered(NamedTuple):
         while value in self.origin:
             value = self.origin[value]
         return value
-
-
-class Lowering:
-    """What a combinator's `lower(cfg, lowering, place, needs, main, extras, again)` writes into; it returns its output and its
-    backward."""
-
-    def __init__(self) -> None:
-        self.rows: list[Any] = []
-        self.scopes: list[Scope] = []
-        self.origin: dict[int, int] = {}
-        self.siblings: list[tuple[Call, ...]] = []
-        self._values = 0
 
     def value(self) -> int:
         self._values += 1
@@ -171,7 +165,7 @@ class Lowering:
             given[name] = extras[name]
             if name in step.keys:
                 given[name] = self.value()
-                self.rows.append(Fold(given[name], extras[name], step.fold))
+                self.forward.append(Fold(given[name], extras[name], step.fold))
         place = scope.at(step.name)
         out, back = self.body(step.op, step.cfg, place, needs, main, given, again, step.gives, getattr(scope.cfg, "fuse", True))
         gives = scope.parts[step.name].gives if step.gives else ()
@@ -201,8 +195,8 @@ class Lowering:
     ) -> Call:  # fmt: skip
         takes = tuple(takes)
         out, given = self.value(), tuple(self.value() for _ in range(gives))
-        found = Call(len(self.rows), place.path if place else path, place, op, cfg, needs, main, takes, labels, out, given, fuse)
-        self.rows.append(found)
+        found = Call(len(self.forward), place.path if place else path, place, op, cfg, needs, main, takes, labels, out, given, fuse)
+        self.forward.append(found)
         if place is not None and place.scope is not None:
             place.scope.parts[place.name] = found
         return found
@@ -215,8 +209,8 @@ def calls_below(part: Scope | Call) -> list[Call]:
 
 def lower(op: Op, cfg: Any, needs: Needs) -> Lowered:
     """The calls of a combinator under `needs`."""
-    rows = Lowering()
-    main = rows.value()
-    extras = {name: rows.value() for name in cfg.extras}
-    output, back = op.lower(cfg, rows, Place(None, None, ""), needs, main, extras, None)
-    return Lowered(tuple(rows.rows), tuple(back), tuple(rows.scopes), main, extras, output, rows.origin, tuple(rows.siblings))
+    rows = Lowered()
+    rows.main = rows.value()
+    rows.extras = {name: rows.value() for name in cfg.extras}
+    rows.output, rows.backward = op.lower(cfg, rows, Place(None, None, ""), needs, rows.main, rows.extras, None)
+    return rows

@@ -16,7 +16,7 @@ from funcops.memo import reading, remember
 from funcops.needs import Mask, Needs
 from funcops.op import Op
 from funcops.program import rules, run, traced
-from funcops.program.backward import Backward, Wgrad
+from funcops.program.backward import Backward
 from funcops.program.forward import Forward
 from funcops.program.into import check_into_tree
 from funcops.program.lower import lower
@@ -69,6 +69,11 @@ def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_ty
     return _traced[key]
 
 
+def lowers(config: Any, op: Op) -> None:
+    """Note on the config of a combinator that `op` writes it down as a program."""
+    config.lowered_by, config.program_while_tracing = op, program_while_tracing
+
+
 # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
 program_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
@@ -80,10 +85,8 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     found = cover(lowered, device_type, dtype, which == "backward")
     if which == "forward":
         text, names = Forward(lowered, found, for_tracer).write()
-    elif which == "wgrad":
-        text, names = Wgrad(lowered, found, for_tracer).write()
     else:
-        text, names = Backward(lowered, found, for_tracer, which == "backward").write()
+        text, names = Backward(lowered, found, for_tracer, which).write()
     file = f"<funcops program {next(_numbers)}: {which} of {op.name}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     scope = dict(names)
@@ -92,66 +95,53 @@ def _made(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, d
     return scope[which]
 
 
-def bwd_of_scope(op: Op, cls: Any, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
-    """The `bwd` of an op whose residuals are a scope's."""
-    node, sums, where = residuals, None, f"{op.name}_bwd"
-    if type(node) is not cls or node.cfg is not cfg or node.gone or node.had:
-        node = open_node(where, node, cls, cfg)
-    if into is not None:
-        sums = accumulators(where, op, into, node, cfg, dy)
-    dparams, dx = backward("backward", op, cfg, node.needs, dy)(node, dy, sums)
-    if node is not residuals:
-        node.empty()
-    return (dparams if into is None else into), dx
-
-
-def wgrad_of_scope(op: Op, cls: Any, pending: Any, cfg: Any, into: Any) -> Any:
-    """The `wgrad` of an op whose pending is a scope's."""
-    where = f"{op.name}_wgrad"
-    if type(cfg) is not op.config:
-        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
-    node = None if pending is None else open_node(where, pending, cls, cfg)
-    sums = None if into is None else accumulators(where, op, into, node, cfg)
-    found = _found("wgrad", op, cfg, Needs.NONE if node is None else node.needs, None, None)(node, sums)
-    if node is not None and node is not pending:
-        node.empty()
-    return found if into is None else into
-
-
-def bwd_of_body(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
-    """The `bwd` of an op whose residuals are its body's."""
-    where, needs, sums = f"{op.name}_bwd", needs_of(residuals), into
-    if not needs:
+def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]:
+    """The `bwd` of an op that is written down as a program."""
+    where = f"{op.name}_bwd"
+    if op.residuals is None and not needs_of(residuals):
         return cfg.op.bwd(residuals, dy, cfg.cfg, into=into)  # type: ignore[no-any-return]
-    node, body = residuals, _scope_in(cfg)
-    if body is not None:
-        node = open_node(where, residuals, body.op.residuals, body.cfg)
-        sums = None if into is None else accumulators(where, body.op, into, node, body.cfg, dy)
+    node, own, own_cfg = _opened(where, op, residuals, cfg)
+    sums = into if into is None or own.lower is None else accumulators(where, own, into, node, own_cfg, dy)
+    needs = needs_of(node) if own.lower is None else node.needs
     dparams, dx = backward("backward", op, cfg, needs, dy)(node, dy, sums)
     if node is not residuals:
         node.empty()
     return (dparams if into is None else into), dx
 
 
-def dgrad_of_body(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
+def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
     """The `dgrad` of such an op."""
-    where, needs = f"{op.name}_dgrad", needs_of(residuals)
-    if not needs:
+    if op.residuals is None and not needs_of(residuals):
         return cfg.op.dgrad(residuals, dy, cfg.cfg)  # type: ignore[no-any-return]
-    node, body = residuals, _scope_in(cfg)
-    if body is not None:
-        node = open_node(where, residuals, body.op.residuals, body.cfg)
-    found: tuple[Any, Any] = backward("dgrad", op, cfg, needs, dy)(node, dy)
+    node, _, _ = _opened(f"{op.name}_dgrad", op, residuals, cfg)
+    found: tuple[Any, Any] = backward("dgrad", op, cfg, needs_of(node), dy)(node, dy)
     if node is not residuals:
         node.empty()
     return found
 
 
-def _scope_in(cfg: Any) -> Any:
-    """The config, of skips within skips, whose body has residuals of a scope; None where it is one call."""
-    while cfg.op.lower is not None and cfg.op.residuals is None:
-        cfg = cfg.cfg
-    return cfg if cfg.op.lower is not None else None
+def _opened(where: str, op: Op, residuals: Any, cfg: Any) -> tuple[Any, Op, Any]:
+    """The residuals after every check, and the op and config that they are of: a skip's are its body's. Those of a body that is one
+    call stay as they are."""
+    while op.lower is not None and op.residuals is None:
+        op, cfg = cfg.op, cfg.cfg
+    node, cls = residuals, op.residuals
+    if op.lower is not None and (type(node) is not cls or node.cfg is not cfg or node.gone or node.had):
+        node = open_node(where, node, cls, cfg)
+    return node, op, cfg
+
+
+def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgrad") -> Any:
+    """The `wgrad` of an op that is written down as a scope, or its `products`; `cls`: that of its pending."""
+    where = f"{op.name}_wgrad"
+    if type(cfg) is not op.config:
+        fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
+    node = None if pending is None else open_node(where, pending, cls, cfg)
+    sums = None if into is None else accumulators(where, op, into, node, cfg)
+    found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None, None)(node, sums)
+    if node is not None and node is not pending:
+        node.empty()
+    return found if into is None or which == "products" else into
 
 
 def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = None) -> Any:

@@ -57,20 +57,13 @@ def collected(dparams: Any, ties: Iterable[tuple[str, str]]) -> Any:
     return dparams
 
 
-def parts_of(dy: Any, size: int) -> tuple[Any, ...]:
-    """The gradients of the parts of a tuple, None for zero."""
-    if dy is None:
-        return (None,) * size
-    if not isinstance(dy, tuple) or len(dy) != size:
-        fail("parallel_bwd", "dy", f"a tuple of {size} (None for zero)", describe(dy), TypeError)
-    return dy
-
-
-def nested_parts(dy: Any, like: Any) -> Any:
-    """The same for tuples of tuples."""
+def parts_of(dy: Any, like: Any) -> Any:
+    """The gradients of the parts of a tuple, and of theirs, None for zero."""
     if not isinstance(like, tuple):
         return dy
-    return tuple([nested_parts(d, one) for d, one in zip(parts_of(dy, len(like)), like, strict=True)])
+    if dy is not None and (not isinstance(dy, tuple) or len(dy) != len(like)):
+        fail("parallel_bwd", "dy", f"a tuple of {len(like)} (None for zero)", describe(dy), TypeError)
+    return tuple([parts_of(d, one) for d, one in zip(dy or (None,) * len(like), like, strict=True)])
 
 
 def scope_of(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:

@@ -1,8 +1,8 @@
 """The functions of a program, written as straight-line Python: a few lines a call, no loop, no lookup.
 
-A local falls right after its last reader. Names, with the number of their value, call or scope: v value, g its gradient; n
-residuals of a call, p pending, q gradient of params, a y computed again; P params, K residuals, W pending, I accumulators of a
-scope.
+A local falls right after its last reader (`released`). Names, with the number of their value, call or scope: v value, g its
+gradient; n residuals of a call, h the same held for later, p pending, d gradient of x, q of params, a y computed again; E and G
+what a rule reads by value, out and j what it gives; P params, K residuals, W pending, I accumulators of a scope.
 
 What the ops' own functions check at every call is tested here by source that only says yes or no. Where it says no, and while a
 compiler traces, the ops' own functions run, and they say what is wrong.
@@ -10,16 +10,17 @@ compiler traces, the ops' own functions run, and they say what is wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from funcops.marks import versions
-from funcops.op import NoneType, any_autocast
+from funcops.op import any_autocast
 from funcops.program import run
 from funcops.program.lower import Call, Lowered, Place, Scope, Value
-from funcops.program.rules import Cover, Rule
+from funcops.program.rules import Cover
 from funcops.program.values import add
 from funcops.random import fold_in
 from funcops.schema import Saved
@@ -97,30 +98,6 @@ class Source:
         if scope.ties and scope.place.scope is not None:
             self.put(f"if I{i} is not {names}: I{i} = run.tied({where!r}, I{i}, {self.const('ties', i, scope.ties)})")
 
-    def weight_gradients(self, calls: list[Call], rule: Rule | None = None) -> None:
-        """Of calls whose pendings are there: together where the rule can, one by one otherwise."""
-        own = [call for call in calls if call.op.params is not NoneType]
-        self.put(*[f"q{call.index} = None" for call in calls if call not in own])
-        together = bool(own) and rule is not None and rule.wgrads is not None
-        if together:
-            names = self.const("joint", own[0].index, rule), self.const("own", own[0].index, tuple(own))
-            pendings, into = ("".join(f"{of(call)}, " for call in own) for of in (lambda c: f"p{c.index}", self._accumulator))
-            self.put(f"j = run.wgrads({', '.join(names)}, ({pendings}), ({into}))", "if j is NotImplemented:")
-        self.depth += together
-        for call in own:
-            i = call.index
-            self.at(call.path)
-            self.names |= {f"e{i}": call.op.wgrad, f"c{i}": call.cfg}
-            self.put(f"q{i} = e{i}(p{i}, c{i}, into={self._accumulator(call)})", f"del p{i}")
-        self.depth -= together
-        if together:
-            found, gone = ("".join(f"{name}{call.index}, " for call in own) for name in "qp")
-            self.put("else:", f"    ({found}) = j", f"    del {gone[:-2]}", "del j")
-
-    def _accumulator(self, call: Call) -> str:
-        assert call.place is not None
-        return self.part("I", call.place)
-
     def gradients(self, scope: Scope, parts: str) -> str:
         """Those of the params of a scope, the tied ones with their source."""
         return f"run.collected({parts}, {self.const('ties', scope.index, scope.ties)})" if scope.ties else parts
@@ -129,11 +106,51 @@ class Source:
         """The function's text, and its globals."""
         self.names["PATHS"] = tuple(self.paths)
         self.put(f"return {result}")
-        body = "\n".join(self.lines)
+        body = "\n".join(released(self.lines))
         return (
             f"def {name}({arguments}):\n    at = 0\n    try:\n{body}\n    except Exception as error:\n"
             "        run.in_path(error, PATHS[at])\n        raise\n"
         ), self.names
+
+
+_LOCAL = re.compile(r"(?<![\w.])(?:v|g|n|p|a|h|d|dy|part|out|j|E|G)\d+(?:_\d+)?\b")
+_TEXT = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
+
+
+def _locals(lines: Iterable[str]) -> set[str]:
+    return {name for line in lines for name in _LOCAL.findall(_TEXT.sub("", line))}
+
+
+def released(lines: list[str], held: Iterable[str] = ()) -> list[str]:
+    """The lines of a block, each local that is not `held` around it deleted after the last statement that names it; in each branch
+    of a statement by itself, if no other names it."""
+    if not lines:
+        return []
+    indent = lines[0][: len(lines[0]) - len(lines[0].lstrip())]
+    statements: list[list[str]] = []
+    for line in lines:
+        if line.startswith((indent + " ", indent + "else:", indent + "except ")):
+            statements[-1].append(line)
+        else:
+            statements.append([line])
+    named = [_locals(statement) for statement in statements]
+    uses = {name: [i for i, own in enumerate(named) if name in own] for name in set().union(*named)}
+    found: list[str] = []
+    for i, (statement, own) in enumerate(zip(statements, named, strict=True)):
+        here = _locals(line for line in statement if not line.startswith(indent + " "))
+        shared = {name for name in own if name in held or name in here or len(uses[name]) > 1}
+        branch: list[str] = []
+        for line in [*statement, indent]:
+            if line.startswith(indent + " "):
+                branch.append(line)
+                continue
+            found += released(branch, shared)
+            branch = []
+            found += [line] * bool(line.strip())
+        gone = sorted(name for name in shared.difference(held) if uses[name][-1] == i)
+        if gone and not statement[0].lstrip().startswith("return "):
+            found.append(f"{indent}del {', '.join(gone)}")
+    return found
 
 
 def flat(value: Value) -> list[int]:

@@ -7,7 +7,7 @@ from funcops.residuals.policy import Offload as Offload
 from funcops.residuals.policy import Policy as Policy
 from funcops.residuals.policy import Recompute as Recompute
 from funcops.residuals.policy import Save as Save
+from funcops.residuals.put_away import fetch as fetch
+from funcops.residuals.put_away import stow as stow
 from funcops.residuals.report import diff as diff
 from funcops.residuals.report import report as report
-from funcops.residuals.stow import fetch as fetch
-from funcops.residuals.stow import stow as stow

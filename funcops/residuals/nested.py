@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 from funcops.errors import DonatedError, fail
@@ -118,18 +117,19 @@ for _name in ("get keys values items pop popitem update setdefault clear __iter_
     setattr(Nested, _name, _scope[_name])
 
 
-def nested(kind: str) -> Callable[[type], type]:
-    """Class decorator: a `Nested` of this kind, registered as a pytree node."""
+def nested(name: str, parts: str, module: str) -> tuple[Any, Any]:
+    """The residuals and pending of a combinator, as classes of `module`, by its name and what it calls its `parts`."""
+    kept = _nested(f"{name}Residuals", "residuals", f"Residuals of {parts}.", module)
+    return kept, _nested(f"{name}Pending", "pending", f"Pending weight gradients of {parts}.", module)
 
-    def decorate(cls: Any) -> Any:
-        cls.kind = kind
-        register_node(
-            cls,
-            lambda node: tuple(dict.values(node)),
-            lambda node: (node._open().cfg, node.needs, tuple(dict.keys(node)), Aside(node.parts())),
-            lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
-            lambda node: tuple(dict.keys(node)),
-        )
-        return cls
 
-    return decorate
+def _nested(name: str, kind: str, doc: str, module: str) -> Any:
+    cls: Any = type(name, (Nested,), {"__slots__": (), "kind": kind, "__doc__": doc, "__module__": module})
+    register_node(
+        cls,
+        lambda node: tuple(dict.values(node)),
+        lambda node: (node._open().cfg, node.needs, tuple(dict.keys(node)), Aside(node.parts())),
+        lambda values, data: cls(zip(data[2], values, strict=True), cfg=data[0], needs=data[1]).moved(data[3].value),
+        lambda node: tuple(dict.keys(node)),
+    )
+    return cls

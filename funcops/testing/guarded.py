@@ -16,7 +16,7 @@ from funcops.errors import StaleResidualError
 from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.residuals.policy import Offload
-from funcops.residuals.stow import fetch, stow
+from funcops.residuals.put_away import fetch, stow
 from funcops.testing.case import Case
 from funcops.trees import flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
 

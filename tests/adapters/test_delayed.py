@@ -110,7 +110,7 @@ def test_params_that_changed_are_stale():
         module(batches(1)[0]).sum().backward()
     with torch.no_grad():
         module[0].weight.add_(1.0)
-    with pytest.raises(StaleResidualError, match="params of chain must be as the backward left them"):
+    with pytest.raises(StaleResidualError, match="chain_wgrad: params.m0.weight must be as the backward left it"):
         store.run()
 
 

@@ -19,9 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.bucketed_mean import BucketedMean
-from funcops.errors import StaleResidualError, describe, fail
+from funcops.errors import describe, fail
+from funcops.marks import Versions
 from funcops.op import Op
-from funcops.trees import leaves, nbytes, tensors, tree_map_tensors
+from funcops.trees import leaves, nbytes, tree_map_tensors
 
 _current: WgradStore | None = None
 _unfinished: WgradStore | None = None
@@ -64,7 +65,7 @@ class Waiting(NamedTuple):
     cfg: Any
     pending: Any
     params: Any
-    versions: tuple[int, ...]
+    versions: Versions  # of params, after the backward
 
 
 class WgradStore:
@@ -123,10 +124,7 @@ class WgradStore:
         parameter was written to since: what a chain computes again would be another."""
         while self.waiting:
             op, cfg, pending, params, versions = self.waiting.pop(0)
-            if versions != _versions(params):
-                raise StaleResidualError(
-                    f"delayed_wgrad: params of {op.name} must be as the backward left them: run() before the optimiser"
-                )
+            versions.check(f"delayed_wgrad: {op.name}_wgrad", "params", "backward", "Call run() before the optimiser")
             with without_autocast(pending):
                 dparams = op.wgrad(pending, cfg)
             for parameter, gradient in zip(leaves(params), leaves(dparams), strict=True):
@@ -215,12 +213,8 @@ def put(store: WgradStore, op: Op, cfg: Any, pending: Any, params: Any, synced: 
     if any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in leaves(params)):
         return op.wgrad(pending, cfg)
     free = tree_map_tensors(lambda t: t.detach() if t.requires_grad else t, pending)  # of the graph behind it
-    store.waiting.append(Waiting(op, cfg, free, params, _versions(params)))
+    store.waiting.append(Waiting(op, cfg, free, params, Versions.of(params)))
     return op.wgrad(None, cfg)
-
-
-def _versions(params: Any) -> tuple[int, ...]:
-    return tuple([t._version for t in tensors(params)])
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:

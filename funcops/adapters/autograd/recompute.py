@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters.flatten import flatten, unflatten
+from funcops.marks import version
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program import run
@@ -63,7 +64,7 @@ def forward(op: Op, params: Any, x: Any, cfg: Any, needs: Needs) -> tuple[Tensor
 def note(y: Tensor, op: Op, node: Any) -> None:
     """Nodes that read y may keep the node instead."""
     if large(y):
-        _recipes[y] = Recipe(op, node, y._version)
+        _recipes[y] = Recipe(op, node, version(y))
 
 
 def left_out(x: Tensor, kept: tuple[Any, ...]) -> tuple[tuple[Any, ...], LeftOut | None]:
@@ -71,7 +72,7 @@ def left_out(x: Tensor, kept: tuple[Any, ...]) -> tuple[tuple[Any, ...], LeftOut
     to since."""
     recipe = _recipes.get(x)
     places = [] if recipe is None else [i for i, t in enumerate(kept) if t is x]
-    if not places or recipe.version != x._version or not recipe.node.fresh():
+    if not places or recipe.version != version(x) or not recipe.node.fresh():
         return kept, None
     tensors: list[Tensor] = []
     shape = flatten(recipe.node, tensors)

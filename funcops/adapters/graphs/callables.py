@@ -16,7 +16,8 @@ from funcops.adapters.autograd.first_order import first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
-from funcops.errors import BorrowedError, GraphOrderError, StaleResidualError, describe, fail, require, require_flag, require_type
+from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
+from funcops.marks import Versions
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
 
@@ -46,12 +47,14 @@ class _Callable:
         self.structure = structure((args, kwargs))
         self.params = [p for p in fn.parameters() if p.requires_grad] if isinstance(fn, nn.Module) else []
         self.addresses = [p.data_ptr() for p in self.params]
+        names = dict(fn.named_parameters()) if isinstance(fn, nn.Module) else {}
+        self.versions = Versions.of({name: p for name, p in names.items() if p.requires_grad})
         self.forward = fn.forward if isinstance(fn, nn.Module) else fn
         self.training = fn.training if isinstance(fn, nn.Module) else True
         self.slots: list[_Slot] = []
         self.order: _Order | None = None
         self.number = 0
-        self.waiting: list[tuple[_Slot, list[int]]] = []  # whose weight gradients backward_dw will compute
+        self.waiting: list[tuple[_Slot, Versions]] = []  # whose weight gradients backward_dw will compute
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if isinstance(self.fn, nn.Module) and self.fn.training != self.training:
@@ -97,10 +100,7 @@ class _Callable:
         while self.waiting:
             slot, versions = self.waiting.pop(0)
             slot.busy = False  # after an error, too: what it held is of no more use
-            if versions != [p._version for p in self.params]:
-                raise StaleResidualError(
-                    f"{self.where}: parameters must be as the backward left them: backward_dw() before the optimiser"
-                )
+            versions.check(self.where, "parameters", "backward", "Call backward_dw() before the optimiser")
             self.check_kept(slot, "the backward", "fwd", "bwd")
             slot.graphs["wgrad"].replay()
             for p, gradient in slot.weights:
@@ -143,7 +143,7 @@ class _Graphed(torch.autograd.Function):
         if any(ctx.needs_input_grad):
             slot.busy = True
             ctx.token = _Token(slot)
-        ctx.of, ctx.slot, ctx.versions = of, slot, [p._version for p in of.params]
+        ctx.of, ctx.slot, ctx.versions = of, slot, of.versions.now()
         made = [t.clone() if of.outputs == "clone" else t.detach() for t in slot.out_tensors]
         ctx.mark_non_differentiable(*[m for m, t in zip(made, slot.out_tensors, strict=True) if not t.requires_grad])
         return tuple(made)
@@ -161,8 +161,7 @@ def _replayed(ctx: Any, *dys: Tensor) -> Any:
     of, slot = ctx.of, ctx.slot
     if ctx.token.done:
         raise GraphOrderError(f"{of.where}: a backward must run once, got a second one: its buffers are another call's by now")
-    if ctx.versions != [p._version for p in of.params]:
-        raise StaleResidualError(f"{of.where}: parameters must be as the forward left them, got some that were written to since")
+    ctx.versions.check(of.where, "parameters")
     of.check_kept(slot, "the forward", "fwd")
     if of.order is not None:
         of.order.take(-of.number)

@@ -20,7 +20,6 @@ from funcops.compose.step import check_body
 from funcops.errors import (
     BorrowedError,
     GraphOrderError,
-    StaleResidualError,
     describe,
     fail,
     require,
@@ -28,6 +27,7 @@ from funcops.errors import (
     require_flag,
     require_type,
 )
+from funcops.marks import Versions
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals.ledger import Ledger
@@ -64,9 +64,8 @@ class _Slot:
     whole_dparams: Any
     graphs: dict[str, Captured]
     written: dict[str, Written]  # by graph
-    params: list[Tensor]
-    kept: list[Tensor]  # what the forward leaves: y and the residuals
-    versions: tuple[list[int], list[int]]
+    params: Versions
+    kept: Versions  # what the forward leaves: y and the residuals
 
     def replay(self, name: str) -> None:
         self.graphs[name].replay()
@@ -102,7 +101,7 @@ class GraphedOp:
         slot.replay("fwd")
         slot.state, slot.ticket = RESIDUALS, slot.ticket + 1
         y = slot.y.give(given)
-        slot.versions = _versions(slot)
+        slot.params, slot.kept = slot.params.now(), slot.kept.now()
         return y, InFlight(self, RESIDUALS, index, slot.ticket, slot.residuals)
 
     def dgrad(self, residuals: InFlight, dy: Any) -> tuple[Any, InFlight]:
@@ -282,7 +281,7 @@ def _capture(
     dx, slot.pending = captured("dgrad", lambda: op.dgrad(slot.residuals, slot.dy.trees[0], cfg))
     slot.dparams = captured("wgrad", lambda: op.wgrad(slot.pending, cfg, into=into))
     slot.whole_dparams, whole_dx = captured("bwd", lambda: op.bwd(slot.residuals, slot.dy.trees[0], cfg, into=into))
-    slot.params, slot.kept = tensors(slot.inputs.trees[0]), tensors((y, slot.residuals))
+    slot.params, slot.kept = Versions.of(slot.inputs.trees[0]), Versions.of({"y": y, "residuals": slot.residuals})
     slot.inputs.check_unwritten()
     slot.dy.check_unwritten()
     return y, dx, whole_dx
@@ -296,22 +295,14 @@ def _give_outputs(slot: _Slot, y: Any, dx: Any, whole_dx: Any, policy: str, debu
     ]
 
 
-def _versions(slot: _Slot) -> tuple[list[int], list[int]]:
-    """Of params, and of what the forward leaves: whoever writes to them is noticed."""
-    return [t._version for t in slot.params], [t._version for t in slot.kept]
-
-
 def _check_kept(where: str, kind: str, index: int, slot: _Slot) -> None:
     """Raises where params, or what is in flight, may not be as they were left."""
     if slot.overwritten():
         raise BorrowedError(
             f"{where}: {kind} of slot {index} must be as they were left, got a replay of {SHARED} since: capture without pool="
         )
-    params, buffers = _versions(slot)
-    if slot.versions[0] != params:
-        raise StaleResidualError(f"{where}: params must be as the forward left them, got some that were written to since")
-    if slot.versions[1] != buffers:
-        raise BorrowedError(f"{where}: {kind} of slot {index} must be as the forward left them, got a buffer that was written to")
+    slot.params.check(where, "params")
+    slot.kept.check(where, f"slot {index}", error=BorrowedError)
 
 
 def _kept_bytes(slot: _Slot) -> int:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import CaptureError, GradModeError, describe, fail
+from funcops.marks import Versions
 from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")
@@ -57,7 +58,7 @@ class Inputs:
         self.leaves = [_leaf(path, chosen[path], value) for path, value in paths(examples).items()]
         self.trees: tuple[Any, ...] = with_leaves(examples, [leaf.static for leaf in self.leaves])
         self._copied = [i for i, leaf in enumerate(self.leaves) if leaf.policy == "copy" and isinstance(leaf.static, Tensor)]
-        self._versions = self.versions()
+        self._versions = Versions.of([leaf.static for leaf in self.leaves])
 
     def take(self, given: tuple[Any, ...]) -> list[Any]:
         """Check every leaf, then copy those that are copied. Returns the leaves as given. Raises `ValueError` or `TypeError`."""
@@ -87,13 +88,11 @@ class Inputs:
     def donated(self) -> list[Tensor]:
         return [leaf.static for leaf in self.leaves if leaf.policy == "donated" and isinstance(leaf.static, Tensor)]
 
-    def versions(self) -> list[int | None]:
-        return [leaf.static._version if isinstance(leaf.static, Tensor) else None for leaf in self.leaves]
-
     def check_unwritten(self) -> None:
         """Raises `CaptureError` where the function wrote to an input that was not donated."""
-        for leaf, before, now in zip(self.leaves, self._versions, self.versions(), strict=True):
-            if before != now and leaf.policy != "donated":
+        written = set(map(id, self._versions.written()))
+        for leaf in self.leaves:
+            if id(leaf.static) in written and leaf.policy != "donated":
                 raise CaptureError(
                     f"{self.where}: input {leaf.path} must not be written to unless it is donated, "
                     f"got an input of policy {leaf.policy!r}"
@@ -146,13 +145,13 @@ class Written:
     """Those of some tensors that a capture writes to. A replay writes to them behind torch's back, so it counts that."""
 
     def __init__(self, among: Iterable[Tensor]) -> None:
-        self._before = [(t, t._version) for t in among]
+        self._before = Versions.of(list(among))
         self.tensors: list[Tensor] = []
 
     def note(self) -> None:
         """The capture is over."""
-        self.tensors += [t for t, before in self._before if t._version != before]
-        self._before = []
+        self.tensors = self._before.written()
+        self._before = Versions.of(())
 
     def count(self) -> None:
         """There was a replay."""
