@@ -52,8 +52,8 @@ def _match_backward(window: Window) -> int | str | None:
 
 def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     *dropped, join, split, norm = calls
-    residual, cfg, w = values[join.takes[0]], norm.cfg, params[-1].weight
-    b, key = getattr(params[-1], "bias", None), values[dropped[0].takes[0]] if dropped else None
+    residual, cfg, w, b = values[join.takes[0]], norm.cfg, params[-1].weight, getattr(params[-1], "bias", None)
+    key: Any = values[dropped[0].takes[0]] if dropped else None
     if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
         return NotImplemented
     sizes = [main.shape[-1:], w.shape, cfg.dim if b is None else b.shape]
@@ -107,17 +107,19 @@ def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, again: dict[int, 
     if norm.op is rms_norm:
         wanted = bool(node.needs.params)
         if again is not None:
-            dx, again[norm.out], parts = kernels.add_rms_norm_bwd_again(*shared, node.rstd, cfg.zero_centered_gamma, wanted)
+            dx, again[norm.out], parts = kernels.add_rms_norm_bwd_again(
+                *shared, node.rstd, cfg.eps, cfg.zero_centered_gamma, wanted
+            )
         else:
             dx, parts = kernels.add_rms_norm_bwd(*shared, node.rstd, cfg.zero_centered_gamma, True, wanted)
         pending = RMSNormPending.keep(cfg, node.needs, parts=parts, weight_dtype=node.weight_dtype)
     else:
         wants = node.needs.param("weight"), cfg.bias and node.needs.param("bias")
-        how = node.mean, node.rstd, cfg.zero_centered_gamma
+        stats, centred = (node.mean, node.rstd), cfg.zero_centered_gamma
         if again is not None:
-            dx, again[norm.out], dw, db = kernels.add_layer_norm_bwd_again(*shared, node.bias, *how, *wants)
+            dx, again[norm.out], dw, db = kernels.add_layer_norm_bwd_again(*shared, node.bias, *stats, cfg.eps, centred, *wants)
         else:
-            dx, dw, db = kernels.add_layer_norm_bwd(*shared, *how, True, *wants)
+            dx, dw, db = kernels.add_layer_norm_bwd(*shared, *stats, centred, True, *wants)
         pending = LayerNormPending.keep(cfg, node.needs, dw_parts=dw, db_parts=db, weight_dtype=node.weight_dtype)
     return dx, pending
 

@@ -180,7 +180,8 @@ def _of_sums(pending: LinearPending, into: LinearParams | None) -> LinearParams:
         own = LinearParams(into.weight, None)
         _collected(dy, x, False, own) if collecting() else _wgrad_into("linear_wgrad", dy, x, False, own)
     wide = into.bias is not None and into.bias.dtype is sums.dtype
-    accumulate("linear_wgrad", LinearParams(None, sum_parts(sums, sums.dtype if wide else dy.dtype)), into)
+    db = sum_parts(sums, sums.dtype if wide else dy.dtype)
+    accumulate("linear_wgrad", LinearParams(None, db), into)  # type: ignore[arg-type]
     return into
 
 
