@@ -150,8 +150,8 @@ def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(add_norm.add_rms_norm_bwd, shape, (dy, dstream, x, w, rstd, False, True, True))
     yield Sample(add_norm.add_layer_norm_fwd, shape, (x, residual, w, b, 1e-6, False))
     yield Sample(add_norm.add_layer_norm_bwd, shape, (dy, dstream, x, w, mean, rstd, False, True, True, True))
-    yield Sample(add_norm.add_rms_norm_bwd_again, shape, (dy, dstream, x, w, rstd, 1e-6, False, True))
-    yield Sample(add_norm.add_layer_norm_bwd_again, shape, (dy, dstream, x, w, b, mean, rstd, 1e-6, False, True, True))
+    yield Sample(add_norm.add_rms_norm_bwd_again, shape, (dy, dstream, x, w, rstd, False, True))
+    yield Sample(add_norm.add_layer_norm_bwd_again, shape, (dy, dstream, x, w, b, mean, rstd, False, True, True))
     yield Sample(add_norm.dropout_add_rms_norm_fwd, shape, (x, residual, w, make.key(), 0.1, 1e-6, False))
     yield Sample(add_norm.dropout_add_layer_norm_fwd, shape, (x, residual, w, b, make.key(), 0.1, 1e-6, False))
 

@@ -107,19 +107,17 @@ def norm_gradient(norm: Any, node: Any, dy: Any, dstream: Any, again: dict[int, 
     if norm.op is rms_norm:
         wanted = bool(node.needs.params)
         if again is not None:
-            dx, again[norm.out], parts = kernels.add_rms_norm_bwd_again(
-                *shared, node.rstd, cfg.eps, cfg.zero_centered_gamma, wanted
-            )
+            dx, again[norm.out], parts = kernels.add_rms_norm_bwd_again(*shared, node.rstd, cfg.zero_centered_gamma, wanted)
         else:
             dx, parts = kernels.add_rms_norm_bwd(*shared, node.rstd, cfg.zero_centered_gamma, True, wanted)
         pending = RMSNormPending.keep(cfg, node.needs, parts=parts, weight_dtype=node.weight_dtype)
     else:
         wants = node.needs.param("weight"), cfg.bias and node.needs.param("bias")
-        stats, centred = (node.mean, node.rstd), cfg.zero_centered_gamma
+        how = node.mean, node.rstd, cfg.zero_centered_gamma
         if again is not None:
-            dx, again[norm.out], dw, db = kernels.add_layer_norm_bwd_again(*shared, node.bias, *stats, cfg.eps, centred, *wants)
+            dx, again[norm.out], dw, db = kernels.add_layer_norm_bwd_again(*shared, node.bias, *how, *wants)
         else:
-            dx, dw, db = kernels.add_layer_norm_bwd(*shared, *stats, centred, True, *wants)
+            dx, dw, db = kernels.add_layer_norm_bwd(*shared, *how, True, *wants)
         pending = LayerNormPending.keep(cfg, node.needs, dw_parts=dw, db_parts=db, weight_dtype=node.weight_dtype)
     return dx, pending
 

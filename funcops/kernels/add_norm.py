@@ -53,7 +53,7 @@ def add_layer_norm_bwd(
 
 @kernel()
 def add_rms_norm_bwd_again(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool, dw: bool
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     """`add_rms_norm_bwd`, and after dx the y of the forward."""
     dx, parts = add_rms_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, rstd, centred, True, dw)
@@ -62,8 +62,8 @@ def add_rms_norm_bwd_again(
 
 @kernel()
 def add_layer_norm_bwd_again(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, eps: float,
-    centred: bool, dw: bool, db: bool,
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
+    dw: bool, db: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """`add_layer_norm_bwd`, and after dx the y of the forward."""
     dx, d_w, d_b = add_layer_norm_bwd.kernel.torch_impl(dy, dstream, stream, w, mean, rstd, centred, True, dw, db)

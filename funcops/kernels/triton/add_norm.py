@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcops.kernels import add_norm as declared
-from funcops.kernels.triton.norm import Norm, gradients, normalise, parts_like, whole_rows
+from funcops.kernels.triton.norm import Norm, gradients, normalise, parts_like
 
 
 @declared.add_rms_norm_fwd.triton
@@ -60,46 +60,36 @@ def _add_layer_norm_bwd_fake(
 
 @declared.add_rms_norm_bwd_again.triton
 def add_rms_norm_bwd_again(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool, dw: bool
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
-    how = Norm(1.0 / stream.shape[-1], False, centred, eps)
-    dx, y, parts, _ = _with_y(dy, dstream, stream, w, None, None, rstd, how, dw, False)
-    return dx, y, parts
-
-
-def _with_y(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Optional[Tensor], rstd: Tensor, how: Norm,
-    dw: bool, db: bool,
-) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    """In a launch of its own where the backward has no registers left: it would spill."""
-    whole = whole_rows(stream.shape[-1], stream.itemsize)
-    apart = whole is not None and whole.again
-    y = normalise(stream, w, b, how)[0] if apart else torch.empty_like(stream, memory_format=torch.contiguous_format)
-    dx, d_w, d_b = gradients(dy, stream, w, mean, rstd, how, True, dw, db, dstream, b, None if apart else y)
+    how, y = Norm(1.0 / stream.shape[-1], False, centred), torch.empty_like(stream, memory_format=torch.contiguous_format)
+    dx, parts, _ = gradients(dy, stream, w, None, rstd, how, True, dw, False, dstream, None, y)
     assert dx is not None
-    return dx, y, d_w, d_b
+    return dx, y, parts
 
 
 @declared.add_rms_norm_bwd_again.fake
 def _add_rms_norm_bwd_again_fake(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool, dw: bool
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, rstd: Tensor, centred: bool, dw: bool
 ) -> tuple[Tensor, Tensor, Optional[Tensor]]:
     return torch.empty_like(stream), torch.empty_like(stream), parts_like(stream) if dw else None
 
 
 @declared.add_layer_norm_bwd_again.triton
 def add_layer_norm_bwd_again(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, eps: float,
-    centred: bool, dw: bool, db: bool,
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
+    dw: bool, db: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    how = Norm(1.0 / stream.shape[-1], True, centred, eps)
-    return _with_y(dy, dstream, stream, w, b, mean, rstd, how, dw, db)
+    how, y = Norm(1.0 / stream.shape[-1], True, centred), torch.empty_like(stream, memory_format=torch.contiguous_format)
+    dx, d_w, d_b = gradients(dy, stream, w, mean, rstd, how, True, dw, db, dstream, b, y)
+    assert dx is not None
+    return dx, y, d_w, d_b
 
 
 @declared.add_layer_norm_bwd_again.fake
 def _add_layer_norm_bwd_again_fake(
-    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, eps: float,
-    centred: bool, dw: bool, db: bool,
+    dy: Tensor, dstream: Tensor, stream: Tensor, w: Tensor, b: Optional[Tensor], mean: Tensor, rstd: Tensor, centred: bool,
+    dw: bool, db: bool,
 ) -> tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     parts = [parts_like(stream) if wanted else None for wanted in (dw, db)]
     return torch.empty_like(stream), torch.empty_like(stream), parts[0], parts[1]
