@@ -4,9 +4,9 @@ Every provider does the same work in the same precision. With bfloat16 the maste
 and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
 `_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
 `clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
-"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "compiled" has its forward
-and backward in one graph of torch.compile, as "torch.compile" has the plain model's. Where jax and optax are installed, they jit the
-same step (`jax_step`).
+"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "compiled" has forward
+and backward in one graph of torch.compile, as "torch.compile" has the plain model's. Where jax and optax are installed, they jit
+the same step (`jax_step`).
 """
 
 from __future__ import annotations

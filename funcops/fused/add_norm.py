@@ -52,8 +52,8 @@ def _match_backward(window: Window) -> int | str | None:
 
 def _run(calls: Any, params: Any, main: Any, values: dict[int, Any]) -> Any:
     *dropped, join, split, norm = calls
-    residual, cfg, w = values[join.takes[0]], norm.cfg, params[-1].weight
-    b, key = getattr(params[-1], "bias", None), values[dropped[0].takes[0]] if dropped else None
+    residual, cfg, w, b = values[join.takes[0]], norm.cfg, params[-1].weight, getattr(params[-1], "bias", None)
+    key: Any = values[dropped[0].takes[0]] if dropped else None
     if getattr(cfg, "bias", False) != (b is not None) or not alike(main, residual, w, *([b] if b is not None else [])):
         return NotImplemented
     sizes = [main.shape[-1:], w.shape, cfg.dim if b is None else b.shape]

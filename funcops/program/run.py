@@ -163,12 +163,12 @@ def backward_piece(
 
 def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into: tuple[Any, ...]) -> Any:
     """The weight gradients of calls together, or NotImplemented: then one by one."""
+    if tracing():
+        return NotImplemented
     nodes = [p._node if type(p) is Donated else p for p in pendings]
     for call, node, sums in zip(calls, nodes, into, strict=True):  # what the op's own function would refuse, it refuses
         if sums is not None or type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
             return NotImplemented
-    if tracing():
-        return NotImplemented
     found = rule.wgrads(calls, nodes)  # type: ignore[misc]
     if found is not NotImplemented:
         for call, cell in zip(calls, pendings, strict=True):

@@ -94,6 +94,8 @@ def function_of(case: Case) -> Function | None:
     name, a = case.name, case.args
     if any(kind in (*ACTIVATIONS, *glu.GATES) and kind not in KINDS for kind in case.shape.split()):
         return None
+    if name.startswith("dropout"):
+        return None
     if name.endswith("norm_fwd"):
         f = NORMS[name.removeprefix("add_").split("_")[0]]
         tensors = [t for t in a if isinstance(t, Tensor)]

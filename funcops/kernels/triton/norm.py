@@ -88,7 +88,8 @@ def normalise(
 ) -> tuple[Tensor, Optional[Tensor], Tensor, Optional[Tensor]]:  # fmt: skip
     """y, mean, rstd, and with `residual` the sum that was normalised: of it and x or, with a key, what a dropout leaves of x."""
     x, rows, width = flat_rows(x)
-    if key is not None and (width % 4 or width > ODD_LONGEST) and residual is not None:
+    long = width > (FORWARD_TILE if width % 16 else ODD_LONGEST)  # which others of these kernels take
+    if key is not None and (width % 4 or long) and residual is not None:
         x, key, residual = dropout_add(x, None, residual, key, p), None, None  # its words are laid out by fours
         y, mean, rstd, _ = normalise(x, w, b, how)
         return y, mean, rstd, x
@@ -105,7 +106,7 @@ def normalise(
         kernels.launch_forward_long(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
-    elif width % 16 and width > FORWARD_TILE and key is None:
+    elif width % 16 and width > FORWARD_TILE:
         block = block_of(width // GROUP * GROUP, ODD_LONGEST)
         kernels.launch_forward_odd(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, block, num_warps=warps_of(block // 2)
