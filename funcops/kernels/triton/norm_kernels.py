@@ -234,7 +234,7 @@ def _backward_row(
     i = tl.arange(0, BLOCK)
     dw, db = (), ()
     for _ in tl.static_range(PIECES):
-        dw, db = dw + (tl.zeros([BLOCK], tl.float32),), db + (tl.zeros([BLOCK], tl.float32),)
+        dw, db = dw + (tl.zeros([BLOCK], tl.float32),), db + (tl.zeros([BLOCK], tl.float32),)  # type: ignore[assignment]
     for row in tl.range(part, rows, parts, num_stages=1):
         at = row * width + i
         rstd, mean = tl.load(rstd_ptr + row), 0.0
@@ -243,8 +243,8 @@ def _backward_row(
         dy, x, add = (), (), ()
         for k in tl.static_range(PIECES):
             inside = k * BLOCK + i < width
-            dy = dy + (tl.load(dy_ptr + at + k * BLOCK, mask=inside, other=0.0),)
-            x = x + (tl.load(x_ptr + at + k * BLOCK, mask=inside, other=0.0),)
+            dy = dy + (tl.load(dy_ptr + at + k * BLOCK, mask=inside, other=0.0),)  # type: ignore[assignment]
+            x = x + (tl.load(x_ptr + at + k * BLOCK, mask=inside, other=0.0),)  # type: ignore[assignment]
         along, plain = 0.0, 0.0
         if DX:
             along, plain = _sums_of_row(dy, x, w_ptr, width, mean, rstd, CENTRE, WEIGHT, SHIFTED, PIECES, BLOCK)
@@ -253,10 +253,10 @@ def _backward_row(
             tl.debug_barrier()  # else the compiler keeps what it has loaded
         if ADD:
             for k in tl.static_range(PIECES):
-                add = add + (tl.load(add_ptr + at + k * BLOCK, mask=k * BLOCK + i < width, other=0.0),)
+                add = add + (tl.load(add_ptr + at + k * BLOCK, mask=k * BLOCK + i < width, other=0.0),)  # type: ignore[assignment]
         new_dw, new_db = (), ()
         for k in tl.static_range(PIECES):
-            to_dw, to_db = dw[k], db[k]
+            to_dw, to_db = dw[k], db[k]  # type: ignore[var-annotated]
             if k * BLOCK < width:
                 inside = k * BLOCK + i < width
                 if AGAIN:
@@ -281,7 +281,7 @@ def _backward_row(
                     if ADD:
                         dx += add[k].to(tl.float32)
                     store_rounded(dx_ptr + at + k * BLOCK, dx, inside)
-            new_dw, new_db = new_dw + (to_dw,), new_db + (to_db,)
+            new_dw, new_db = new_dw + (to_dw,), new_db + (to_db,)  # type: ignore[assignment]
         dw, db = new_dw, new_db
     for k in tl.static_range(PIECES):
         at, inside = part * width + k * BLOCK + i, k * BLOCK + i < width
