@@ -153,6 +153,11 @@ class QWeight:
 
     __repr__ = show
 
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """An accumulator of the gradient, which is dense; of stacked weights as many."""
+        codes = self.row.codes
+        return codes.new_zeros((*codes.shape[: codes.dim() - len(self.shape)], *self.shape), dtype=dtype or self.dtype)
+
     @property
     def shape(self) -> torch.Size:
         return self.row.shape
@@ -190,6 +195,10 @@ class Scaled:
     value: Any = leaf("[O, I]")
     scale: Tensor = leaf("[3]")
     amax: Tensor | None = leaf("[1]")
+
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
+        """An accumulator of the gradient, and one of amaxes, float32."""
+        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale), None)
 
     def plus(self, other: Scaled) -> Scaled:
         """The sum of two gradients: of amaxes the larger."""
@@ -279,6 +288,18 @@ def check_quantized(
         check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
     else:
         require(q.scale is None, where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
+
+
+def stands_for_one(node: Any) -> bool:
+    """Whether a node of params counts as one leaf, whose gradient is of another form."""
+    return hasattr(node, "zero_gradient")
+
+
+def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
+    """Zeros for the gradient of a leaf of params, in `dtype` or its own: where gradients of it are summed."""
+    if isinstance(node, Tensor):
+        return torch.zeros_like(node, dtype=dtype, memory_format=torch.contiguous_format)
+    return node.zero_gradient(dtype) if stands_for_one(node) else node
 
 
 def dense(tree: Any) -> Any:

@@ -28,7 +28,18 @@ from torch import Tensor
 from funcops import random
 from funcops.compose.repeat import RepeatConfig
 from funcops.errors import check, describe, fail, require, require_dtype, require_type
-from funcops.formats import Format, QTensor, QWeight, Scaled, dense, quantize_sides, quantize_tensor, turned
+from funcops.formats import (
+    Format,
+    QTensor,
+    QWeight,
+    Scaled,
+    dense,
+    quantize_sides,
+    quantize_tensor,
+    stands_for_one,
+    turned,
+    zero_gradient,
+)
 from funcops.kernels.quantize import ELEMENTS
 from funcops.op import Op
 from funcops.ops.linear import LinearConfig, linear
@@ -113,19 +124,16 @@ def quantize_params(
     where = "quantize_params"
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
-    found = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
-    _check_state(where, found, state)
     work: Any = cast(params, dtype)
-    for path, inner in found.items():
-        weight, master = _weight(where, work, path), at(params, path)
-        if weight is None:  # tied to another, which is quantised where it is read
-            continue
+    found = _weights(where, cfg, work)
+    _check_state(where, found, state)
+    for path, (inner, weight) in found.items():
         made: Any
         if state is not None and inner.recipe.delayed:
             made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
         else:
             made = _stacked([_sides(w, inner.recipe, columns) for w, _ in _layers(weight, None)])
-        (made.value if type(made) is Scaled else made).made_of(master)
+        (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
         rounding = [path for path, inner in found.items() if inner.recipe.stochastic]
@@ -156,12 +164,8 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
     step that is thrown away, start it from measured ones."""
     made: dict[str, ScaleState] = {}
     recipes: dict[str, Fp8Delayed] = {}
-    for path, inner in _steps(cfg, "", each=True):
-        if type(inner) is not QLinearConfig or not isinstance(inner.recipe, Fp8Delayed):
-            continue
-        path = _inside(path, "weight")
-        weight = _weight("recipe_init", params, path)
-        if weight is not None:
+    for path, (inner, weight) in _weights("recipe_init", cfg, params).items():
+        if isinstance(inner.recipe, Fp8Delayed):
             zeros = weight.new_zeros(*weight.shape[:-2], inner.recipe.history, 3, dtype=torch.float32)
             made[path], recipes[path] = ScaleState(torch.ones_like(zeros[..., 0, :]), zeros), inner.recipe
     if amaxes is None:
@@ -179,9 +183,9 @@ def recipe_update(
 ) -> dict[str, ScaleState]:
     """The state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the last of them.
 
-    An amax of 0 says that nothing ran: history and scale stay. Where a is infinite or NaN the scale stays; an infinite s is
-    float32's largest. `reduce`: the elementwise maximum over devices of one tensor [n] (float32), such as an all-reduce: one a
-    step. Raises `ValueError` for amaxes of another model. Source: Transformer Engine, common/recipe/delayed_scaling.cu."""
+    An amax of 0 says that nothing ran: history and scale stay. They do too where it is infinite or NaN, so that one step which
+    overflows says nothing about the next; an infinite s is float32's largest. `reduce`: the elementwise maximum over devices of one
+    tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer Engine, common/recipe/delayed_scaling.cu."""
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
     _check_paths("recipe_update", "amaxes", amaxes, state)
     given = dict(amaxes)
@@ -210,16 +214,7 @@ def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
     float32."""
     require_dtype("gradients_like", dtype)
-
-    def zeros(node: Any) -> Any:
-        if type(node) is Scaled:
-            return Scaled(zeros(node.value), torch.zeros_like(node.scale), None)
-        if type(node) is QWeight:
-            lead = node.row.codes.shape[: node.row.codes.dim() - len(node.shape)]
-            return node.row.codes.new_zeros((*lead, *node.shape), dtype=dtype or node.dtype)
-        return torch.zeros_like(node, dtype=dtype) if isinstance(node, Tensor) else node
-
-    return tree_map(zeros, work, is_leaf=lambda node: type(node) in (Scaled, QWeight))
+    return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 
 
 def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]:
@@ -227,12 +222,25 @@ def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]
     if not hasattr(cfg, "with_parts"):
         yield path, cfg
         return
+    for name, inner in _parts(cfg, each):
+        yield from _steps(inner, path if name is None else _inside(path, name), each)
+
+
+def _parts(cfg: Any, each: bool) -> Iterator[tuple[Any, Any]]:
     for name, _, inner in parts_of(cfg):
         names = [name]
         if type(cfg) is RepeatConfig and each:
             names = [None] if cfg.stacked else list(range(cfg.times))
-        for one in names:
-            yield from _steps(inner, path if one is None else _inside(path, one), each)
+        yield from ((one, inner) for one in names)
+
+
+def _ties(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every tied path, and what it is tied to."""
+    if hasattr(cfg, "with_parts"):
+        for tied, source in getattr(cfg, "ties", ()):
+            yield _inside(path, tied), _inside(path, source)
+        for name, inner in _parts(cfg, each=True):
+            yield from _ties(inner, path if name is None else _inside(path, name))
 
 
 def _inside(path: str, name: Any) -> str:
@@ -270,8 +278,8 @@ def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping
         require(path in known, where, name, f"of weights among {', '.join(known) or '(none)'}", repr(path))
 
 
-def _check_state(where: str, found: dict[str, QLinearConfig], state: Any) -> None:
-    delayed = {path: inner for path, inner in found.items() if inner.recipe.delayed}
+def _check_state(where: str, found: dict[str, tuple[QLinearConfig, Tensor]], state: Any) -> None:
+    delayed = {path: inner for path, (inner, _) in found.items() if inner.recipe.delayed}
     if state is None:
         require(not delayed, where, "state", f"given, for {', '.join(delayed)} (recipe_init makes it)", None)
         return
@@ -279,6 +287,21 @@ def _check_state(where: str, found: dict[str, QLinearConfig], state: Any) -> Non
     for path in delayed:
         require(path in state, where, "state", f"one with {path}", f"one of {', '.join(state) or 'nothing'}")
         require_type(where, f"state[{path!r}]", state[path], ScaleState)
+
+
+def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:
+    """Config and weight of every step with a recipe, by the weight's path; without those that are tied to another."""
+    found = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
+    weights = {path: _weight(where, params, path) for path in found}
+    sources = dict(_ties(cfg, ""))
+    for path, inner in found.items():
+        source = path
+        while source in sources:
+            source = sources[source]
+        if weights[path] is None and inner.recipe.delayed and (source not in found or found[source].recipe != inner.recipe):
+            wanted = "between weights of one recipe, as scales are those of the source"
+            fail(where, f"the tie of {path}", wanted, f"one to {source}")
+    return {path: (inner, weights[path]) for path, inner in found.items() if weights[path] is not None}  # type: ignore[misc]
 
 
 def _weight(where: str, params: Any, path: str) -> Tensor | None:
@@ -316,10 +339,9 @@ def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Sc
 
 def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
     check("recipe_update", "amaxes", amax, tuple(state.scale.shape), torch.float32, state.scale)
-    ran = amax > 0
+    ran = (amax > 0) & (amax < torch.inf)  # not of a NaN either
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
     a = history.amax(-2) if recipe.algorithm == "max" else amax
     largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])
     scale = (largest / a * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
-    usable = ran & (a > 0) & (a < torch.inf)
-    return ScaleState(torch.where(usable, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))
+    return ScaleState(torch.where(ran, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))

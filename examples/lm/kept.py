@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import WithExtras, chain, fit, report, with_policy
+from funcops import WithExtras, chain, fit, quantize_params, report, with_policy
 from funcops.errors import size_of
 from funcops.op import Op
 from funcops.residuals.report import Report
@@ -20,7 +20,7 @@ DEFAULT = "recompute_elementwise"
 
 def policy_of(args: Any) -> tuple[Op, str]:
     """The chain under the policy that the flags ask for, and that policy's name. `SystemExit` where none fits --budget."""
-    cfg = model(args.sizes)
+    cfg = model(args.sizes, args.recipe)
     if args.budget is None:
         name = args.policy or DEFAULT
         op = chain if args.policy is None else with_policy(chain, args.policy)
@@ -38,9 +38,9 @@ def policy_of(args: Any) -> tuple[Op, str]:
     return op, name
 
 
-def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str) -> None:
+def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = cast(params, s.dtype)
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:
@@ -55,3 +55,9 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
         print(f"kept for the backward: {after} a step\n")
     else:
         print(f"kept for the backward: {size_of(kept_by(chain)[1].kept_bytes)} by default; policy {name}: {after}\n")
+
+
+def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) -> None:
+    """Print how far the recipe's rounding puts each linear layer of the blocks off, on one batch."""
+    plain, wide = model(s.sizes), cast(params, s.dtype)
+    print(quantization_report(wide, inputs(wide, x, labels, s), plain, s.recipe))
