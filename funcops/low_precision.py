@@ -103,7 +103,9 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     def wanted(path: str) -> bool:
         return (not only or _matches(path, only)) and not _matches(path, skip)
 
-    return _rewritten(linear, cfg, "", recipe, wanted)[1]
+    made = _rewritten(linear, cfg, "", recipe, wanted)[1]
+    _low(made)
+    return made
 
 
 def quantize_params(
@@ -217,6 +219,18 @@ def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 
 
+def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
+    """By the path of its weight, the config of every step with a recipe; and what tied paths are tied to. Found once a config: a
+    tracer reads it, and would trace every config that a walk makes."""
+    found = getattr(cfg, "_low", None)
+    if found is None:
+        steps = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
+        found = steps, dict(_ties(cfg, ""))
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(cfg, "_low", found)
+    return found  # type: ignore[no-any-return]
+
+
 def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]:
     """Path and config of every part that is no combinator; of a `repeat` that of "*", or with `each` of all layers."""
     if not hasattr(cfg, "with_parts"):
@@ -291,9 +305,8 @@ def _check_state(where: str, found: dict[str, tuple[QLinearConfig, Tensor]], sta
 
 def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:
     """Config and weight of every step with a recipe, by the weight's path; without those that are tied to another."""
-    found = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
+    found, sources = _low(cfg)
     weights = {path: _weight(where, params, path) for path in found}
-    sources = dict(_ties(cfg, ""))
     for path, inner in found.items():
         source = path
         while source in sources:

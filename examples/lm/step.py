@@ -62,9 +62,7 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
     return loss, cast(grads, torch.float64 if s.dtype is torch.float64 else torch.float32), amaxes
 
 
-def train_step(
-    params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings
-) -> tuple[Any, State, Tensor, Tensor]:
+def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> tuple[Any, State, Tensor, Tensor]:
     """New params and state, the loss, and the norm of the gradients before clipping. Where that norm is not finite, params
     and state stay as they are."""
     loss, grads, amaxes = loss_and_grads(params, x, labels, s, state.scales)
