@@ -26,9 +26,10 @@ from lm.step import Settings, State, evaluate, loss_and_grads, train_step, writt
 from torch import Tensor
 from tqdm import tqdm
 
-from funcops import WithExtras, chain, chain_fwd, quantize_params, recipe_init
+from funcops import WithExtras, chain, chain_fwd
 from funcops.adapters.graphs import graphed
 from funcops.errors import size_of
+from funcops.low_precision import quantize_params, recipe_init
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine

@@ -7,32 +7,25 @@ import pytest
 import torch
 
 import funcops as fo
-from funcops import (
-    MXFP8,
-    NVFP4,
-    ChainConfig,
-    Fp8Block,
-    Fp8Current,
-    Fp8Delayed,
-    Needs,
-    Step,
-    batch_wgrads,
-    chain,
-    donate,
-    gradients_like,
-    quantize_params,
-    random,
-    recipe_init,
-    recipe_update,
-    remat,
-    split_amaxes,
-    with_policy,
-    with_recipe,
-)
+from funcops import ChainConfig, Step, batch_wgrads, chain, donate, random, remat, with_policy
 from funcops.adapters.graphs import graphed
 from funcops.checkpoint import load, save
 from funcops.kernels import quantize as kernels
-from funcops.low_precision import ScaleState
+from funcops.low_precision import (
+    MXFP8,
+    NVFP4,
+    Fp8Block,
+    Fp8Current,
+    Fp8Delayed,
+    ScaleState,
+    gradients_like,
+    quantize_params,
+    recipe_init,
+    recipe_update,
+    split_amaxes,
+    with_recipe,
+)
+from funcops.ops.qlinear import qlinear
 from funcops.program.values import add
 from funcops.residuals import Ledger
 from funcops.schedule import one_f_one_b, run, zb_h1
@@ -186,8 +179,8 @@ def published(history, algorithm):
 
 def one_step(cfg, state, w, x, dy):
     work = quantize_params(fo.LinearParams(filled(w), None), cfg, state, dtype=torch.float32)
-    y, residuals = fo.qlinear.fwd(work, filled(x), cfg)
-    dparams, dx = fo.qlinear.bwd(residuals, filled(dy), cfg)
+    y, residuals = qlinear.fwd(work, filled(x), cfg)
+    dparams, dx = qlinear.bwd(residuals, filled(dy), cfg)
     return y, dx, *split_amaxes(dparams)
 
 

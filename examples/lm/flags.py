@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from funcops import MXFP8, NVFP4, POLICIES, Fp8Block, Fp8Current, Fp8Delayed
+from funcops import POLICIES
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from lm.model import Sizes, model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}

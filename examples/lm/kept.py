@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import WithExtras, chain, fit, quantize_params, report, with_policy
+from funcops import WithExtras, chain, fit, report, with_policy
 from funcops.errors import size_of
+from funcops.low_precision import quantize_params
 from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast

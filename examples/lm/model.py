@@ -42,9 +42,8 @@ from funcops import (
     rope,
     rope_table,
     skip,
-    with_recipe,
 )
-from funcops.recipes import Recipe
+from funcops.low_precision import Recipe, with_recipe
 from funcops.trees import tree_map_with_path
 
 VOCAB = 256

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops import ChainConfig, WithExtras, chain_fwd, donate, quantize_params, recipe_update, split_amaxes
+from funcops import ChainConfig, WithExtras, chain_fwd, donate
+from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
 from funcops.precision import select_step
-from funcops.recipes import Recipe
 from funcops.trees import cast, tensors
 from lm.model import Sizes, rotation
 

@@ -42,7 +42,10 @@ class Prepared(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_cached"}
+        if getattr(kept.get("forward"), "transient", False):
+            del kept["forward"]
+        return kept
 
 
 class OpModule(Prepared):
