@@ -9,10 +9,10 @@ from torch import Tensor
 
 from funcops import WithExtras, chain, fit, report, with_policy
 from funcops.errors import size_of
-from funcops.low_precision import quantize_params
+from funcops.low_precision import Format, quantize_params, quantize_tensor
 from funcops.op import Op
 from funcops.residuals.report import Report
-from funcops.trees import cast
+from funcops.trees import cast, paths
 from lm.model import model, rotation
 from lm.step import NEEDS, Settings, inputs
 
@@ -59,6 +59,19 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
 
 
 def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) -> None:
-    """Print how far the recipe's rounding puts each linear layer of the blocks off, on one batch."""
-    plain, wide = model(s.sizes), cast(params, s.dtype)
-    print(quantization_report(wide, inputs(wide, x, labels, s), plain, s.recipe))
+    """Print how far the recipe's rounding puts the weight and the input of each linear layer off, on one batch, relative to their
+    norms."""
+    wide = cast(params, s.dtype)
+    _, residuals = with_policy(chain, "save_all").fwd(wide, inputs(wide, x, labels, s), model(s.sizes), needs=NEEDS)
+    kept = paths(residuals)
+    width = max(map(len, kept))
+    print(f"{'relative error of rounding by ' + type(s.recipe).__name__:{width}}      w      x")
+    for path, weight in paths(wide).items():
+        if path.startswith("blocks.") and weight is not None and weight.dim() == 2:
+            layer = path.removesuffix(".weight")
+            print(f"{layer:{width}} {_rounding(weight, s.recipe.w):6.2%} {_rounding(kept[f'{layer}.x'], s.recipe.x):6.2%}")
+
+
+def _rounding(t: Tensor, format: Format) -> float:
+    off = quantize_tensor(t, format).dequantize(torch.float32) - t.float()
+    return float(off.norm() / t.float().norm())

@@ -398,7 +398,7 @@ OWN |= {
         "label_smoothing": 0.1,
         "device": "cpu", "dtype": torch.float32}, {"in_features": ONE, "num_classes": ONE},
         {("ignore_index", "-1"): "no class has it"}),
-    "nn.from_torch": Row(lambda: {"model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "only": None, "skip": ()},
+    "nn.from_torch": Row(lambda: {"model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "recipe": None, "only": None, "skip": ()},
         {"policy": (3, "no such"), "only": (3, (3,)), "skip": (3, (3,))}, {("skip", "[]"): "none"}),
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
