@@ -138,7 +138,7 @@ def quantize_params(
         (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
-        rounding = [path for path, inner in found.items() if inner.recipe.stochastic]
+        rounding = [path for path, (inner, _) in found.items() if inner.recipe.stochastic]
         require(not rounding, where, "key", f"a random key, for {', '.join(rounding)}", None)
         return work  # type: ignore[no-any-return]
     return with_keys(work, cfg, key)  # type: ignore[no-any-return]
@@ -148,9 +148,8 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
     Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too."""
     check("with_keys", "key", key, (2,), torch.int64)
-    for path, inner in _steps(cfg, "", each=True):
-        path = _inside(path, "weight")
-        if type(inner) is QLinearConfig and inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
+    for path, inner in _low(cfg)[0].items():
+        if inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
             own: Any = random.fold_in(key, random.path_id(path))
             if weight.row.codes.dim() > len(weight.shape):
                 own = random.split(own, len(weight.row.codes))

@@ -154,6 +154,7 @@ BAD = [
     (lambda: fnn.Linear(33, D, recipe=MXFP8()), ValueError, "in_features must be a multiple of 32 (MXFP8), got 33"),
     (lambda: fnn.Linear(D, D, recipe=Fp8Delayed()), ValueError, "recipe must be one without state (its scales are the caller's: fun"),
     (lambda: fnn.from_torch(nn.Linear(D, D), recipe=Fp8Delayed()), ValueError, "from_torch: recipe must be one without state"),
+    (lambda: fnn.Linear(D, D, recipe=NVFP4(stochastic=True)), ValueError, "recipe must be one that rounds to nearest (a module has"),
     (lambda: fnn.from_torch(nn.LayerNorm(D), recipe=Fp8Block()), ValueError, "from_torch: recipe must be None for a model without"),
     (lambda: fnn.quantize_weights(fnn.Linear(D, D)), ValueError, "quantize_weights: model must be one with layers that have a reci"),
     (lambda: fnn.quantize_weights(3), TypeError, "quantize_weights: model must be"),

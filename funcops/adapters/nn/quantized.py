@@ -34,6 +34,8 @@ def take_recipe(where: str, module: Any, recipe: Any) -> None:
     if recipe.delayed:
         expected = "one without state (its scales are the caller's: funcops.nn.functional(model), with_recipe, recipe_init)"
         fail(where, "recipe", expected, type(recipe).__name__)
+    keyless = "one that rounds to nearest (a module has no key; quantize_params(params, cfg, key=key) takes one)"
+    require(not recipe.stochastic, where, "recipe", keyless, recipe)
     before = dict(vars(module))
     module.recipe, module.op = recipe, op_of(recipe)
     try:
