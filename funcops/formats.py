@@ -272,8 +272,10 @@ def check_quantized(
     """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
     default)."""
     require_type(where, name, q, QTensor)
-    require(q.format == format, where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
-    require(q.side == side, where, f"{name}.side", repr(side), repr(q.side))
+    if q.format is not format and q.format != format:  # words are made where something is wrong: this runs in every forward
+        fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
+    if q.side != side:
+        fail(where, f"{name}.side", repr(side), repr(q.side))
     if tuple(q.shape) != tuple(shape):
         fail(where, name, str(list(shape)), list(q.shape))
     rows, width = shape[:-1].numel(), shape[-1]
@@ -286,8 +288,8 @@ def check_quantized(
     check(where, f"{name}.scales", q.scales, tiles, torch.float32 if format.scales in ("pow2", "float32") else torch.uint8, first)
     if format.scales == "e4m3":
         check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
-    else:
-        require(q.scale is None, where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
+    elif q.scale is not None:
+        fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
 
 
 def stands_for_one(node: Any) -> bool:
@@ -318,7 +320,8 @@ def unscaled(tree: Any) -> Any:
 
 def _check_x(where: str, x: Any) -> None:
     check(where, "x", x, (...,), FLOATS)
-    require(x.dim() >= 1, where, "x", "[*, K], of one dimension at least", describe(x))
+    if x.dim() < 1:
+        fail(where, "x", "[*, K], of one dimension at least", describe(x))
 
 
 def _made(

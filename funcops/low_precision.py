@@ -186,7 +186,8 @@ def recipe_update(
 
     An amax of 0 says that nothing ran: history and scale stay. They do too where it is infinite or NaN, so that one step which
     overflows says nothing about the next; an infinite s is float32's largest. `reduce`: the elementwise maximum over devices of one
-    tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer Engine, common/recipe/delayed_scaling.cu."""
+    tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer
+    Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history."""
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
     _check_paths("recipe_update", "amaxes", amaxes, state)
     given = dict(amaxes)

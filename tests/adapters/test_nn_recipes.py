@@ -1,5 +1,4 @@
-"""Modules with a recipe: parameters stay in high precision, codes of weights are made in every call or once a step, by every way that
-modules run."""
+"""Modules with a recipe: parameters stay in high precision, and codes of weights are made in every call or once a step."""
 
 import copy
 import pickle
@@ -115,7 +114,7 @@ def test_from_torch_gives_recipes_and_takes_them_back():
     model = nn.Sequential(nn.Linear(D, 48), nn.GELU(), nn.Linear(48, D), nn.Linear(D, 64))
     done = fnn.from_torch(model, recipe=MXFP8(), skip="3")
     left = [(c.path, c.after) for c in done.left]
-    assert left == [("0", "out_features must be a multiple of 32 (MXFP8), got 48"), ("2", "in_features must be a multiple of 32 (MXFP8), got 48")]  # fmt: skip
+    assert left == [(p, f"{name}_features must be a multiple of 32 (MXFP8), got 48") for p, name in (("0", "out"), ("2", "in"))]
     assert type(model[0]) is nn.Linear and type(model[3]) is nn.Linear
     fnn.from_torch(model, recipe=Fp8Block(), skip="3")
     fnn.from_torch(model)
@@ -152,11 +151,23 @@ def test_mlps_of_hugging_face_are_chains_by_the_recipe_of_all_their_layers():
 BAD = [
     (lambda: fnn.Linear(D, D, recipe="fp8"), TypeError, "funcops.nn.Linear: recipe must be Recipe"),
     (lambda: fnn.Linear(33, D, recipe=MXFP8()), ValueError, "in_features must be a multiple of 32 (MXFP8), got 33"),
-    (lambda: fnn.Linear(D, D, recipe=Fp8Delayed()), ValueError, "recipe must be one without state (its scales are the caller's: fun"),
+    (
+        lambda: fnn.Linear(D, D, recipe=Fp8Delayed()),
+        ValueError,
+        "recipe must be one without state (its scales are the caller's: fun",
+    ),
     (lambda: fnn.from_torch(nn.Linear(D, D), recipe=Fp8Delayed()), ValueError, "from_torch: recipe must be one without state"),
-    (lambda: fnn.Linear(D, D, recipe=NVFP4(stochastic=True)), ValueError, "recipe must be one that rounds to nearest (a module has"),
+    (
+        lambda: fnn.Linear(D, D, recipe=NVFP4(stochastic=True)),
+        ValueError,
+        "recipe must be one that rounds to nearest (a module has",
+    ),
     (lambda: fnn.from_torch(nn.LayerNorm(D), recipe=Fp8Block()), ValueError, "from_torch: recipe must be None for a model without"),
-    (lambda: fnn.quantize_weights(fnn.Linear(D, D)), ValueError, "quantize_weights: model must be one with layers that have a reci"),
+    (
+        lambda: fnn.quantize_weights(fnn.Linear(D, D)),
+        ValueError,
+        "quantize_weights: model must be one with layers that have a reci",
+    ),
     (lambda: fnn.quantize_weights(3), TypeError, "quantize_weights: model must be"),
 ]
 

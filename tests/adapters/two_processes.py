@@ -105,7 +105,9 @@ def compare(mode, rank):
     dist.all_reduce(mean)
     error = max((final[n] - p).abs().max().item() for n, p in single.named_parameters())
     curve = (mean / 2 - torch.stack(whole)).abs().max().item()
-    moved = max((p - q).abs().max().item() for p, q in zip(single.parameters(), copy.deepcopy(made(mode)).parameters(), strict=True))
+    moved = max(
+        (p - q).abs().max().item() for p, q in zip(single.parameters(), copy.deepcopy(made(mode)).parameters(), strict=True)
+    )
     print(f"{mode} {error:.3e} {curve:.3e} {moved:.3e}")
 
 
