@@ -172,7 +172,8 @@ class QWeight:
 
     def made_of(self, weight: Tensor) -> QWeight:
         """Note what it was made of, as it is now."""
-        self.source = Aside((weakref.ref(weight), version(weight)))
+        if not torch.compiler.is_compiling():  # a graph's weights have no count of writes
+            self.source = Aside((weakref.ref(weight), version(weight)))
         return self
 
     def stale(self) -> bool:

@@ -46,7 +46,7 @@ from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.trees import at, cast, has, leaf, put, replace, tree, tree_map, tree_map_with_path
+from funcops.trees import Aside, at, cast, has, leaf, put, replace, tree, tree_map, tree_map_with_path
 
 __all__ = [
     "MXFP8",
@@ -341,13 +341,13 @@ def _stacked(made: list[Any]) -> Any:
 
 def _sides(weight: Tensor, recipe: Recipe, columns: bool) -> QWeight:
     if columns or not recipe.w.turns:
-        return QWeight(*quantize_sides(weight, recipe.w), None)
-    return QWeight(quantize_tensor(weight, recipe.w), None, None)
+        return QWeight(*quantize_sides(weight, recipe.w), None, Aside())
+    return QWeight(quantize_tensor(weight, recipe.w), None, None, Aside())
 
 
 def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:
     row, amax = scaled_tensor(weight, recipe.w, scale[1:2])
-    return Scaled(QWeight(row, turned(row) if columns else None, None), scale, amax)
+    return Scaled(QWeight(row, turned(row) if columns else None, None, Aside()), scale, amax)
 
 
 def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:

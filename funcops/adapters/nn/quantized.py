@@ -23,8 +23,9 @@ from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import op_of
 from funcops.recipes import Recipe
 
-_empty: Any = QTensor(None, None, None, format=None, shape=None, dtype=None)  # type: ignore[arg-type]
-NO_GRADIENT = QWeight(_empty, _empty)  # of codes
+_none: Any = None
+_empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)
+NO_GRADIENT = QWeight(_empty, _empty, None)  # of codes
 
 
 def take_recipe(where: str, module: Any, recipe: Any) -> None:
@@ -86,7 +87,7 @@ class Held:
         weight = weight if dtype is None else weight.to(dtype)
         format = module.recipe.w
         both = columns or not format.turns
-        made = QWeight(*quantize_sides(weight, format)) if both else QWeight(quantize_tensor(weight, format), None)
+        made = QWeight(*quantize_sides(weight, format), None) if both else QWeight(quantize_tensor(weight, format), None, None)
         self.weight = made.made_of(self.parameter)
 
     def __call__(self, x: Any) -> Any:
