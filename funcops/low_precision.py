@@ -38,6 +38,7 @@ from funcops.formats import (
     quantize_tensor,
     stands_for_one,
     turned,
+    unscaled,
     zero_gradient,
 )
 from funcops.kernels.quantize import ELEMENTS
@@ -46,7 +47,7 @@ from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.trees import Aside, at, cast, has, leaf, put, replace, tree, tree_map, tree_map_with_path
+from funcops.trees import Aside, at, cast, has, leaf, paths, put, replace, tree, tree_map
 
 __all__ = [
     "MXFP8",
@@ -200,16 +201,10 @@ def recipe_update(
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
     """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling."""
-    found: dict[str, Tensor] = {}
-
-    def split(path: str, node: Any) -> Any:
-        if type(node) is not Scaled:
-            return node
-        if node.scale is not None:
-            found[path] = node.scale
-        return node.value
-
-    return tree_map_with_path(split, dparams, is_leaf=lambda node: type(node) is Scaled), found
+    known = paths(dparams)
+    names = [path.removesuffix(".amax") for path in known if path.endswith(".amax")]  # of nodes, in the order of the tree
+    found = {name: known[f"{name}.scale"] for name in names if known[f"{name}.scale"] is not None}
+    return unscaled(dparams), found
 
 
 def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:

@@ -251,7 +251,9 @@ def _row_of(weight: Any, recipe: Recipe) -> QTensor:
 def _col_of(weight: Any, recipe: Recipe) -> QTensor:
     """The weight by columns, for dx."""
     if isinstance(weight, Scaled):
-        weight = weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None, None, Aside())
+        weight = (
+            weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None, None, Aside())
+        )
     if isinstance(weight, QWeight):
         return turned(weight.row) if weight.col is None else weight.col
     return quantize_tensor(weight, recipe.w, side="col")

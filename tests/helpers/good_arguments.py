@@ -403,9 +403,6 @@ OWN |= {
         "model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "recipe": None, "only": None, "skip": ()},
         {"policy": (3, "no such"), "recipe": (3, "fp8_block"), "only": (3, (3,)), "skip": (3, (3,))}, {("skip", "[]"): "none"}),
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
-    "nn.Linear": Row(lambda: {
-        "in_features": 4, "out_features": 4, "bias": True, "device": "cpu", "dtype": torch.float32, "recipe": Fp8Block()},
-        {"recipe": (3, "fp8_block")}, {("recipe", "None"): "high precision", ("bias", "3"): ANYTHING, ("bias", "'no'"): ANYTHING}),
     "nn.quantize_weights": Row(lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
     "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu"}, {"dtypes": ((3,),), "free": ((3,),)},

@@ -35,13 +35,8 @@ class Linear(OpModule, nn.Linear):
     autocast = LOWER
     recipe: Recipe | None = None
 
-    def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, device: Any = None, dtype: Any = None,
-        *, recipe: Recipe | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, device, dtype)
-        if recipe is not None:
-            take_recipe("funcops.nn.Linear", self, recipe)
+    def take(self, recipe: Any) -> None:
+        take_recipe("funcops.nn.Linear", self, recipe)
 
     def make_cfg(self) -> LinearConfig | QLinearConfig:
         if self.recipe is not None:

@@ -27,7 +27,10 @@ class Prepared(nn.Module):
     but finds it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        recipe: Any = options.pop("recipe", None) if hasattr(self, "take") else None
         super().__init__(*args, **options)
+        if recipe is not None:
+            self.take(recipe)
         prepare(self)
 
     def train(self, mode: bool = True) -> Any:
