@@ -19,21 +19,22 @@ import torch
 from lm.check import largest_relative_error
 from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import CHECKPOINT, parse
-from lm.kept import policy_of, say_what_is_kept
+from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
 from lm.model import init, model, predictor, rotation
 from lm.results import Row, RunError, check_writable, load_run, plot, save_run, text_of
-from lm.step import Settings, evaluate, loss_and_grads, train_step, written_step
+from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
 from tqdm import tqdm
 
 from funcops import WithExtras, chain, chain_fwd
 from funcops.adapters.graphs import graphed
 from funcops.errors import size_of
+from funcops.low_precision import quantize_params, recipe_init
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
-from funcops.trees import cast, tensors
+from funcops.trees import tensors
 
 VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
@@ -42,7 +43,7 @@ MOST_SKIPPED = 10
 def settings_of(args: Any, params: Any, op: Op = chain) -> Settings:
     return Settings(
         sizes=args.sizes,
-        model=model(args.sizes),
+        model=model(args.sizes, args.recipe),
         op=op,
         optimiser=AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay),
         decay=decay_mask(params, ("*norm.weight",)),
@@ -50,12 +51,15 @@ def settings_of(args: Any, params: Any, op: Op = chain) -> Settings:
         dtype=args.dtype,
         delay_wgrad=args.delay_wgrad,
         in_place=not args.compile,
+        recipe=args.recipe,
     )
 
 
-def sample(params: Any, prompt: Tensor, args: Any) -> Tensor:
+def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Tensor:
     """`args.sample` bytes drawn at temperature 0.8, each from the last `context` bytes."""
-    cfg, compute = predictor(args.sizes), cast({k: v for k, v in params.items() if k != "loss"}, args.dtype)
+    cfg = predictor(args.sizes, args.recipe)
+    without_loss = {k: v for k, v in params.items() if k != "loss"}
+    compute = quantize_params(without_loss, cfg, scales, dtype=args.dtype, columns=False)
     generator = torch.Generator().manual_seed(args.seed)
     ids = prompt
     for _ in range(args.sample):
@@ -93,8 +97,8 @@ class Run:
         self.params = init(args.sizes, seed=args.seed, dtype=dtype, device=args.device)
         op, self.policy = policy_of(args)
         self.s = settings_of(args, self.params, op)
-        self.state = adamw_init(self.params, self.s.optimiser)
         self.done, self.skipped, self.rows = 0, 0, list[Row]()
+        self.state = State(adamw_init(self.params, self.s.optimiser), self.first_scales())
         self.seconds = 0.0
         if args.resume:
             self.params, self.state, self.done, self.rows = load_run(args.out, self.params, self.state, kept_flags(args))
@@ -103,6 +107,14 @@ class Run:
         self.step_fn = train_step
         self.captured: Any = None
         self.baseline = trigram_loss(corpus.train, corpus.held_out)
+
+    def first_scales(self) -> Any:
+        """Of a recipe with scales, those of one step that is thrown away: at scales of 1 small values would vanish."""
+        scales = recipe_init(self.s.model, self.params)
+        if not scales:
+            return scales
+        _, _, amaxes = loss_and_grads(self.params, *self.batch(), self.s, scales)
+        return recipe_init(self.s.model, self.params, amaxes=amaxes)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args
@@ -118,13 +130,13 @@ class Run:
         row = Row(self.done + 1, float(loss), None, lr, float(norm), self.seconds + time.perf_counter() - began)
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
-            where = nonfinite(loss_and_grads(self.params, x, labels, self.s)[1]) or "the loss"
+            where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales)[1]) or "the loss"
             tqdm.write(f"step {row.step} skipped: loss {row.loss}, not finite at {where}", file=sys.stderr)
         if self.skipped == MOST_SKIPPED:
             raise FloatingPointError(f"{MOST_SKIPPED} steps in a row were not finite; the last checkpoint is from before them")
         self.done, self.seconds = row.step, row.seconds
         if self.done % a.eval_every == 0 or self.done == a.steps:
-            row = row._replace(val_loss=evaluate(self.params, *self.val, self.s, a.batch * 2))
+            row = row._replace(val_loss=evaluate(self.params, *self.val, self.s, a.batch * 2, self.state.scales))
         self.rows.append(row)
         return row
 
@@ -200,7 +212,7 @@ def train(args: Any) -> int:
     )
     run = Run(args, corpus)
     print(f"{sum(t.numel() for t in tensors(run.params)):,} parameters, {args.batch * args.context} bytes (tokens) a step")
-    say_what_is_kept(run.params, *run.batch(), run.s, run.policy)
+    say_what_is_kept(run.params, *run.batch(), run.s, run.policy, run.state.scales)
     print(f"baseline: a trigram table gets {run.baseline:.3f} nats per byte on the held-out text")
     if args.compile:
         run.compile()
@@ -216,9 +228,12 @@ def train(args: Any) -> int:
     print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {run.baseline:.3f})")
     if saved:
         print(f"wrote {args.out / 'loss.png'}, {args.out / 'metrics.csv'} and {args.out / CHECKPOINT}")
+    if args.recipe is not None:
+        say_what_rounding_does(run.params, *run.batch(), run.s)
     if args.sample:
         prompt = corpus.held_out[:64].long()
-        print(f"prompt, from the held-out text:\n{text_of(prompt)}\nsample:\n{text_of(sample(run.params, prompt, args))}")
+        drawn = sample(run.params, prompt, args, run.state.scales)
+        print(f"prompt, from the held-out text:\n{text_of(prompt)}\nsample:\n{text_of(drawn)}")
     return 0 if saved else 1
 
 

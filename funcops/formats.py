@@ -153,6 +153,11 @@ class QWeight:
 
     __repr__ = show
 
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """An accumulator of the gradient, which is dense; of stacked weights as many."""
+        codes = self.row.codes
+        return codes.new_zeros((*codes.shape[: codes.dim() - len(self.shape)], *self.shape), dtype=dtype or self.dtype)
+
     @property
     def shape(self) -> torch.Size:
         return self.row.shape
@@ -167,7 +172,8 @@ class QWeight:
 
     def made_of(self, weight: Tensor) -> QWeight:
         """Note what it was made of, as it is now."""
-        self.source = Aside((weakref.ref(weight), version(weight)))
+        if not torch.compiler.is_compiling():  # a graph's weights have no count of writes
+            self.source = Aside((weakref.ref(weight), version(weight)))
         return self
 
     def stale(self) -> bool:
@@ -190,6 +196,10 @@ class Scaled:
     value: Any = leaf("[O, I]")
     scale: Tensor = leaf("[3]")
     amax: Tensor | None = leaf("[1]")
+
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
+        """An accumulator of the gradient, and one of amaxes, float32."""
+        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale), None)
 
     def plus(self, other: Scaled) -> Scaled:
         """The sum of two gradients: of amaxes the larger."""
@@ -263,8 +273,10 @@ def check_quantized(
     """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
     default)."""
     require_type(where, name, q, QTensor)
-    require(q.format == format, where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
-    require(q.side == side, where, f"{name}.side", repr(side), repr(q.side))
+    if q.format is not format and q.format != format:  # words are made where something is wrong: this runs in every forward
+        fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
+    if q.side != side:
+        fail(where, f"{name}.side", repr(side), repr(q.side))
     if tuple(q.shape) != tuple(shape):
         fail(where, name, str(list(shape)), list(q.shape))
     rows, width = shape[:-1].numel(), shape[-1]
@@ -277,8 +289,20 @@ def check_quantized(
     check(where, f"{name}.scales", q.scales, tiles, torch.float32 if format.scales in ("pow2", "float32") else torch.uint8, first)
     if format.scales == "e4m3":
         check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
-    else:
-        require(q.scale is None, where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
+    elif q.scale is not None:
+        fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
+
+
+def stands_for_one(node: Any) -> bool:
+    """Whether a node of params counts as one leaf, whose gradient is of another form."""
+    return hasattr(node, "zero_gradient")
+
+
+def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
+    """Zeros for the gradient of a leaf of params, in `dtype` or its own: where gradients of it are summed."""
+    if isinstance(node, Tensor):
+        return torch.zeros_like(node, dtype=dtype, memory_format=torch.contiguous_format)
+    return node.zero_gradient(dtype) if stands_for_one(node) else node
 
 
 def dense(tree: Any) -> Any:
@@ -297,7 +321,8 @@ def unscaled(tree: Any) -> Any:
 
 def _check_x(where: str, x: Any) -> None:
     check(where, "x", x, (...,), FLOATS)
-    require(x.dim() >= 1, where, "x", "[*, K], of one dimension at least", describe(x))
+    if x.dim() < 1:
+        fail(where, "x", "[*, K], of one dimension at least", describe(x))
 
 
 def _made(

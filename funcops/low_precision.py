@@ -28,7 +28,19 @@ from torch import Tensor
 from funcops import random
 from funcops.compose.repeat import RepeatConfig
 from funcops.errors import check, describe, fail, require, require_dtype, require_type
-from funcops.formats import Format, QTensor, QWeight, Scaled, dense, quantize_sides, quantize_tensor, turned
+from funcops.formats import (
+    Format,
+    QTensor,
+    QWeight,
+    Scaled,
+    dense,
+    quantize_sides,
+    quantize_tensor,
+    stands_for_one,
+    turned,
+    unscaled,
+    zero_gradient,
+)
 from funcops.kernels.quantize import ELEMENTS
 from funcops.op import Op
 from funcops.ops.linear import LinearConfig, linear
@@ -36,7 +48,7 @@ from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
 from funcops.quantization import quantization_report
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.trees import at, cast, has, leaf, put, replace, tree, tree_map, tree_map_with_path
+from funcops.trees import Aside, at, cast, has, leaf, paths, put, replace, tree, tree_map
 
 __all__ = [
     "MXFP8",
@@ -94,7 +106,9 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     def wanted(path: str) -> bool:
         return (not only or _matches(path, only)) and not _matches(path, skip)
 
-    return _rewritten(linear, cfg, "", recipe, wanted)[1]
+    made = _rewritten(linear, cfg, "", recipe, wanted)[1]
+    _low(made)
+    return made
 
 
 def quantize_params(
@@ -115,22 +129,19 @@ def quantize_params(
     where = "quantize_params"
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
-    found = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
-    _check_state(where, found, state)
     work: Any = cast(params, dtype)
-    for path, inner in found.items():
-        weight, master = _weight(where, work, path), at(params, path)
-        if weight is None:  # tied to another, which is quantised where it is read
-            continue
+    found = _weights(where, cfg, work)
+    _check_state(where, found, state)
+    for path, (inner, weight) in found.items():
         made: Any
         if state is not None and inner.recipe.delayed:
             made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
         else:
             made = _stacked([_sides(w, inner.recipe, columns) for w, _ in _layers(weight, None)])
-        (made.value if type(made) is Scaled else made).made_of(master)
+        (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
-        rounding = [path for path, inner in found.items() if inner.recipe.stochastic]
+        rounding = [path for path, (inner, _) in found.items() if inner.recipe.stochastic]
         require(not rounding, where, "key", f"a random key, for {', '.join(rounding)}", None)
         return work  # type: ignore[no-any-return]
     return with_keys(work, cfg, key)  # type: ignore[no-any-return]
@@ -140,9 +151,8 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
     Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too."""
     check("with_keys", "key", key, (2,), torch.int64)
-    for path, inner in _steps(cfg, "", each=True):
-        path = _inside(path, "weight")
-        if type(inner) is QLinearConfig and inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
+    for path, inner in _low(cfg)[0].items():
+        if inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
             own: Any = random.fold_in(key, random.path_id(path))
             if weight.row.codes.dim() > len(weight.shape):
                 own = random.split(own, len(weight.row.codes))
@@ -158,12 +168,8 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
     step that is thrown away, start it from measured ones."""
     made: dict[str, ScaleState] = {}
     recipes: dict[str, Fp8Delayed] = {}
-    for path, inner in _steps(cfg, "", each=True):
-        if type(inner) is not QLinearConfig or not isinstance(inner.recipe, Fp8Delayed):
-            continue
-        path = _inside(path, "weight")
-        weight = _weight("recipe_init", params, path)
-        if weight is not None:
+    for path, (inner, weight) in _weights("recipe_init", cfg, params).items():
+        if isinstance(inner.recipe, Fp8Delayed):
             zeros = weight.new_zeros(*weight.shape[:-2], inner.recipe.history, 3, dtype=torch.float32)
             made[path], recipes[path] = ScaleState(torch.ones_like(zeros[..., 0, :]), zeros), inner.recipe
     if amaxes is None:
@@ -181,9 +187,10 @@ def recipe_update(
 ) -> dict[str, ScaleState]:
     """The state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the last of them.
 
-    An amax of 0 says that nothing ran: history and scale stay. Where a is infinite or NaN the scale stays; an infinite s is
-    float32's largest. `reduce`: the elementwise maximum over devices of one tensor [n] (float32), such as an all-reduce: one a
-    step. Raises `ValueError` for amaxes of another model. Source: Transformer Engine, common/recipe/delayed_scaling.cu."""
+    An amax of 0 says that nothing ran: history and scale stay. They do too where it is infinite or NaN, so that one step which
+    overflows says nothing about the next; an infinite s is float32's largest. `reduce`: the elementwise maximum over devices of one
+    tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer
+    Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history."""
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
     _check_paths("recipe_update", "amaxes", amaxes, state)
     given = dict(amaxes)
@@ -196,32 +203,29 @@ def recipe_update(
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
     """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling."""
-    found: dict[str, Tensor] = {}
-
-    def split(path: str, node: Any) -> Any:
-        if type(node) is not Scaled:
-            return node
-        if node.scale is not None:
-            found[path] = node.scale
-        return node.value
-
-    return tree_map_with_path(split, dparams, is_leaf=lambda node: type(node) is Scaled), found
+    known = paths(dparams)
+    names = [path.removesuffix(".amax") for path in known if path.endswith(".amax")]  # of nodes, in the order of the tree
+    found = {name: known[f"{name}.scale"] for name in names if known[f"{name}.scale"] is not None}
+    return unscaled(dparams), found
 
 
 def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
     float32."""
     require_dtype("gradients_like", dtype)
+    return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 
-    def zeros(node: Any) -> Any:
-        if type(node) is Scaled:
-            return Scaled(zeros(node.value), torch.zeros_like(node.scale), None)
-        if type(node) is QWeight:
-            lead = node.row.codes.shape[: node.row.codes.dim() - len(node.shape)]
-            return node.row.codes.new_zeros((*lead, *node.shape), dtype=dtype or node.dtype)
-        return torch.zeros_like(node, dtype=dtype) if isinstance(node, Tensor) else node
 
-    return tree_map(zeros, work, is_leaf=lambda node: type(node) in (Scaled, QWeight))
+def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
+    """By the path of its weight, the config of every step with a recipe; and what tied paths are tied to. Found once a config: a
+    tracer reads it, and would trace every config that a walk makes."""
+    found = getattr(cfg, "_low", None)
+    if found is None:
+        steps = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
+        found = steps, dict(_ties(cfg, ""))
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(cfg, "_low", found)
+    return found  # type: ignore[no-any-return]
 
 
 def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]:
@@ -229,12 +233,25 @@ def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]
     if not hasattr(cfg, "with_parts"):
         yield path, cfg
         return
+    for name, inner in _parts(cfg, each):
+        yield from _steps(inner, path if name is None else _inside(path, name), each)
+
+
+def _parts(cfg: Any, each: bool) -> Iterator[tuple[Any, Any]]:
     for name, _, inner in parts_of(cfg):
         names = [name]
         if type(cfg) is RepeatConfig and each:
             names = [None] if cfg.stacked else list(range(cfg.times))
-        for one in names:
-            yield from _steps(inner, path if one is None else _inside(path, one), each)
+        yield from ((one, inner) for one in names)
+
+
+def _ties(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Every tied path, and what it is tied to."""
+    if hasattr(cfg, "with_parts"):
+        for tied, source in getattr(cfg, "ties", ()):
+            yield _inside(path, tied), _inside(path, source)
+        for name, inner in _parts(cfg, each=True):
+            yield from _ties(inner, path if name is None else _inside(path, name))
 
 
 def _inside(path: str, name: Any) -> str:
@@ -272,8 +289,8 @@ def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping
         require(path in known, where, name, f"of weights among {', '.join(known) or '(none)'}", repr(path))
 
 
-def _check_state(where: str, found: dict[str, QLinearConfig], state: Any) -> None:
-    delayed = {path: inner for path, inner in found.items() if inner.recipe.delayed}
+def _check_state(where: str, found: dict[str, tuple[QLinearConfig, Tensor]], state: Any) -> None:
+    delayed = {path: inner for path, (inner, _) in found.items() if inner.recipe.delayed}
     if state is None:
         require(not delayed, where, "state", f"given, for {', '.join(delayed)} (recipe_init makes it)", None)
         return
@@ -281,6 +298,20 @@ def _check_state(where: str, found: dict[str, QLinearConfig], state: Any) -> Non
     for path in delayed:
         require(path in state, where, "state", f"one with {path}", f"one of {', '.join(state) or 'nothing'}")
         require_type(where, f"state[{path!r}]", state[path], ScaleState)
+
+
+def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:
+    """Config and weight of every step with a recipe, by the weight's path; without those that are tied to another."""
+    found, sources = _low(cfg)
+    weights = {path: _weight(where, params, path) for path in found}
+    for path, inner in found.items():
+        source = path
+        while source in sources:
+            source = sources[source]
+        if weights[path] is None and inner.recipe.delayed and (source not in found or found[source].recipe != inner.recipe):
+            wanted = "between weights of one recipe, as scales are those of the source"
+            fail(where, f"the tie of {path}", wanted, f"one to {source}")
+    return {path: (inner, weights[path]) for path, inner in found.items() if weights[path] is not None}  # type: ignore[misc]
 
 
 def _weight(where: str, params: Any, path: str) -> Tensor | None:
@@ -307,21 +338,20 @@ def _stacked(made: list[Any]) -> Any:
 
 def _sides(weight: Tensor, recipe: Recipe, columns: bool) -> QWeight:
     if columns or not recipe.w.turns:
-        return QWeight(*quantize_sides(weight, recipe.w), None)
-    return QWeight(quantize_tensor(weight, recipe.w), None, None)
+        return QWeight(*quantize_sides(weight, recipe.w), None, Aside())
+    return QWeight(quantize_tensor(weight, recipe.w), None, None, Aside())
 
 
 def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:
     row, amax = scaled_tensor(weight, recipe.w, scale[1:2])
-    return Scaled(QWeight(row, turned(row) if columns else None, None), scale, amax)
+    return Scaled(QWeight(row, turned(row) if columns else None, None, Aside()), scale, amax)
 
 
 def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
     check("recipe_update", "amaxes", amax, tuple(state.scale.shape), torch.float32, state.scale)
-    ran = amax > 0
+    ran = (amax > 0) & (amax < torch.inf)  # not of a NaN either
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
     a = history.amax(-2) if recipe.algorithm == "max" else amax
     largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])
     scale = (largest / a * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
-    usable = ran & (a > 0) & (a < torch.inf)
-    return ScaleState(torch.where(usable, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))
+    return ScaleState(torch.where(ran, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))

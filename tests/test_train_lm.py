@@ -85,6 +85,30 @@ def test_bfloat16_trains(text, tmp_path):
     assert float(rows[-1][1]) < float(rows[0][1])
 
 
+RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+
+
+@pytest.mark.slow
+def test_recipes_train_resume_and_say_what_they_round(text, tmp_path):
+    """Losses near those without, with other bits; where a run goes on, the state of delayed scaling goes on."""
+    sizes = *TINY, "--heads", 1, "--hidden", 64, "--text", text, "--steps", 6, "--sample", 2
+    run(*sizes, "--out", tmp_path / "none")
+    exact = losses(tmp_path / "none")
+    for recipe in RECIPES:
+        said = run(*sizes, "--out", tmp_path / recipe, "--recipe", recipe)
+        assert said.count("blocks.1.mlp.down ") == 1 and "mlp.down.x.codes" in said and "sample:" in said
+        errors = [float(e) for e in re.findall(r"(\d+\.\d\d)%\n", said.partition("relative error of rounding")[2])]
+        assert len(errors) == 2 * 6 and all(5 < e < 20 if recipe == "nvfp4" else 1 < e < 5 for e in errors), said
+        for row, want in zip(losses(tmp_path / recipe), exact, strict=True):
+            assert row[1] != want[1] and float(row[1]) == pytest.approx(float(want[1]), rel=0.02)
+    folder = tmp_path / "resumed"
+    run(*sizes, "--out", folder, "--recipe", "fp8_delayed", "--stop-at", 3)
+    run(*sizes, "--out", folder, "--recipe", "fp8_delayed", "--resume")
+    assert losses(folder) == losses(tmp_path / "fp8_delayed")
+    run(*sizes, "--out", tmp_path / "later", "--recipe", "fp8_delayed", "--delay-wgrad", "--policy", "minimal")
+    assert losses(tmp_path / "later") == losses(tmp_path / "fp8_delayed")
+
+
 @pytest.mark.slow
 def test_trains_on_triton_as_on_torch(text, tmp_path):
     pytest.importorskip("triton")
@@ -135,6 +159,10 @@ def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(text, tmp_pa
 
 BAD_FLAGS = [
     (("--budget", "0"), "--budget: expected a number above 0, got 0.0"),
+    (("--recipe", "fp8"), "--recipe: invalid choice: 'fp8'"),
+    (("--recipe", "mxfp8", "--hidden", "48"), "--recipe: QLinearConfig: in_features must be a multiple of 32 (MXFP8), got 48"),
+    (("--recipe", "fp8_block", "--check"), "--check: expected without --recipe"),
+    (("--recipe", "fp8_delayed", "--budget", "1"), "--budget: expected without --recipe fp8_delayed"),
     (("--budget", "1", "--policy", "minimal"), "--budget: expected without --policy"),
     (("--policy", "minimum"), "--policy: invalid choice: 'minimum'"),
     (("--dim", "0"), "--dim"),

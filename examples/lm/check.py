@@ -33,7 +33,7 @@ def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, 
     plain.load_state_dict(ours)
     want = plain(x, labels)
     want.backward()
-    loss, grads = loss_and_grads(params, x, labels, s)
+    loss, grads, _ = loss_and_grads(params, x, labels, s, {})
     worst = float((loss - want.detach()).abs() / want.detach().abs()), "loss"
     gradients = {plain_name(path): g for path, g in paths(grads).items() if g is not None}
     for name, parameter in plain.named_parameters():

@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from funcops import POLICIES
-from lm.model import Sizes
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from lm.model import Sizes, model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
 RUNS = Path("runs")
@@ -61,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--dtype", default="float32", choices=DTYPES, help="of the computation; weights stay float32 (default: %(default)s)"
     )
+    how.add_argument(
+        "--recipe",
+        choices=RECIPES,
+        help="of the blocks' linear layers, in low precision; on CPUs with the same codes and slowly (default: none)",
+    )
     how.add_argument("--delay-wgrad", action="store_true", help="all dgrads first, then all wgrads")
     how.add_argument("--policy", choices=POLICIES, help="what is kept for the backward (default: recompute_elementwise)")
     how.add_argument(
@@ -91,6 +98,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--budget: expected without --policy, as it picks one")
     if args.budget is not None and not args.budget > 0:
         parser.error(f"--budget: expected a number above 0, got {args.budget}")
+    if args.recipe == "fp8_delayed" and args.budget is not None:
+        parser.error("--budget: expected without --recipe fp8_delayed, whose scales no policy is tried with")
     for name, least, ok in (
         ("lr", "above 0", args.lr > 0),
         ("clip", "above 0", args.clip > 0),
@@ -113,8 +122,15 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--device: expected a device of this machine, got {args.device!r} ({str(error).splitlines()[0]})")
     try:
         args.sizes = Sizes(args.dim, args.layers, args.heads, args.kv_heads, args.hidden, args.tied)
+        args.recipe = RECIPES[args.recipe]() if args.recipe else None
     except ValueError as error:
         parser.error(str(error))
+    try:
+        model(args.sizes, args.recipe)
+    except ValueError as error:
+        parser.error(f"--recipe: {error}")
+    if args.check and args.recipe is not None:
+        parser.error("--check: expected without --recipe, whose rounding float64 does not have")
     args.dtype = DTYPES[args.dtype]
     return args
 

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from funcops import WithExtras, chain, fit, report, with_policy
 from funcops.errors import size_of
+from funcops.low_precision import Format, quantize_params, quantize_tensor
 from funcops.op import Op
 from funcops.residuals.report import Report
-from funcops.trees import cast
+from funcops.trees import cast, paths
 from lm.model import model, rotation
 from lm.step import NEEDS, Settings, inputs
 
@@ -20,7 +21,7 @@ DEFAULT = "recompute_elementwise"
 
 def policy_of(args: Any) -> tuple[Op, str]:
     """The chain under the policy that the flags ask for, and that policy's name. `SystemExit` where none fits --budget."""
-    cfg = model(args.sizes)
+    cfg = model(args.sizes, args.recipe)
     if args.budget is None:
         name = args.policy or DEFAULT
         op = chain if args.policy is None else with_policy(chain, args.policy)
@@ -38,9 +39,9 @@ def policy_of(args: Any) -> tuple[Op, str]:
     return op, name
 
 
-def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str) -> None:
+def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = cast(params, s.dtype)
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:
@@ -55,3 +56,22 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
         print(f"kept for the backward: {after} a step\n")
     else:
         print(f"kept for the backward: {size_of(kept_by(chain)[1].kept_bytes)} by default; policy {name}: {after}\n")
+
+
+def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) -> None:
+    """Print how far the recipe's rounding puts the weight and the input of each linear layer off, on one batch, relative to their
+    norms."""
+    wide = cast(params, s.dtype)
+    _, residuals = with_policy(chain, "save_all").fwd(wide, inputs(wide, x, labels, s), model(s.sizes), needs=NEEDS)
+    kept = paths(residuals)
+    width = max(map(len, kept))
+    print(f"{'relative error of rounding by ' + type(s.recipe).__name__:{width}}      w      x")
+    for path, weight in paths(wide).items():
+        if path.startswith("blocks.") and weight is not None and weight.dim() == 2:
+            layer = path.removesuffix(".weight")
+            print(f"{layer:{width}} {_rounding(weight, s.recipe.w):6.2%} {_rounding(kept[f'{layer}.x'], s.recipe.x):6.2%}")
+
+
+def _rounding(t: Tensor, format: Format) -> float:
+    off = quantize_tensor(t, format).dequantize(torch.float32) - t.float()
+    return float(off.norm() / t.float().norm())

@@ -43,6 +43,7 @@ from funcops import (
     rope_table,
     skip,
 )
+from funcops.low_precision import Recipe, with_recipe
 from funcops.trees import tree_map_with_path
 
 VOCAB = 256
@@ -131,15 +132,19 @@ def ties(sizes: Sizes) -> dict[str, str]:
     return {"head.weight": "embed.weight"} if sizes.tied else {}
 
 
-def predictor(sizes: Sizes) -> ChainConfig:
-    """Bytes [B, T] to logits [B, T, 256]."""
-    return ChainConfig(steps=body(sizes), extras=("rotation",), ties=ties(sizes))
+def predictor(sizes: Sizes, recipe: Recipe | None = None) -> ChainConfig:
+    """Bytes [B, T] to logits [B, T, 256]; with a recipe the blocks' linear layers in low precision, and not the head."""
+    return _in(recipe, ChainConfig(steps=body(sizes), extras=("rotation",), ties=ties(sizes)))
 
 
-def model(sizes: Sizes) -> ChainConfig:
+def model(sizes: Sizes, recipe: Recipe | None = None) -> ChainConfig:
     """Bytes [B, T] and labels [B, T] to the mean loss, in nats per byte."""
     loss = Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))
-    return ChainConfig(steps=(*body(sizes), loss), extras=("rotation", "labels"), ties=ties(sizes))
+    return _in(recipe, ChainConfig(steps=(*body(sizes), loss), extras=("rotation", "labels"), ties=ties(sizes)))
+
+
+def _in(recipe: Recipe | None, cfg: ChainConfig) -> ChainConfig:
+    return cfg if recipe is None else with_recipe(cfg, recipe, only=("blocks.*",))
 
 
 def init(sizes: Sizes, *, seed: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.checkpoint import CheckpointError, load, read_metadata, save
-from funcops.optim import AdamWState
+from lm.step import State
 
 
 class RunError(Exception):
@@ -29,11 +29,11 @@ class Row(NamedTuple):
     seconds: float
 
 
-def save_run(folder: Path, params: Any, state: AdamWState, step: int, rows: list[Row], settings: dict[str, Any]) -> None:
+def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row], settings: dict[str, Any]) -> None:
     """Checkpoint and metrics, each written whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"step": str(step), "settings": json.dumps(settings, sort_keys=True), "rows": json.dumps(rows)}
-    save({"params": params, "state": state}, folder / "checkpoint.safetensors", metadata=metadata)
+    save(_kept(params, state), folder / "checkpoint.safetensors", metadata=metadata)
     partial = folder / "metrics.csv.tmp"
     with partial.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -42,7 +42,7 @@ def save_run(folder: Path, params: Any, state: AdamWState, step: int, rows: list
     os.replace(partial, folder / "metrics.csv")
 
 
-def load_run(folder: Path, params: Any, state: AdamWState, settings: dict[str, Any]) -> tuple[Any, AdamWState, int, list[Row]]:
+def load_run(folder: Path, params: Any, state: State, settings: dict[str, Any]) -> tuple[Any, State, int, list[Row]]:
     """Params, state, the number of steps done, and the rows so far. `RunError` names a setting that differs, or a file that is no
     checkpoint of a run."""
     path = folder / "checkpoint.safetensors"
@@ -50,10 +50,14 @@ def load_run(folder: Path, params: Any, state: AdamWState, settings: dict[str, A
         metadata = read_metadata(path)
         before, rows, step = json.loads(metadata["settings"]), json.loads(metadata["rows"]), int(metadata["step"])
         _check_settings(before, settings)
-        kept = load(path, {"params": params, "state": state})
+        kept = load(path, _kept(params, state))
     except (CheckpointError, OSError, KeyError, ValueError) as error:
         raise RunError(f"--resume: expected a checkpoint of this program, got {str(path)!r} ({_one_line(error)})") from error
-    return kept["params"], kept["state"], step, [Row(*row) for row in rows]
+    return kept["params"], State(kept["state"], kept["scales"]), step, [Row(*row) for row in rows]
+
+
+def _kept(params: Any, state: State) -> dict[str, Any]:
+    return {"params": params, "state": state.optimiser, "scales": state.scales}
 
 
 def _check_settings(before: dict[str, Any], settings: dict[str, Any]) -> None:

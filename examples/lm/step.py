@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain_fwd, donate
+from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
@@ -31,6 +32,14 @@ class Settings(NamedTuple):
     dtype: torch.dtype
     delay_wgrad: bool
     in_place: bool
+    recipe: Recipe | None = None
+
+
+class State(NamedTuple):
+    """What a step hands to the next beside the params: the optimiser's state, and the scales of a recipe that has some."""
+
+    optimiser: AdamWState
+    scales: Any
 
 
 def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
@@ -39,9 +48,9 @@ def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
     return WithExtras(x, {"rotation": table, "labels": labels})
 
 
-def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings) -> tuple[Tensor, Any]:
-    """The loss, and the gradient of every parameter in the parameter's own dtype."""
-    compute = cast(params, s.dtype)
+def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any) -> tuple[Tensor, Any, Any]:
+    """The loss, the gradient of every parameter in the parameter's own dtype, and the amaxes of a recipe with scales."""
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
     loss, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     dloss = torch.ones_like(loss)
     if s.delay_wgrad:
@@ -49,27 +58,30 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings) -> tuple
         grads = s.op.wgrad(donate(pending), s.model)
     else:
         grads, _ = s.op.bwd(donate(residuals), dloss, s.model)
-    return loss, cast(grads, torch.float64 if s.dtype is torch.float64 else torch.float32)
+    grads, amaxes = split_amaxes(grads)
+    return loss, cast(grads, torch.float64 if s.dtype is torch.float64 else torch.float32), amaxes
 
 
-def train_step(
-    params: Any, state: AdamWState, x: Tensor, labels: Tensor, lr: Any, s: Settings
-) -> tuple[Any, AdamWState, Tensor, Tensor]:
+def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> tuple[Any, State, Tensor, Tensor]:
     """New params and state, the loss, and the norm of the gradients before clipping. Where that norm is not finite, params
     and state stay as they are."""
-    loss, grads = loss_and_grads(params, x, labels, s)
+    loss, grads, amaxes = loss_and_grads(params, x, labels, s, state.scales)
     grads, norm = clip_by_global_norm(grads, s.clip, in_place=s.in_place)
+
+    def updated(in_place: bool) -> tuple[Any, State]:
+        new, moments = adamw_update(params, grads, state.optimiser, s.optimiser, lr=lr, decay=s.decay, in_place=in_place)
+        return new, State(moments, recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales)
+
     if not s.in_place:  # one graph: it cannot branch on a value
-        updated = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay)
-        params, state = select_step(torch.isfinite(norm), updated, (params, state))
+        params, state = select_step(torch.isfinite(norm), updated(False), (params, state))
     elif math.isfinite(float(norm)):
-        params, state = adamw_update(params, grads, state, s.optimiser, lr=lr, decay=s.decay, in_place=True)
+        params, state = updated(True)
     return params, state, loss, norm
 
 
 def written_step(
-    params: Any, state: AdamWState, x: Tensor, labels: Tensor, lr: Tensor, s: Settings
-) -> tuple[Any, AdamWState, Tensor, Tensor]:
+    params: Any, state: State, x: Tensor, labels: Tensor, lr: Tensor, s: Settings
+) -> tuple[Any, State, Tensor, Tensor]:
     """`train_step` with the new params and state written over the old: for a graph, whose tensors stay where they are."""
     new_params, new_state, loss, norm = train_step(params, state, x, labels, lr, s._replace(in_place=False))
     for old, new in zip(tensors((params, state)), tensors((new_params, new_state)), strict=True):
@@ -77,9 +89,9 @@ def written_step(
     return params, state, loss, norm
 
 
-def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int) -> float:
+def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, scales: Any = None) -> float:
     """The mean loss over windows, without residuals."""
-    compute = cast(params, s.dtype)
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False)
     total = 0.0
     for i in range(0, len(x), batch):
         part = inputs(compute, x[i : i + batch], labels[i : i + batch], s)

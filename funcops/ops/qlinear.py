@@ -34,6 +34,7 @@ from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make
 from funcops.ops.linear import LinearConfig, LinearParams, linear_init
 from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.trees import Aside
 
 __all__ = [
     "QLinearConfig",
@@ -250,7 +251,9 @@ def _row_of(weight: Any, recipe: Recipe) -> QTensor:
 def _col_of(weight: Any, recipe: Recipe) -> QTensor:
     """The weight by columns, for dx."""
     if isinstance(weight, Scaled):
-        weight = weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None, None)
+        weight = (
+            weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None, None, Aside())
+        )
     if isinstance(weight, QWeight):
         return turned(weight.row) if weight.col is None else weight.col
     return quantize_tensor(weight, recipe.w, side="col")

@@ -16,6 +16,7 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
 from funcops.errors import fail, require_type
+from funcops.formats import stands_for_one, zero_gradient
 from funcops.needs import Needs
 from funcops.program.into import check_into_tree
 from funcops.program.run import check_names, tied
@@ -87,7 +88,7 @@ class Stage:
 
     def _sums(self) -> Any:
         if self.dparams is None:
-            self.dparams = tree_map_with_path(lambda path, t: zeros_for(path, t, self.needs), self.params)
+            self.dparams = sums_for(self.params, self.needs)
         return self.dparams
 
     def _path(self, kind: str, m: int) -> str:
@@ -130,14 +131,18 @@ def share_ties(where: str, params: Any, into: Any, cfg: ChainConfig, needs: Need
     here = [tie for tie in cfg.ties if tie[0].partition(".")[0] in params]
     if not here:
         return params, into
-    sums = into if into is not None else tree_map_with_path(lambda path, t: zeros_for(path, t, needs), params)
+    sums = into if into is not None else sums_for(params, needs)
     return tied(where, params, here), tied(where, sums, here)
 
 
-def zeros_for(path: str, parameter: Any, needs: Needs) -> Tensor | None:
-    """An accumulator for a parameter, or None where no gradient of it is needed."""
-    wanted = isinstance(parameter, Tensor) and parameter.is_floating_point() and needs.param(path)
-    return torch.zeros_like(parameter, memory_format=torch.contiguous_format) if wanted else None
+def sums_for(params: Any, needs: Needs) -> Any:
+    """Accumulators like params, zero; None where no gradient is needed."""
+
+    def zeros(path: str, parameter: Any) -> Any:
+        has_gradient = stands_for_one(parameter) or (isinstance(parameter, Tensor) and parameter.is_floating_point())
+        return zero_gradient(parameter) if has_gradient and needs.param(path) else None
+
+    return tree_map_with_path(zeros, params, is_leaf=stands_for_one)
 
 
 def split_inputs(where: str, xs: Any, microbatches: int, cfg: ChainConfig) -> tuple[list[Any], list[dict[str, Any]]]:

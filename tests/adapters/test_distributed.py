@@ -12,7 +12,7 @@ SCRIPT = Path(__file__).with_name("two_processes.py")
 ROOT = SCRIPT.parents[2]
 
 
-MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed")
+MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed", "fsdp-recipe")
 
 
 @pytest.fixture(scope="module")

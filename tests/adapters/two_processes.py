@@ -1,7 +1,7 @@
 """Ten steps of the example's decoder on two processes: `python two_processes.py MODES FOLDER`. Each prints for each mode its
 distance from one process; their exit codes are printed last.
 
-MODES, with commas between: ddp, ddp-delayed, fsdp, fsdp-delayed.
+MODES, with commas between: ddp, ddp-delayed, fsdp, fsdp-delayed, and fsdp-recipe, with linear layers in blocks of FP8.
 """
 
 import copy
@@ -20,15 +20,19 @@ from torch.nn.parallel import DistributedDataParallel
 from funcops import delayed_wgrad
 from funcops import nn as fnn
 from funcops.bench.plain import PlainLlama
+from funcops.low_precision import Fp8Block
 
 SIZES = dict(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=8, vocab=19)
 STEPS, BATCH = 10, 4
 
 
-def made():
+ROWS = Fp8Block(keep="input", wgrad="high")  # every row is rounded by itself, on whichever process
+
+
+def made(mode):
     torch.manual_seed(0)
     model = PlainLlama(**SIZES).double()
-    assert fnn.from_torch(model).replaced
+    assert fnn.from_torch(model, recipe=ROWS if mode == "fsdp-recipe" else None).replaced
     return model
 
 
@@ -50,15 +54,27 @@ def train(model, part=slice(None), backward=None, parameters=None):
     return losses
 
 
+def refused(model):
+    """Codes of a weight that is sharded between calls."""
+    try:
+        fnn.quantize_weights(model)
+    except TypeError as error:
+        assert "weight must be a parameter that is a plain tensor" in str(error), error
+    else:
+        raise AssertionError("quantised a sharded weight")
+
+
 def compare(mode, rank):
-    single = made()
+    single = made(mode)
     whole = train(single)
-    model = made()
+    model = made(mode)
     part = slice(rank * BATCH // 2, (rank + 1) * BATCH // 2)
     if mode.startswith("fsdp"):
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
+        if mode == "fsdp-recipe":
+            refused(model)
 
         def late(loss):
             model.set_reshard_after_backward(False)
@@ -89,7 +105,9 @@ def compare(mode, rank):
     dist.all_reduce(mean)
     error = max((final[n] - p).abs().max().item() for n, p in single.named_parameters())
     curve = (mean / 2 - torch.stack(whole)).abs().max().item()
-    moved = max((p - q).abs().max().item() for p, q in zip(single.parameters(), copy.deepcopy(made()).parameters(), strict=True))
+    moved = max(
+        (p - q).abs().max().item() for p, q in zip(single.parameters(), copy.deepcopy(made(mode)).parameters(), strict=True)
+    )
     print(f"{mode} {error:.3e} {curve:.3e} {moved:.3e}")
 
 

@@ -50,7 +50,8 @@ def test_every_flag_has_a_text_a_default_and_a_group(action):
     "given",
     [
         ("--tied",), ("--kv-heads", 1), ("--weight-decay", 0), ("--clip", 0.5), ("--seed", 3), ("--lr", 1e-4), ("--sample", 0),
-        ("--device", "cpu"), ("--dtype", "bfloat16"), ("--delay-wgrad",), ("--policy", "minimal"), ("--policy", "compress_fp8"),
+        ("--device", "cpu"), ("--dtype", "bfloat16"),
+        ("--recipe", "fp8_delayed"), ("--delay-wgrad",), ("--policy", "minimal"), ("--policy", "compress_fp8"),
         ("--policy", "offload_block_inputs"), ("--budget", 1), ("--stop-at", 1), ("--out", "here"),
     ],
     ids=str,

@@ -146,6 +146,7 @@ OTHER = {
     "dim": 32, "layers": 1, "heads": 1, "kv-heads": 2, "hidden": 8, "context": 4, "batch": 3, "steps": 7, "warmup": 1,
     "eval-every": 2,
     "lr": 0.01, "weight-decay": 0.2, "clip": 1, "seed": 1, "dtype": "float32", "text": "other.txt",
+    "recipe": "fp8_block",
 }  # fmt: skip
 FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None}
 

@@ -39,6 +39,7 @@ from funcops import (
     trees,
 )  # fmt: skip
 from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
+from funcops.recipes import Fp8Block
 from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 from funcops.testing.checks import float_like
@@ -401,9 +402,11 @@ OWN |= {
         "label_smoothing": 0.1,
         "device": "cpu", "dtype": torch.float32}, {"in_features": ONE, "num_classes": ONE},
         {("ignore_index", "-1"): "no class has it"}),
-    "nn.from_torch": Row(lambda: {"model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "only": None, "skip": ()},
-        {"policy": (3, "no such"), "only": (3, (3,)), "skip": (3, (3,))}, {("skip", "[]"): "none"}),
+    "nn.from_torch": Row(lambda: {
+        "model": torch.nn.Sequential(torch.nn.Linear(4, 4)), "policy": None, "recipe": None, "only": None, "skip": ()},
+        {"policy": (3, "no such"), "recipe": (3, "fp8_block"), "only": (3, (3,)), "skip": (3, (3,))}, {("skip", "[]"): "none"}),
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
+    "nn.quantize_weights": Row(lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
     "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu"}, {"dtypes": ((3,),), "free": ((3,),)},
         {**NAME, ("reference", "None"): "for laws that compare with none", ("device", "None"): "torch's own"}),

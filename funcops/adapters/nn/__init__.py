@@ -18,4 +18,5 @@ from funcops.adapters.nn.losses import CrossEntropyLoss as CrossEntropyLoss
 from funcops.adapters.nn.losses import LinearCrossEntropyLoss as LinearCrossEntropyLoss
 from funcops.adapters.nn.module import OpModule as OpModule
 from funcops.adapters.nn.module import functional as functional
+from funcops.adapters.nn.quantized import quantize_weights as quantize_weights
 from funcops.adapters.nn.sequential import Sequential as Sequential

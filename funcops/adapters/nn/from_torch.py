@@ -12,11 +12,13 @@ from funcops.adapters.nn.hugging_face import ChainModule
 from funcops.adapters.nn.models import LOSSES, TORCH, swapped
 from funcops.adapters.nn.module import CACHES, OpModule, prepare
 from funcops.adapters.nn.parts import ORIGINALS
+from funcops.adapters.nn.quantized import take_recipe
 from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.compose.chain import chain
-from funcops.errors import describe, fail, require_type
+from funcops.errors import describe, fail, require, require_type
 from funcops.memory.policy import with_policy
+from funcops.recipes import Recipe
 from funcops.residuals.policy import Policy
 
 LOSS = "loss_function"  # the attribute of a model of transformers
@@ -32,7 +34,7 @@ class Swap(NamedTuple):
 
 
 def from_torch(
-    model: nn.Module, *, policy: Policy | str | None = None, only: Any = None, skip: Any = (),
+    model: nn.Module, *, policy: Policy | str | None = None, recipe: Recipe | None = None, only: Any = None, skip: Any = (),
 ) -> Replaced:  # fmt: skip
     """Let every layer of `model` that funcops knows run on funcops, and say what was replaced and what was left.
 
@@ -46,14 +48,21 @@ def from_torch(
     that the first has swapped. `only`, `skip`: a pattern or several: a class, or a glob for a module's path ("model.layers.0.*"),
     for the end of it ("lm_head") or for the name of its class ("*RMSNorm"). A pattern finds a module and all that is in it.
 
-    Raises `TypeError` for a model that is no module and for what is no pattern, `ValueError` for a pattern that finds no module, an
-    unknown policy, one whose rules match nothing, and one for a model without an MLP that is known. The model is then as it was, as
-    after any other exception.
+    `recipe`: of `funcops.low_precision`, one without state: linear layers compute by it, and MLPs whose layers all have it. A layer
+    of sizes that it does not serve is left, with the reason. A second call gives it to layers that the first has swapped, so that
+    `from_torch(model, recipe=recipe, skip="lm_head")` and then `from_torch(model)` leave the head in high precision.
+    `quantize_weights(model)` makes the codes of weights once a step.
+
+    Raises `TypeError` for a model that is no module and for what is no pattern or recipe, `ValueError` for a pattern that finds no
+    module, an unknown policy, one whose rules match nothing, one for a model without an MLP that is known, a recipe with state, and
+    one for a model without a linear layer. The model is then as it was, as after any other exception.
     """
     require_type("from_torch", "model", model, nn.Module)
     if policy is not None:
         require_type("from_torch", "policy", policy, str, Policy)
         with_policy(chain, policy)
+    if recipe is not None:
+        take_recipe("from_torch", layers.Linear(64, 64, device="meta"), recipe)
     losses = [_joined(path, LOSS) for path, module in model.named_modules() if _loss_of(module) is not None]
     chosen = None if only is None else Chosen("from_torch", "only", only, model, (*losses,))
     if chosen is not None and not chosen.paths:
@@ -61,7 +70,7 @@ def from_torch(
     skipped = Chosen("from_torch", "skip", skip, model, (*losses,))
     done, undo = Replaced([], [], []), Undo()
     try:
-        _swap(model, policy, lambda path: (chosen is None or path in chosen) and path not in skipped, done, undo)
+        _swap(model, policy, recipe, lambda path: (chosen is None or path in chosen) and path not in skipped, done, undo)
     except BaseException:
         undo.all()
         raise
@@ -85,14 +94,15 @@ class Undo(list[Any]):
             self.last()
 
 
-def _swap(model: nn.Module, policy: Any, wanted: Any, done: Replaced, undo: Undo) -> None:
-    acted = policy is None
+def _swap(model: nn.Module, policy: Any, recipe: Any, wanted: Any, done: Replaced, undo: Undo) -> None:
+    acted, lowered = policy is None, recipe is None
     for path, module in list(model.named_modules()):
         before = type(module)
         if not wanted(path):
             continue
         if isinstance(module, (OpModule, Sequential)):
-            acted |= _again(path, module, policy, done, undo)
+            acted |= _again(path, module, policy, recipe, done, undo)
+            lowered |= isinstance(module, layers.Linear)
             continue
         to = swapped(before)
         if to is None:
@@ -104,7 +114,8 @@ def _swap(model: nn.Module, policy: Any, wanted: Any, done: Replaced, undo: Undo
         undo.note(module)
         attributes = {*vars(module), *CACHES}
         module.__class__ = to
-        reason = _refusal(module)
+        lowered |= isinstance(module, layers.Linear)
+        reason = _refusal(module, recipe)
         if reason is not None:
             undo.last()
             done.left.append(Change(path, before.__name__, reason))
@@ -116,21 +127,30 @@ def _swap(model: nn.Module, policy: Any, wanted: Any, done: Replaced, undo: Undo
         done.replaced.append(Change(path, before.__name__, _name(to)))
     if not acted:
         fail("from_torch", "policy", "None for a model without an MLP that is known (it says what MLPs keep)", describe(policy))
+    require(lowered, "from_torch", "recipe", "None for a model without a linear layer that is known", describe(recipe))
     _swap_losses(model, wanted, done, undo)
     for module in model.modules():
         if isinstance(module, ChainModule):
             prepare(module)  # its layers have other classes now; a compiler finds them known
 
 
-def _again(path: str, module: Any, policy: Any, done: Replaced, undo: Undo) -> bool:
-    """Note a module that runs on funcops already, and give it the policy."""
+def _again(path: str, module: Any, policy: Any, recipe: Any, done: Replaced, undo: Undo) -> bool:
+    """Note a module that runs on funcops already, and give it the policy or the recipe."""
     acts = policy is not None and isinstance(module, ChainModule)
     if acts:
         undo.note(module)
         _keep(module, policy)
+    given = " (policy given)" if acts else ""
+    if recipe is not None and isinstance(module, layers.Linear):
+        undo.note(module)
+        try:
+            take_recipe("from_torch", module, recipe)
+            given = " (recipe given)"
+        except ValueError as error:
+            given = f" without the recipe: {_reason(error)}"
     swap = vars(module).get("_swap")
     before = type(module) if swap is None else swap.before
-    done.already.append(Change(path, before.__name__, _name(type(module)) + (" (policy given)" if acts else "")))
+    done.already.append(Change(path, before.__name__, _name(type(module)) + given))
     return acts
 
 
@@ -177,16 +197,22 @@ def _joined(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _refusal(module: Any) -> str | None:
-    """Why a module of the new class cannot run as one."""
+def _reason(error: Exception) -> str:
+    return str(error).partition(": ")[2]
+
+
+def _refusal(module: Any, recipe: Any = None) -> str | None:
+    """Why a module of the new class cannot run as one, or by the recipe."""
     if isinstance(module, Sequential):
         return None
     if isinstance(module, layers.GLU):
         module.kind, module.gate = "glu", "second"
     try:
+        if recipe is not None and isinstance(module, layers.Linear):
+            take_recipe("from_torch", module, recipe)
         module.known_cfg() if isinstance(module, ChainModule) else module.make_cfg()
     except (ValueError, TypeError) as error:
-        return str(error).partition(": ")[2]
+        return _reason(error)
     return None
 
 
@@ -226,7 +252,9 @@ def to_torch(model: nn.Module) -> Replaced:
             continue
         after = type(module)
         module.__class__ = swap.before
-        for name in (*swap.added, *CACHES):
+        if getattr(vars(module).get("forward"), "transient", False):
+            del module.forward  # that of quantised weights
+        for name in (*swap.added, *CACHES, "recipe", "op"):
             vars(module).pop(name, None)
         done.replaced.append(Change(path, _name(after), swap.before.__name__))
     return done

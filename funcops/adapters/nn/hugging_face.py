@@ -18,6 +18,7 @@ from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step
 from funcops.errors import fail, require
+from funcops.low_precision import with_recipe
 from funcops.memory.policy import with_policy
 from funcops.op import Op
 from funcops.ops.activation import ActivationConfig, activation
@@ -173,7 +174,14 @@ class ChainModule(OpModule):
                 return None
             parameters = layer._parameters
             found += (parameters["weight"], parameters["bias"])
+        recipe = self._recipe()
+        if any([modules[name].__dict__.get("recipe") is not recipe for name in self.layers]):  # type: ignore[union-attr]
+            return None
         return found
+
+    def _recipe(self) -> Any:
+        """That of the first layer, which is that of all where they are a chain."""
+        return self._modules[self.layers[0]].__dict__.get("recipe")  # type: ignore[union-attr]
 
     def _explain(self) -> NoReturn:
         """Say which part keeps the module from being a chain."""
@@ -191,10 +199,12 @@ class ChainModule(OpModule):
 
     def _config(self, found: list[Any]) -> ChainConfig:
         """The config for what was found; made anew only where it would be another."""
-        key = [found[0], found[1], *[None if t is None else t.shape for t in found[2:]]]
+        recipe = self._recipe()
+        key = [found[0], found[1], recipe, *[None if t is None else t.shape for t in found[2:]]]
         made = self.__dict__.get("_made")
         if made is None or made[0] != key:
-            made = self.__dict__["_made"] = key, self.config_of(*found)
+            cfg = self.config_of(*found)
+            made = self.__dict__["_made"] = key, cfg if recipe is None else with_recipe(cfg, recipe)
         return made[1]  # type: ignore[no-any-return]
 
     def config_of(self, kind: str, p: float, *own: Any) -> ChainConfig:

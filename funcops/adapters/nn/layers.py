@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.module import OpModule, prepare
+from funcops.adapters.nn.quantized import take_recipe
 from funcops.errors import require
 from funcops.ops._norm import DTYPES
 from funcops.ops.activation import ActivationConfig, activation
@@ -20,16 +21,26 @@ from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, embedding
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
 from funcops.ops.linear import LinearConfig, LinearParams, linear
+from funcops.ops.qlinear import QLinearConfig
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
+from funcops.recipes import Recipe
 
 
 class Linear(OpModule, nn.Linear):
-    """`torch.nn.Linear` by `funcops.linear`."""
+    """`torch.nn.Linear` by `funcops.linear`; with a `recipe` of `funcops.low_precision` (one without state) by `qlinear`: the
+    parameters stay in high precision, and are quantised in every call, or once a step by `quantize_weights`."""
 
-    op, params_class, fields, values = linear, LinearParams, ("weight", "bias"), ("in_features", "out_features")
+    op: Any = linear
+    params_class, fields, values = LinearParams, ("weight", "bias"), ("in_features", "out_features", "recipe")
     autocast = LOWER
+    recipe: Recipe | None = None
 
-    def make_cfg(self) -> LinearConfig:
+    def take(self, recipe: Any) -> None:
+        take_recipe("funcops.nn.Linear", self, recipe)
+
+    def make_cfg(self) -> LinearConfig | QLinearConfig:
+        if self.recipe is not None:
+            return QLinearConfig(self.in_features, self.out_features, self.recipe, bias=self.bias is not None)
         return LinearConfig(in_features=self.in_features, out_features=self.out_features, bias=self.bias is not None)
 
 

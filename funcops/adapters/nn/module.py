@@ -27,7 +27,10 @@ class Prepared(nn.Module):
     but finds it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        recipe: Any = options.pop("recipe", None) if hasattr(self, "take") else None
         super().__init__(*args, **options)
+        if recipe is not None:
+            self.take(recipe)
         prepare(self)
 
     def train(self, mode: bool = True) -> Any:
@@ -42,7 +45,10 @@ class Prepared(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_cached"}
+        kept = {name: value for name, value in self.__dict__.items() if name != "_cached"}
+        if getattr(kept.get("forward"), "transient", False):
+            del kept["forward"]
+        return kept
 
 
 class OpModule(Prepared):

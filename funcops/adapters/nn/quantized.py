@@ -1,0 +1,126 @@
+"""Linear modules in low precision: a recipe each, and weights that are quantised once a step.
+
+Parameters stay what they are, in high precision, and gradients come there. A layer quantises its weight in every call, or reads the
+codes that `quantize_weights(model)` has put beside it, which are refused once the parameter was written to.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcops.adapters.autocast import any_autocast, casts, is_on, outside
+from funcops.adapters.autograd.differentiable import run
+from funcops.adapters.nn.module import Prepared, is_plain, prepare
+from funcops.errors import StaleResidualError, describe, fail, require, require_dtype, require_flag, require_type
+from funcops.formats import QTensor, QWeight, quantize_sides, quantize_tensor
+from funcops.needs import Needs
+from funcops.op import Op, wrap
+from funcops.ops.linear import LinearParams
+from funcops.ops.qlinear import op_of
+from funcops.recipes import Recipe
+
+_none: Any = None
+_empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)
+NO_GRADIENT = QWeight(_empty, _empty, None)  # of codes
+
+
+def take_recipe(where: str, module: Any, recipe: Any) -> None:
+    """Let a `fnn.Linear` compute by a recipe. Raises `TypeError` for what is no recipe, and `ValueError` for one with state and for
+    sizes that it does not serve; the module is then as it was."""
+    require_type(where, "recipe", recipe, Recipe)
+    if recipe.delayed:
+        expected = "one without state (its scales are the caller's: funcops.nn.functional(model), with_recipe, recipe_init)"
+        fail(where, "recipe", expected, type(recipe).__name__)
+    keyless = "one that rounds to nearest (a module has no key; quantize_params(params, cfg, key=key) takes one)"
+    require(not recipe.stochastic, where, "recipe", keyless, recipe)
+    before = dict(vars(module))
+    module.recipe, module.op = recipe, op_of(recipe)
+    try:
+        module.known_cfg()
+    except BaseException:
+        vars(module).clear()
+        vars(module).update(before)
+        raise
+
+
+def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, columns: bool = True) -> list[str]:
+    """Quantise the weight of every `fnn.Linear` with a recipe in `model`, once: all calls until the next update read these codes.
+    To be called once a step, before its first microbatch. Returns the paths of the modules.
+
+    `dtype`: in which the layers will compute where that is not the parameters' own (as under autocast). `columns`: make the codes
+    that dx reads now, or else in every backward. Codes are beside the parameter: no buffer, not in `state_dict`, and a copy of the
+    module has none. A call after the parameter was written to or replaced raises `StaleResidualError` with the module's path.
+    torch.compile reads no codes: a compiled layer quantises its weight in every call.
+
+    Raises `ValueError` for a model without such a layer, and `TypeError` for weights that are no plain tensors (under `fully_shard`
+    layers quantise the gathered weight in every call)."""
+    where = "quantize_weights"
+    require_type(where, "model", model, nn.Module)
+    require_flag(where, columns=columns)
+    require_dtype(where, dtype)
+    found = {path: module for path, module in model.named_modules() if vars(module).get("recipe") is not None}
+    require(bool(found), where, "model", "one with layers that have a recipe (from_torch(model, recipe=...))", describe(model))
+    for path, module in found.items():
+        weight: Any = module._parameters.get("weight")
+        if not is_plain(weight) or weight is None:
+            fail(where, f"{path}.weight", "a parameter that is a plain tensor", describe(weight), TypeError)
+    for path, module in found.items():
+        vars(module)["forward"] = Held(path, module, dtype, columns)
+    for module in model.modules():
+        if isinstance(module, Prepared):
+            prepare(module)  # the layers of a chain are called now; a compiler finds it known
+    return list(found)
+
+
+class Held:
+    """The forward of a module that reads codes of its weight."""
+
+    transient = True  # no part of a copy
+
+    def __init__(self, path: str, module: Any, dtype: torch.dtype | None, columns: bool) -> None:
+        self.path, self.module, self.parameter = path, module, module._parameters["weight"]
+        weight = self.parameter.detach()
+        weight = weight if dtype is None else weight.to(dtype)
+        format = module.recipe.w
+        both = columns or not format.turns
+        made = QWeight(*quantize_sides(weight, format), None) if both else QWeight(quantize_tensor(weight, format), None, None)
+        self.weight = made.made_of(self.parameter)
+
+    def __call__(self, x: Any) -> Any:
+        module = self.module
+        weight, bias = module._own()
+        if torch.compiler.is_compiling() or not (is_plain(x) and isinstance(x, Tensor) and is_plain(weight)):
+            return type(module).forward(module, x)
+        if weight is not self.parameter or self.weight.stale():
+            raise StaleResidualError(
+                f"funcops.nn.Linear {self.path or '(the model)'}: the weight must be as quantize_weights(model) found it, got one "
+                "that was written to or replaced since. Call it again after an update"
+            )
+        if not (any_autocast() and is_on(x.device.type)):
+            return run(held(module.op), LinearParams(weight, bias), (x, self.weight), module.known_cfg())
+        x, (bias,) = casts(module.autocast, x, x.device.type, [bias])
+        with outside(x.device.type):
+            return run(held(module.op), LinearParams(weight, bias), (x, self.weight), module.known_cfg())
+
+
+@functools.cache
+def held(op: Op) -> Op:
+    """The op with x `(x, QWeight)`: it reads the codes for y and dx, and gives dw for the weight in params."""
+
+    def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> Any:
+        given, weight = x
+        return op.fwd(LinearParams(weight, params.bias), given, cfg, needs=Needs(bool(needs.x), needs.params))
+
+    def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
+        dx, pending = op.dgrad(residuals, dy, cfg)
+        return (dx, NO_GRADIENT), pending
+
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        dparams, dx = op.bwd(residuals, dy, cfg, into=into)
+        return dparams, (dx, NO_GRADIENT)
+
+    return wrap(op, (held, (op,)), fwd=fwd, dgrad=dgrad, bwd=bwd)

@@ -1,0 +1,194 @@
+"""Modules with a recipe: parameters stay in high precision, and codes of weights are made in every call or once a step."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from funcops import StaleResidualError, delayed_wgrad
+from funcops import nn as fnn
+from funcops.kernels import quantize as kernels
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, QWeight, quantize_params, with_recipe
+
+RECIPES = [Fp8Block(), Fp8Block(keep="input", wgrad="high"), Fp8Current(), MXFP8(), NVFP4()]
+IDS = [f"{type(r).__name__}-{r.keep}" for r in RECIPES]
+D = 32
+
+
+def mlp(recipe):
+    torch.manual_seed(0)
+    return fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 2 * D, recipe=recipe), fnn.SiLU(), fnn.Linear(2 * D, D, recipe=recipe))
+
+
+def trained(model, x, autocast=False, store=None):
+    """y, and the gradients of parameters and x."""
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = model(x)
+    if store is None:
+        y.float().square().sum().backward()
+    else:
+        with store:
+            y.float().square().sum().backward()
+        store.run()
+    return [y.detach(), x.grad, *[p.grad for p in model.parameters()]]
+
+
+def same(a, b):
+    return len(a) == len(b) and all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_codes_of_weights_give_the_bits_of_quantising_in_every_call(recipe):
+    """With codes and without, delayed and not, under autocast and not; and those of the functional face."""
+    model, x = mlp(recipe), torch.randn(4, D)
+    for autocast in (False, True):
+        want = trained(model, x, autocast)
+        assert all(t.dtype is torch.float32 and bool(t.any()) for t in want[2:])
+        assert same(want, trained(model, x, autocast, delayed_wgrad()))
+        for columns in (True, False):
+            paths = fnn.quantize_weights(model, dtype=torch.bfloat16 if autocast else None, columns=columns)
+            assert paths == ["1", "3"]
+            assert same(want, trained(model, x, autocast)) and same(want, trained(model, x, autocast, delayed_wgrad()))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            assert torch.equal(model(x), want[0])
+        model = mlp(recipe)
+    op, cfg, params = fnn.functional(model)
+    work = quantize_params(params, cfg, dtype=torch.float32)
+    assert isinstance(work["m1"].weight, QWeight) and torch.equal(op.fwd(work, x, cfg)[0], model(x))
+
+
+def test_codes_are_made_once_for_all_microbatches(monkeypatch):
+    made = []
+    plain = kernels.quantize_row
+    monkeypatch.setattr(kernels, "quantize_row", lambda x, *rest: made.append(tuple(x.shape)) or plain(x, *rest))
+    for held in (False, True):
+        model = mlp(Fp8Block())
+        if held:
+            fnn.quantize_weights(model)
+        for _ in range(3):
+            trained(model, torch.randn(4, D))
+        counted = [shape for shape in made if shape in ((D, 2 * D), (2 * D, D))]
+        assert len(counted) == (2 if held else 6)
+        made.clear()
+
+
+WRITES = {
+    "an update in place": lambda m: torch.optim.SGD([m[1].weight], lr=0.1).step(),
+    "a state_dict": lambda m: m.load_state_dict(mlp(Fp8Block()).state_dict()),
+    "another parameter": lambda m: setattr(m[1], "weight", nn.Parameter(m[1].weight.detach().clone())),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_codes_of_a_weight_that_changed_raise(write):
+    model, x = mlp(Fp8Block()), torch.randn(4, D)
+    fnn.quantize_weights(model)
+    trained(model, x)
+    WRITES[write](model)
+    with pytest.raises(StaleResidualError, match=r"funcops.nn.Linear 1: the weight must be as quantize_weights\(model\) found it"):
+        model(x)
+    fnn.quantize_weights(model)
+    fresh = mlp(Fp8Block())
+    fresh.load_state_dict(model.state_dict())
+    assert same(trained(model, x), trained(fresh, x))
+
+
+def test_codes_are_no_part_of_a_copy_or_of_state():
+    model, x = mlp(Fp8Block()), torch.randn(4, D)
+    want = trained(model, x)
+    keys = list(model.state_dict())
+    fnn.quantize_weights(model)
+    assert list(model.state_dict()) == keys == ["0.weight", "1.weight", "1.bias", "3.weight", "3.bias"]
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            model[1].weight.add_(0.0)  # the copy has a weight of its own
+        assert same(want, trained(made, x)) and made[1].recipe == Fp8Block()
+        assert "forward" not in vars(made[1])
+
+
+def test_from_torch_gives_recipes_and_takes_them_back():
+    model = nn.Sequential(nn.Linear(D, 48), nn.GELU(), nn.Linear(48, D), nn.Linear(D, 64))
+    done = fnn.from_torch(model, recipe=MXFP8(), skip="3")
+    left = [(c.path, c.after) for c in done.left]
+    assert left == [(p, f"{name}_features must be a multiple of 32 (MXFP8), got 48") for p, name in (("0", "out"), ("2", "in"))]
+    assert type(model[0]) is nn.Linear and type(model[3]) is nn.Linear
+    fnn.from_torch(model, recipe=Fp8Block(), skip="3")
+    fnn.from_torch(model)
+    assert [getattr(m, "recipe", None) for m in model] == [Fp8Block(), None, Fp8Block(), None]
+    again = fnn.from_torch(model, recipe=Fp8Current(), only="3")
+    assert again.already[-1].after == "funcops.nn.Linear (recipe given)" and model[3].recipe == Fp8Current()
+    fnn.quantize_weights(model)
+    fnn.to_torch(model)
+    assert all(type(m) is nn.Linear and not {"recipe", "op", "forward"} & set(vars(m)) for m in (model[0], model[2], model[3]))
+    assert torch.equal(model(torch.ones(2, D)), model[3](model[2](model[1](model[0](torch.ones(2, D))))))
+
+
+def test_mlps_of_hugging_face_are_chains_by_the_recipe_of_all_their_layers():
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = modeling.LlamaConfig(hidden_size=D, intermediate_size=64)
+    torch.manual_seed(0)
+    model, x = modeling.LlamaMLP(config), torch.randn(2, 4, D)
+    exact = model(x).detach()
+    fnn.from_torch(model, recipe=Fp8Block())
+    cfg = model.known_cfg()
+    assert cfg == with_recipe(cfg, Fp8Block()) and model(x).grad_fn.name() == "_NodeBackward"
+    assert 0.001 < float((model(x).detach() - exact).norm() / exact.norm()) < 0.08
+    want = trained(model, x)
+    fnn.quantize_weights(model)
+    for a, b in zip(want, trained(model, x), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=0.02 * float(a.abs().max()))
+    mixed = modeling.LlamaMLP(config)
+    fnn.from_torch(mixed, recipe=Fp8Block(), only="gate_proj")
+    fnn.from_torch(mixed)
+    y = mixed.down_proj(mixed.act_fn(mixed.gate_proj(x)) * mixed.up_proj(x))
+    assert torch.equal(mixed(x), y) and mixed.up_proj.__dict__.get("recipe") is None
+
+
+BAD = [
+    (lambda: fnn.Linear(D, D, recipe="fp8"), TypeError, "funcops.nn.Linear: recipe must be Recipe"),
+    (lambda: fnn.Linear(33, D, recipe=MXFP8()), ValueError, "in_features must be a multiple of 32 (MXFP8), got 33"),
+    (
+        lambda: fnn.Linear(D, D, recipe=Fp8Delayed()),
+        ValueError,
+        "recipe must be one without state (its scales are the caller's: fun",
+    ),
+    (lambda: fnn.from_torch(nn.Linear(D, D), recipe=Fp8Delayed()), ValueError, "from_torch: recipe must be one without state"),
+    (
+        lambda: fnn.Linear(D, D, recipe=NVFP4(stochastic=True)),
+        ValueError,
+        "recipe must be one that rounds to nearest (a module has",
+    ),
+    (lambda: fnn.from_torch(nn.LayerNorm(D), recipe=Fp8Block()), ValueError, "from_torch: recipe must be None for a model without"),
+    (
+        lambda: fnn.quantize_weights(fnn.Linear(D, D)),
+        ValueError,
+        "quantize_weights: model must be one with layers that have a reci",
+    ),
+    (lambda: fnn.quantize_weights(3), TypeError, "quantize_weights: model must be"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD, ids=range(len(BAD)))
+def test_what_is_refused(call, error, text):
+    with pytest.raises(error) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_a_step_with_an_optimiser_compiles_whole():
+    """A compiled layer reads no codes, so that it can read no stale ones."""
+    model, x = mlp(Fp8Block()), torch.randn(4, D)
+    want = trained(copy.deepcopy(model), x)
+    fnn.quantize_weights(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for t, w in zip(trained(compiled, x), want, strict=True):
+        torch.testing.assert_close(t, w, rtol=1e-5, atol=1e-5 * float(w.abs().max()))
+    with torch.no_grad():
+        model[1].weight.mul_(2.0)
+    fresh = mlp(Fp8Block())
+    fresh.load_state_dict(model.state_dict())
+    torch.testing.assert_close(compiled(x), fresh(x))
