@@ -186,7 +186,11 @@ def check(where: str, name: str, t: Any, shape: Shape, dtype: Dtypes = None, lik
         if (
             (
                 got == shape
-                or (shape and shape[0] is ... and (_ends(got, shape) if len(shape) != 2 else got and got[-1] == shape[1]))
+                or (
+                    shape
+                    and shape[0] is ...
+                    and (len(shape) == 1 or (_ends(got, shape) if len(shape) != 2 else got and got[-1] == shape[1]))
+                )
             )
             and (dtype is None or (got_dtype := t.dtype) is dtype or (type(dtype) is tuple and got_dtype in dtype))
             and (like is None or (t.is_cpu and like.is_cpu) or t.device == like.device)

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from collections import OrderedDict
 from types import SimpleNamespace
 
 import pytest
@@ -193,6 +194,31 @@ def tagged_weight(module, name, act):
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged))
 
 
+class Twice(torch.Tensor):
+    """A weight of which a linear layer makes twice what it should."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func not in (nn.functional.linear, torch.addmm):
+            return super().__torch_function__(func, types, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return 2 * func(*args, **(kwargs or {}))
+
+
+def swapped_in_place(module, name, act):
+    weight = getattr(module, name).weight
+    torch.utils.swap_tensors(weight, nn.Parameter(weight.detach().neg().as_subclass(Twice)))
+
+
+def other_data(module, name, act):
+    weight = getattr(module, name).weight
+    weight.data = 2 * weight.data
+
+
+def other_dict_of_hooks(module, name, act):
+    getattr(module, name)._forward_hooks = OrderedDict({0: twice_out})
+
+
 def accelerates_hook(module, name, act):
     hooks = pytest.importorskip("accelerate.hooks")
 
@@ -245,6 +271,10 @@ TAMPERINGS = {
     "parametrize": by(lambda layer: parametrize.register_parametrization(layer, "weight", Doubled())),
     "quantised": lambda module, name, act: setattr(module, name, Quantised(getattr(module, name))),
     "tensor of a class of its own": tagged_weight,
+    "swapped in place": swapped_in_place,
+    "other data": other_data,
+    "frozen": by(lambda layer: layer.weight.requires_grad_(False)),
+    "another dict of hooks": other_dict_of_hooks,
     "accelerate's hook": accelerates_hook,
     "cpu offload": offloaded,
     "fully_shard": sharded,

@@ -10,6 +10,7 @@ where it goes straight into another op and is not small.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +31,7 @@ from funcops.adapters.flatten import flatten, unflatten
 from funcops.backend import select
 from funcops.errors import fail, require_type
 from funcops.needs import Needs
-from funcops.op import Op, refuse_autocast
+from funcops.op import Op, raw_of, refuse_autocast
 from funcops.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel
@@ -39,16 +40,31 @@ _ddp: Any = DistributedDataParallel
 class Bound:
     """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
 
-    __slots__ = ("cfg", "choice", "empty", "fill", "needs", "op", "slots", "write", "y_shape")
+    __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "fwd", "kind", "needs", "op", "slots", "write", "y_shape")
     fill: Any  # those of `slots`
     empty: Any
+    fwd: Any  # of the op; once it has checked the params of this kind, what it runs after its checks
+    bwd: Any  # what the op's runs after its checks, if that is one function: its residuals are the forward's own
+    kind: Any
 
     def __init__(self, op: Op, cfg: Any, needs: Needs, params_shape: Any, x_shape: Any) -> None:
         self.op, self.cfg, self.needs = op, cfg, needs
         self.write = gradient_writer(params_shape, x_shape)
         self.choice = None if select.choice() == select.DEFAULT else select.choice()
+        self.fwd, self.kind, self.bwd = op.fwd, None, op.bwd
         self.slots: Any = None  # made of the first residuals; False where those cannot be had so
         self.y_shape: Any = None  # None for a tensor
+
+    def made(self, params: Any, residuals: Any) -> Any:
+        """After the first forward: what is known of the next ones."""
+        slots: Any = slots_of(residuals) or False
+        if slots:
+            self.fill, self.empty = slots.fill, slots.empty
+            self.fwd, self.kind = raw_of(self.op.fwd) or self.op.fwd, type(params)
+            raw = raw_of(self.op.bwd)
+            self.bwd = raw if callable(raw) else self.op.bwd
+        self.slots = slots
+        return slots
 
 
 class _Node(Function):
@@ -61,12 +77,10 @@ class _Node(Function):
         if op.again is not None and large(x):
             y, residuals, recipe = recompute.forward(op, params, x, bound.cfg, bound.needs)
         else:
-            y, residuals = op.fwd(params, x, bound.cfg, needs=bound.needs)
+            y, residuals = (bound.fwd if type(params) is bound.kind else op.fwd)(params, x, bound.cfg, needs=bound.needs)
         slots: Any = bound.slots
         if slots is None:
-            slots = bound.slots = slots_of(residuals) or False
-            if slots:
-                bound.fill, bound.empty = slots.fill, slots.empty
+            slots = bound.made(params, residuals)
         if slots:
             found = slots.take(residuals)
             if type(x) is Tensor and large(x):
@@ -128,7 +142,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         residuals = unflatten(residuals, ctx.saved_tensors)
     try:
         if store is None:
-            dparams, dx = op.bwd(residuals, dy, bound.cfg)
+            dparams, dx = (bound.bwd if slotted and dy is not None else op.bwd)(residuals, dy, bound.cfg)
         else:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
             dparams = delayed.put(store, op, bound.cfg, pending, params, getattr(ctx, "synced", False))
@@ -164,12 +178,13 @@ _apply = super(Function, _Node).apply  # Function.apply after its search for fun
 _transforms = torch._C._functorch.maybe_current_level
 _jit_tracing = torch._C._get_tracing_state
 _compiling, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_requires_grad = operator.attrgetter("requires_grad")
 _bound: dict[Any, Bound] = {}
 
 
-def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
+def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any = None) -> Any:
     """`differentiable(op)(params, x, cfg)`. `leaves`: the tensors of params and x, in their trees' order, where the caller has
-    them."""
+    them. `bounds`: a dict of the caller's own for calls of this op and config, in which they are found sooner."""
     if any_autocast():
         refuse_autocast(op.name, params, x)
     if _transforms() is not None:  # torch.compile would drop the backward of a node in silence
@@ -180,17 +195,19 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None) -> Any:
         leaves = tensors((params, x))
     if not _grad_enabled():
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
-    asked = tuple([t.requires_grad for t in leaves])
+    asked = tuple(map(_requires_grad, leaves))
     if True not in asked:
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     if _jit_tracing() is not None:
         fail(op.name, "torch.jit.trace", "around calls under torch.no_grad()", "one that asks for a gradient", RuntimeError)
-    key: Any = (op.fwd, cfg, asked)
-    if select.chosen_anywhere:
-        key = (*key, select.choice())
-    bound = _bound.get(key)
+    bound = None if bounds is None or select.chosen_anywhere else bounds.get(asked)
     if bound is None:
-        bound = _bind(op, params, x, cfg, key)
+        key: Any = (op.fwd, cfg, asked)
+        if select.chosen_anywhere:
+            key = (*key, select.choice())
+        bound = _bound.get(key) or _bind(op, params, x, cfg, key)
+        if bounds is not None and not select.chosen_anywhere:
+            bounds[asked] = bound
     found = _apply(bound, (params, x), *leaves)
     if bound.y_shape is not None:
         return unflatten(bound.y_shape, found)

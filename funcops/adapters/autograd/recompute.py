@@ -26,18 +26,18 @@ class Recipe(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """What a node keeps instead of an output: its recipe without tensors, which lie behind the first `count` that the node keeps;
+    """What a node keeps instead of an output: its recipe without tensors, which lie behind the first `own` that the node keeps;
     the output belongs at `places`."""
 
     op: Op
     shape: Any
     places: list[int]
-    count: int
+    own: int
 
     def refilled(self, kept: Any) -> list[Any]:
         """What the node would have kept."""
-        node = unflatten(self.shape, kept[self.count :])
-        value, filled = self.op.again(node, node.cfg), list(kept[: self.count])
+        node = unflatten(self.shape, kept[self.own :])
+        value, filled = self.op.again(node, node.cfg), list(kept[: self.own])
         for i in self.places:
             filled[i] = value
         return filled

@@ -10,9 +10,10 @@ from torch import Tensor
 from funcops.adapters.autocast import LOWER, any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import drawn_key
-from funcops.adapters.nn.module import OpModule, is_plain, untouched, watched
+from funcops.adapters.nn.module import OpModule, is_plain, untouched
 from funcops.adapters.nn.parts import ACTS, CONV1D, DROPOUT, GATES, LINEAR, kind_of
 from funcops.adapters.nn.sequential import KEY
+from funcops.adapters.nn.unchanged import watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Proxy
-from torch.nn.modules import module as hooks
 
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
+from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
 from funcops.errors import FLOATS, describe, fail
 from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
+_compiling = torch.compiler.is_dynamo_compiling
 CACHES = ("_cfg", "_cached", "_made")  # attributes that a call finds or makes
 PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # and others as they are met
 
@@ -99,6 +101,10 @@ class OpModule(Prepared):
         return super().forward(*given)  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
+        if not _compiling() and type(x) is Tensor and not any_autocast():
+            call = self.__dict__.get("_cached")
+            if call is not None and call.fits(self, x):
+                return run(call.op, call.params, x, call.cfg, [*call.leaves, x], call.bounds)
         own = self._own()
         for t in (x, *own):
             if not (PLAIN.get(type(t)) or is_plain(t)):
@@ -112,6 +118,9 @@ class OpModule(Prepared):
         if any_autocast() and is_on(x.device.type):
             return self.followed(own, given, x.device.type)
         leaves = [t for t in own if t is not None]
+        if given is x and not _compiling() and Call.may_be_of(self):
+            call = self.__dict__["_cached"] = Call(self, own, leaves)
+            return run(call.op, call.params, x, call.cfg, [*leaves, x], call.bounds)
         leaves += given if type(given) is tuple else (given,)
         return run(self.op, self._params(own), given, self.known_cfg(), leaves)
 
@@ -136,6 +145,34 @@ class OpModule(Prepared):
         return [parameters[name] if name in parameters else getattr(self, name) for name in self.fields]
 
 
+class Call:
+    """What a call of a module gives to `run` beside x, as long as the module is what it was."""
+
+    __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "same")
+
+    def __init__(self, module: Any, own: list[Any], leaves: list[Any]) -> None:
+        self.op, self.cfg, self.params = module.op, module.known_cfg(), module._params(own)
+        self.leaves, self.first = leaves, own[0] if own else None
+        self.same, self.before = same_parameters(module.fields), parameters_of(module, module.fields)
+        self.bounds: dict[Any, Any] = {}
+
+    @staticmethod
+    def may_be_of(module: Any) -> bool:
+        """Whether the params are the module's own parameters, and nothing else."""
+        cls, parameters = type(module), module._parameters
+        return cls._own is OpModule._own and cls._params is OpModule._params and all([name in parameters for name in cls.fields])
+
+    def fits(self, module: Any, x: Tensor) -> bool:
+        state, dtype = module.__dict__, x.dtype
+        return (
+            state.get("_cfg") is self.cfg
+            and module.op is self.op
+            and dtype in module.dtypes
+            and (not module.pairs or self.first is None or (dtype, self.first.dtype) in module.pairs)
+            and self.same(state["_parameters"], self.before)
+        )
+
+
 def is_plain(t: Any) -> bool:
     """Whether a tensor is torch's own, or a stand-in for one while torch traces, but for one of torch.fx, which records torch's
     functions; what is no tensor is for the op to refuse."""
@@ -150,26 +187,13 @@ def untouched(module: Any, fields: tuple[str, ...]) -> bool:
     """Whether a call of the module is no more than its class's forward on plain parameters of its own. Anything else (a hook, a
     forward of the instance, a parametrization, a pruned or sharded weight) asks for the call."""
     state = module.__dict__
-    if (
-        state["_forward_hooks"] or state["_forward_pre_hooks"] or state["_backward_hooks"] or state["_backward_pre_hooks"]
-        or "forward" in state
-    ):  # fmt: skip
+    if "forward" in state or any([state[name] for name in HOOKS]):
         return False
     parameters = state["_parameters"]
     for name in fields:
         if name not in parameters or not (PLAIN.get(type(parameters[name])) or is_plain(parameters[name])):
             return False
     return True
-
-
-def watched() -> bool:
-    """Whether hooks are set on all modules."""
-    return bool(
-        hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    )
 
 
 def prepare(module: Any) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import CAST, LOWER, any_autocast, cast, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.layers import Dropout, drawn_key
-from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, untouched, watched
+from funcops.adapters.nn.module import OpModule, Prepared, config_or_absent, is_plain, untouched
+from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
 from funcops.errors import require
@@ -19,6 +20,7 @@ from funcops.program.rules import FEW
 from funcops.trees import WithExtras
 
 KEY = "key"
+_compiling = torch.compiler.is_dynamo_compiling
 
 
 class Group:
@@ -28,23 +30,34 @@ class Group:
         self.names, self.modules, self.cfg = [n for n, _ in named], [m for _, m in named], cfg
         self.small = None if cfg is None else dataclasses.replace(cfg, recompute=False)
         self.in_order = [module for _, module in sorted(named, key=lambda pair: pair[0])]  # of the leaves of a dict
+        self.dtypes: Any = getattr(self.modules[0], "dtypes", frozenset())  # of an x
+        self.own: list[Any] = []
         self.leaves: list[Any] = []  # of `params`
         self.params: Any = None
+        self.bounds: dict[Any, Any] = {}
+        self.small_bounds: dict[Any, Any] = {}
 
-    def run(self, x: Any) -> Any:
-        if self.cfg is None or self.small is None or not is_plain(x) or getattr(x, "dtype", None) not in self.modules[0].dtypes:
-            return self.one_by_one(x)
-        if any_autocast() and is_on(x.device.type):
-            return self.followed(x, x.device.type)
+    def refresh(self) -> None:
+        """Take the modules' parameters as they are."""
         own: list[Any] = []
         for module in self.in_order:
             own += module._own()
-        if self.params is None or len(own) != len(self.leaves) or any([a is not b for a, b in zip(own, self.leaves, strict=True)]):
-            self.leaves, self.params = own, {name: m.op_params() for name, m in zip(self.names, self.modules, strict=True)}
-        cfg = self.small if type(x) is Tensor and x.numel() < FEW else self.cfg
+        if self.params is None or len(own) != len(self.own) or any([a is not b for a, b in zip(own, self.own, strict=True)]):
+            self.own, self.leaves = own, [t for t in own if t is not None]
+            self.params = {name: m.op_params() for name, m in zip(self.names, self.modules, strict=True)}
+
+    def run(self, x: Any) -> Any:
+        if self.cfg is None or not (type(x) is Tensor or is_plain(x)) or getattr(x, "dtype", None) not in self.dtypes:
+            return self.one_by_one(x)
+        if any_autocast() and is_on(x.device.type):
+            return self.followed(x, x.device.type)
+        if _compiling():
+            self.refresh()
+        few = type(x) is Tensor and x.numel() < FEW
+        cfg: Any = self.small if few else self.cfg
         if cfg.extras:
             return run(chain, self.params, WithExtras(x, {KEY: drawn_key(x)}), cfg)
-        return run(chain, self.params, x, cfg, [*[t for t in own if t is not None], x])
+        return run(chain, self.params, x, cfg, [*self.leaves, x], self.small_bounds if few else self.bounds)
 
     def one_by_one(self, x: Any) -> Any:
         for module in self.modules:
@@ -102,18 +115,45 @@ class Sequential(Prepared, nn.Sequential):
 
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
-        seen = watched()
-        now = [m if seen or not _joins(m) else m.known_cfg() for m in self._modules.values()]
         cached = self.__dict__.get("_cached")
+        if cached is None or _compiling() or cached.same is None or not cached.same(self._modules, cached.before):
+            cached = self._looked_through(cached)
+        return cached.groups  # type: ignore[no-any-return]
+
+    def _looked_through(self, cached: Any) -> Any:
+        """Each module looked at by itself."""
+        seen, modules = watched(), list(self._modules.values())
+        now = [m if seen or not _joins(m) else m.known_cfg() for m in modules]
         if (
             cached is None
-            or len(cached[0]) != len(now)
-            or any([a is not b for a, b in zip(cached[0], now, strict=True)])
-            or cached[2] != [*self._modules.values()]
+            or len(cached.now) != len(now)
+            or any([a is not b for a, b in zip(cached.now, now, strict=True)])
+            or cached.modules != modules
         ):
-            joins = [made is not m for made, m in zip(now, self._modules.values(), strict=True)]
-            cached = self.__dict__["_cached"] = now, _grouped(dict(self._modules), joins), [*self._modules.values()]
-        return cached[1]  # type: ignore[no-any-return]
+            joins = [made is not m for made, m in zip(now, modules, strict=True)]
+            cached = self.__dict__["_cached"] = Cached(now, modules, _grouped(dict(self._modules), joins))
+        if not _compiling():
+            cached.refresh()
+        return cached
+
+
+class Cached:
+    """The groups of modules that were as `now` says: the config of each that joins, else the module."""
+
+    def __init__(self, now: list[Any], modules: list[Any], groups: list[Group]) -> None:
+        self.now, self.modules, self.groups = now, modules, groups
+        self.same: Any = None  # where all join: whether they are still what they were; else each is looked at
+        self.before: Any = None
+
+    def refresh(self) -> None:
+        """Take the modules' parameters as they are."""
+        for group in self.groups:
+            if group.cfg is not None:
+                group.refresh()
+        if all([made is not m for made, m in zip(self.now, self.modules, strict=True)]):
+            fields = tuple([m.fields for m in self.modules])
+            self.before = state_of(self.modules, fields)
+            self.same = same_modules(fields)
 
 
 FORWARDS = (OpModule.forward, Dropout.forward)

@@ -1,0 +1,99 @@
+"""Whether modules are what they were at the call before: asked in every call of one, so written out as one expression a module.
+
+A module whose op is called for it must be no more than its class's forward on parameters of its own. Whatever could make it more is
+looked at each time: its class and that class's forward, its config, hooks, a forward of the instance, each parameter and the class
+of that (what is swapped in place keeps its identity).
+"""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.nn.modules import module as hooks
+
+Same = Callable[[Any, Any], bool]
+
+
+def watched() -> bool:
+    """Whether hooks are set on all modules."""
+    return bool(
+        hooks._global_forward_hooks
+        or hooks._global_forward_pre_hooks
+        or hooks._global_backward_hooks
+        or hooks._global_backward_pre_hooks
+    )
+
+
+def parameters_of(module: Any, fields: Sequence[str]) -> tuple[Any, ...]:
+    """What `same_parameters` compares with: each parameter and its class."""
+    found = [module._parameters[name] for name in fields]
+    return tuple([part for t in found for part in (t, type(t))])
+
+
+def state_of(modules: Sequence[Any], fields: Sequence[Sequence[str]]) -> tuple[Any, ...]:
+    """What `same_modules` compares with."""
+    parts: list[Any] = []
+    for module, names in zip(modules, fields, strict=True):
+        parts += (module, type(module), type(module).forward, module.__dict__["_cfg"], *parameters_of(module, names))
+    return tuple(parts)
+
+
+_written: dict[Any, Same] = {}
+
+
+def same_parameters(fields: tuple[str, ...]) -> Same:
+    """`same(parameters, before)` for a module's dict of them."""
+    if fields not in _written:
+        names = _names("", fields)
+        _written[fields] = _compiled("parameters, before", _unpacked(names) + [f"    return {_same('parameters', '', fields)}"])
+    return _written[fields]
+
+
+def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
+    """`same(modules, before)` for a container's dict of modules with these fields."""
+    if fields not in _written:
+        heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
+        lines = [
+            f"    if len(modules) != {len(fields)} or watched(): return False",
+            *_unpacked([n for head in heads for n in head]),
+        ]
+        lines.append(f"    {''.join(f'a{i}, ' for i in range(len(fields)))} = modules.values()")
+        for i, own in enumerate(fields):
+            lines.append(f"    s = a{i}.__dict__")
+            if own:
+                lines.append("    p = s['_parameters']")
+            called = "".join(f" or s['{name}']" for name in HOOKS)
+            lines.append(
+                f"    if a{i} is not m{i} or type(a{i}) is not k{i} or k{i}.forward is not f{i} or s.get('_cfg') is not c{i}"
+                f"{called} or 'forward' in s or not ({_same('p', str(i), own)}): return False"
+            )
+        _written[fields] = _compiled("modules, before", [*lines, "    return True"])
+    return _written[fields]
+
+
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def _names(of: str, fields: Sequence[str]) -> list[str]:
+    return [f"{letter}{of}_{name}" for name in fields for letter in "ty"]
+
+
+def _unpacked(names: list[str]) -> list[str]:
+    return [f"    {', '.join(names)}, = before"] if names else []
+
+
+def _same(parameters: str, of: str, fields: Sequence[str]) -> str:
+    """An expression; a parameter that is not there is None to nobody."""
+    each = [f"{parameters}.get({n!r}, s_) is t{of}_{n} and type(t{of}_{n}) is y{of}_{n}" for n in fields]
+    return " and ".join(each) or "True"
+
+
+def _compiled(arguments: str, lines: list[str]) -> Same:
+    text = f"def same({arguments}):\n" + "\n".join(lines) + "\n"
+    file = f"<funcops unchanged {len(_written)}>"
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    scope: dict[str, Any] = {"watched": watched, "s_": object()}
+    exec(compile(text, file, "exec"), scope)
+    return scope["same"]  # type: ignore[no-any-return]
