@@ -16,7 +16,8 @@ from funcops import TorchConfig, delayed_wgrad, differentiable, donate, op_from_
 from funcops import nn as fnn
 from funcops.program.rules import FEW
 from funcops.testing import assert_close
-from funcops.trees import cast, leaves, tensors, tree_map_tensors
+from funcops.testing.checks import float_like
+from funcops.trees import cast, leaves, tensors
 
 D = 8
 
@@ -51,7 +52,7 @@ def test_ops_refuse_autocast(case):
     params, x = case.make(torch.float32)
     op, cfg = case.op, case.cfg
     y, residuals = op.fwd(params, x, cfg)
-    dy = tree_map_tensors(torch.ones_like, y) if residuals is not None else None
+    dy = float_like(y, 7) if residuals is not None else None
     calls = {"fwd": lambda: op.fwd(params, x, cfg)}
     if residuals is not None:
         pending = op.dgrad(residuals, dy, cfg)[1]
