@@ -18,6 +18,7 @@ state, a dict by path; its amaxes come back with the gradients:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import check, describe, fail, require, require_dtype, require_type
+from funcops.errors import check, describe, fail, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
     QTensor,
@@ -96,10 +97,11 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     recipe does not serve."""
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
+    _check_config(where, cfg)
     known = [path for path, inner in _steps(cfg, "") if type(inner) is LinearConfig]
     for name, globs in (("only", only), ("skip", skip)):
-        if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
-            fail(where, name, "a sequence of globs", repr(globs), TypeError)
+        if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
+            fail(where, name, "a tuple of globs", repr(globs), TypeError)
         for glob in globs:
             require(any(_matches(path, (glob,)) for path in known), where, name, f"globs over {', '.join(known)}", repr(glob))
 
@@ -129,6 +131,7 @@ def quantize_params(
     where = "quantize_params"
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
+    _check_config(where, cfg)
     work: Any = cast(params, dtype)
     found = _weights(where, cfg, work)
     _check_state(where, found, state)
@@ -151,6 +154,7 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
     Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too."""
     check("with_keys", "key", key, (2,), torch.int64)
+    _check_config("with_keys", cfg)
     for path, inner in _low(cfg)[0].items():
         if inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
             own: Any = random.fold_in(key, random.path_id(path))
@@ -166,6 +170,7 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
 
     At a scale of 1 small values vanish (below 2^-10) and those above the largest saturate. `amaxes`, of `split_amaxes` after one
     step that is thrown away, start it from measured ones."""
+    _check_config("recipe_init", cfg)
     made: dict[str, ScaleState] = {}
     recipes: dict[str, Fp8Delayed] = {}
     for path, (inner, weight) in _weights("recipe_init", cfg, params).items():
@@ -192,6 +197,11 @@ def recipe_update(
     tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer
     Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history."""
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
+    require_type("recipe_update", "state", state, Mapping)
+    for path, scales in state.items():
+        _check_scales("recipe_update", f"state[{path!r}]", scales)
+    if reduce is not None:
+        require_callable("recipe_update", reduce=reduce)
     _check_paths("recipe_update", "amaxes", amaxes, state)
     given = dict(amaxes)
     if reduce is not None and given:
@@ -205,7 +215,7 @@ def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
     """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling."""
     known = paths(dparams)
     names = [path.removesuffix(".amax") for path in known if path.endswith(".amax")]  # of nodes, in the order of the tree
-    found = {name: known[f"{name}.scale"] for name in names if known[f"{name}.scale"] is not None}
+    found = {name: known[f"{name}.scale"] for name in names if known.get(f"{name}.scale") is not None}
     return unscaled(dparams), found
 
 
@@ -226,6 +236,11 @@ def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, "_low", found)
     return found  # type: ignore[no-any-return]
+
+
+def _check_config(where: str, cfg: Any) -> None:
+    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
+        fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
 
 
 def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]:
@@ -297,7 +312,7 @@ def _check_state(where: str, found: dict[str, tuple[QLinearConfig, Tensor]], sta
     _check_paths(where, "state", state, delayed)
     for path in delayed:
         require(path in state, where, "state", f"one with {path}", f"one of {', '.join(state) or 'nothing'}")
-        require_type(where, f"state[{path!r}]", state[path], ScaleState)
+        _check_scales(where, f"state[{path!r}]", state[path])
 
 
 def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:
@@ -314,12 +329,18 @@ def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig
     return {path: (inner, weights[path]) for path, inner in found.items() if weights[path] is not None}  # type: ignore[misc]
 
 
+def _check_scales(where: str, name: str, state: Any) -> None:
+    require_type(where, name, state, ScaleState)
+    check(where, f"{name}.scale", state.scale, (..., 3), torch.float32)
+    check(where, f"{name}.history", state.history, (..., 3), torch.float32, state.scale)
+
+
 def _weight(where: str, params: Any, path: str) -> Tensor | None:
     if not has(params, path):
         fail(where, "params", f"a tree with {path}", describe(params))
     found = at(params, path)
-    if found is not None and (not isinstance(found, Tensor) or found.dim() < 2):
-        fail(where, f"params.{path}", "a tensor [O, I], not quantised yet", describe(found), TypeError)
+    if found is not None and not (isinstance(found, Tensor) and found.dim() >= 2 and found.is_floating_point()):
+        fail(where, f"params.{path}", "a float tensor [O, I], not quantised yet", describe(found), TypeError)
     return found  # type: ignore[no-any-return]
 
 

@@ -30,6 +30,7 @@ from funcops import (
     formats,
     graphs,
     linear,
+    low_precision,
     nn,
     optim,
     precision,
@@ -45,7 +46,7 @@ from funcops.schema import Saved
 from funcops.testing.checks import float_like
 from funcops.trees import tree_map_tensors
 
-ROOMS = ("checkpoint", "fused", "graphs", "nn", "optim", "precision", "random", "schedule", "testing", "trees")
+ROOMS = ("checkpoint", "fused", "graphs", "low_precision", "nn", "optim", "precision", "random", "schedule", "testing", "trees")
 
 
 class Row(NamedTuple):
@@ -62,6 +63,7 @@ ANYTHING = "looked at where it is used"
 FUNCTION = "called with the others, whatever it is"
 CFG = LinearConfig(4, 4)
 CHAIN = ChainConfig(steps=(Step("a", linear, CFG), Step("b", linear, LinearConfig(4, 4, bias=False))))
+LOW = low_precision.with_recipe(CHAIN, low_precision.Fp8Delayed(history=2), only=("a",))
 LOSS = ChainConfig(
     steps=(Step("a", linear, CFG), Step("b", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)
 )
@@ -141,6 +143,18 @@ NODES = {("node", f"LinearParams(weight={weight}, bias={bias})"): ANY for weight
 META_KEY = {("key", "int64[2]"): "a key on the meta device gives keys and bits there"}
 LEAVES_COMPLEX = "tree", "{'a': complex64[2, 2], 'b': None}"
 NAME = {("name", "'no such'"): "any name", ("name", "''"): "any name"}
+OTHER_LEAVES = {
+    (
+        "params",
+        f"{{'a': LinearParams(weight=float32[4, 4], bias={a}), 'b': LinearParams(weight={b}, bias=None)}}",
+    ): "leaves that no recipe is for, which ops look at"
+    for a, b in [
+        ("'x'", "float32[4, 4]"),
+        ("complex64[4]", "float32[4, 4]"),
+        ("float32[4]", "'x'"),
+        ("float32[4]", "complex64[4, 4]"),
+    ]
+}
 OWN = {  # by "module.name", or "name" of funcops itself
     "checkpoint.save": Row(lambda: {"tree": tree(), "path": saved_file(), "metadata": {"a": "b"}},
         {"path": (Path("no such") / "folder",)},
@@ -243,6 +257,18 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "trees.tree": Row(lambda: {"cls": type("Fresh", (), {})}),
     **{f"trees.{name}": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}) for name in
        ("flatten", "leaves", "nbytes", "nothing_like", "structure", "tensors")},
+    "low_precision.with_recipe": Row(lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": ()},
+        {"only": (("head",),), "skip": (("head",),)}, {(name, "[]"): "none" for name in ("only", "skip")}),
+    "low_precision.quantize_params": Row(lambda: {"params": chain_params(), "cfg": LOW, "dtype": torch.float32, "columns": True,
+        "state": low_precision.recipe_init(LOW, chain_params()), "key": random.key(0)}, accepts={**OTHER_LEAVES, **META_KEY}),
+    "low_precision.recipe_init": Row(lambda: {"cfg": LOW, "params": chain_params(), "amaxes": {}}, {"cfg": (None, 3)},
+        {"cfg": "any config: one without a recipe has no state", **OTHER_LEAVES}),
+    "low_precision.recipe_update": Row(lambda: {"state": low_precision.recipe_init(LOW, chain_params()), "amaxes": {},
+        "recipe": low_precision.Fp8Delayed(), "reduce": torch.clone}),
+    "low_precision.split_amaxes": Row(lambda: {"dparams": grads()}, accepts={"dparams": ANY}),
+    "low_precision.gradients_like": Row(lambda: {"work": chain_params(), "dtype": torch.float32}, accepts={"work": ANY}),
+    "low_precision.with_keys": Row(lambda: {"work": chain_params(), "cfg": LOW, "key": random.key(0)},
+        accepts={"work": ANY, "cfg": "any config: one without a stochastic recipe has no keys", **META_KEY}),
     "trees.paths": Row(lambda: {"tree": tree(), "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
 }  # fmt: skip
 
