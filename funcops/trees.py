@@ -144,6 +144,8 @@ def replace(node: T, **changes: Any) -> T:
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
     """All leaves, None included, and nodes of which `is_leaf` says so."""
+    if is_leaf is not None:
+        require_callable("leaves", is_leaf=is_leaf)
     return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 

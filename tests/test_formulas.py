@@ -20,17 +20,27 @@ from funcops.trees import tensors, tree_map_tensors
 ELSEWHERE = {  # what holds the kernels that have no formula beside them: obvious bodies, and formulas that a test has already
     "test_extremes.FORMULAS": ("activation_fwd", "activation_bwd"),
     "test_attention_cuda, by WAYS['math']": ("attention_fwd", "attention_bwd"),
-    "rotation.turned, by the law Right": ("rope_table", "rope_apply", "qkv_split_fwd", "qkv_split_bwd"),
+    "rotation.turned, by the law Right": ("rope_table", "rope_apply", "rope_apply_pair", "qkv_split_fwd", "qkv_split_bwd"),
     "test_fused_kernels, by the formulas of the norms": (
         "add_rms_norm_fwd", "add_rms_norm_bwd", "add_layer_norm_fwd", "add_layer_norm_bwd",
+        "add_rms_norm_bwd_again", "add_layer_norm_bwd_again", "dropout_add_rms_norm_fwd", "dropout_add_layer_norm_fwd",
     ),
     "a line each": (
-        "add", "scale", "dropout", "dropout_add", "row_sums", "sum_parts", "embedding_fwd", "glu_fwd", "glu_pair_fwd",
+        "add", "scale", "dropout", "dropout_add", "dropout_bwd_sums", "row_sums", "sum_parts", "sum_two_parts",
+        "activation_bwd_again", "embedding_fwd", "glu_fwd", "glu_pair_fwd",
         "glu_pair_bwd",
         "bias_activation_fwd", "bias_activation_bwd",
     ),
+    "test_formats, by ml_dtypes, a search of the grid and published formulas": (
+        "quantize_row", "quantize_col", "quantize_both", "quantize_scaled", "amax", "retile", "transpose", "dequantize",
+    ),
+    "test_scaled_mm, by decoded operands in float64": ("scaled_mm",),
+    "test_quantized_rules, by the kernels one after the other": (
+        "rms_norm_quantize", "layer_norm_quantize", "glu_quantize", "activation_quantize",
+    ),
     "products as in the math": (
-        "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd", "sibling_linear_dgrad",
+        "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",
+        "sibling_linear_dgrad", "joined_linear_dgrad",
         "fused_linear_fwd",
         "fused_linear_dgrad", "fused_linear_dgrad_add", "fused_linear_dgrad_into", "fused_linear_wgrad", "fused_linear_wgrad_into",
     ),

@@ -81,15 +81,16 @@ def names(sample):
 
 
 def laid_out(sample, change):
-    """The arguments, `change(i, t)` of each tensor t that is only read. Rows of labels are no values that may be anything."""
+    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, and the angles of a rotation, are no values that
+    may be anything."""
     kept, count = sample.kernel.kernel.mutates, itertools.count()
 
-    def one(t):
+    def one(t, name):
         way = change(next(count), t)
-        return t if t.dtype is torch.int64 and way in EXPANSIONS.values() else way(t)
+        return t if (t.dtype is torch.int64 or name == "table") and way in EXPANSIONS.values() else way(t)
 
     return tuple(
-        tree_map_tensors(torch.clone, a) if name in kept else tree_map_tensors(one, a)
+        tree_map_tensors(torch.clone, a) if name in kept else tree_map_tensors(lambda t, name=name: one(t, name), a)
         for name, a in zip(names(sample), sample.args, strict=True)
     )
 

@@ -250,7 +250,7 @@ def _rounded_up(value: Tensor) -> Tensor:
     """The biased exponent, int32 from 0 to 254, of the least power of two that is no smaller than value >= 0."""
     bits = value.view(torch.int32)
     exponent, rest = bits >> 23, bits & 0x7FFFFF
-    up = (rest > 0) & (exponent < 254) & ~((exponent == 0) & (rest <= 0x400000))
+    up = (rest > 0) & (exponent < 254) & ((exponent > 0) | (rest > 0x400000))
     return (exponent + up).clamp(max=254)
 
 

@@ -115,7 +115,7 @@ def qlinear_fwd(
         return qlinear_of(*operands(x, cfg.recipe, needs), params, cfg, needs)
     (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), _scaled_weight(weight, cfg.recipe)
     kept = turned(row) if cfg.recipe.keep == "col" and needs.param("weight") else row
-    y, amaxes = _y(row, w, params.bias), torch.cat((amax_x, amax_w))
+    y, amaxes = _y(row, w, params.bias, cfg.recipe.emulate), torch.cat((amax_x, amax_w))
     return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=weight, amaxes=amaxes, y_shape=y.shape, dtype=y.dtype)
 
 
@@ -131,7 +131,7 @@ def qlinear_of(
     row: QTensor, kept: QTensor, params: LinearParams, cfg: QLinearConfig, needs: Needs
 ) -> tuple[Tensor, QLinearResiduals | None]:
     """y and residuals of x by rows, and as it is kept; after every check."""
-    y = _y(row, _row_of(params.weight, cfg.recipe), params.bias)
+    y = _y(row, _row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
     return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
 
 
@@ -144,7 +144,7 @@ def qlinear_of_input_fwd(
     require(cfg.recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: qlinear)", repr(cfg.recipe.keep))
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
-    y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias)
+    y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
     return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=x.dtype)
 
 
@@ -206,7 +206,7 @@ def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig
         check(where, "params.bias", bias, cfg.linear.bias_shape, x.dtype, x)
     elif bias is not None:
         require(False, where, "params.bias", "None (cfg.bias is False)", "a tensor")
-    if x.is_cuda and not recipe.emulate:
+    if x.is_cuda and not recipe.emulate and torch.cuda.is_available():
         have = torch.cuda.get_device_capability(x.device)
         needed = f"of capability {recipe.capability} or above, or the recipe with emulate=True ({type(recipe).__name__})"
         if have < recipe.capability:
@@ -266,17 +266,17 @@ def _sides(t: Tensor, format: Format, recipe: Recipe) -> tuple[QTensor, QTensor]
     return quantize_tensor(t, format), quantize_tensor(t, format, side="col", hadamard=True)
 
 
-def _y(x: QTensor, w: QTensor, bias: Tensor | None) -> Tensor:
-    y = _product(x, w, x.dtype).reshape(*x.shape[:-1], w.shape[0])
+def _y(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
+    y = _product(x, w, x.dtype, emulate).reshape(*x.shape[:-1], w.shape[0])
     return y if bias is None else y.add_(bias)
 
 
-def _product(a: QTensor, b: QTensor, out: torch.dtype) -> Tensor:
+def _product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     """[M, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     codes = a.codes.reshape(a.codes.shape[:-1].numel(), a.codes.shape[-1])
     of_a, of_b = a.format, b.format
     return scaled_mm(  # type: ignore[no-any-return]
-        codes, a.scales, a.scale, *b.args, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width, out
+        codes, a.scales, a.scale, *b.args, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width, out, emulate
     )
 
 
@@ -295,7 +295,7 @@ def _dgrad(
         row, col = _of_gradient(dy, recipe, weight, bool(needs.x), low)
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = _product(row, _col_of(weight, recipe), dy.dtype).reshape(*dy.shape[:-1], cfg.in_features)
+        dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate).reshape(*dy.shape[:-1], cfg.in_features)
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
     kept = col if low else dy
@@ -326,7 +326,7 @@ def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
         side = "row" if recipe.keep == "row" or x.side == "row" else "col"
         check_quantized("qlinear_wgrad", "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
         x = turned(x) if side == "row" else x
-    return _product(dy, x, out)
+    return _product(dy, x, out, recipe.emulate)
 
 
 def _like_dw(pending: QLinearPending, cfg: QLinearConfig) -> Any:

@@ -21,7 +21,7 @@ from funcops.compose.step import Step, live_inputs
 from funcops.formats import dense
 from funcops.needs import Mask, Needs
 from funcops.op import Op
-from funcops.program.values import abstract_params
+from funcops.program.values import abstract_params, parts_of
 from funcops.schema import AGAIN, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
@@ -162,11 +162,21 @@ def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
         yield from (name for name in alias if name in full.fields and full.fields[name].wanted(needs))
     elif op.lower is not None:
         parts = parts_needs(full.cfg, needs)
-        for name, inner, inner_cfg in cfg.entries:
+        for name, inner, inner_cfg in first_parts(cfg):
             if name is None:
                 yield from _reads_main(inner, inner_cfg, full, needs)
             else:
                 yield from (f"{name}.{path}" for path in _reads_main(inner, inner_cfg, full[name], parts[name]))
+
+
+def first_parts(cfg: Any) -> Iterator[tuple[Any, Op, Any]]:
+    """Name, op and config of the parts whose input is x: of a skip its body, whose name is None."""
+    found = parts_of(cfg)
+    if isinstance(cfg, ChainConfig):
+        found = found[:1]
+    elif isinstance(cfg, RepeatConfig):
+        found = [(0, *found[0][1:])]
+    yield from found
 
 
 def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:

@@ -27,6 +27,7 @@ from funcops import (
 from funcops.adapters.graphs import check_capturable, graphed_op
 from funcops.backend import backend
 from funcops.bench.models import Sizes, decoder_config
+from funcops.formats import dense
 from funcops.trees import paths, tree_map, tree_map_tensors
 
 FILES = sorted((Path(__file__).parents[1] / "cases").glob("*.py"))
@@ -44,7 +45,11 @@ CASES = [case for path in FILES for case in _first(path)]
 
 def gradient(y, seed):
     generator = torch.Generator().manual_seed(seed)
-    return tree_map_tensors(lambda t: torch.randn(t.shape, generator=generator).to(t.dtype) if t.is_floating_point() else None, y)
+
+    def draw(t):
+        return torch.randn(t.shape, generator=generator).to(t.dtype) if t.is_floating_point() else None
+
+    return tree_map_tensors(draw, dense(y))
 
 
 def same(a, b):

@@ -18,7 +18,7 @@ def test_intermediates_exist_only_while_it_runs():
     x = torch.ones(1000)
     recording, y = recorded(lambda x: ((x + 1) * 2).sum(), x)
     assert len(recording.outputs) == 1 and recording.operators == 3
-    assert all(storage.expired() for storage, value in recording.made.values() if value.i != 2)
+    assert all(made.lent.storage.expired() for made in recording.made.values() if made.value.i != 2)
     x.fill_(3)
     recording.replay()
     assert float(y) == 8000

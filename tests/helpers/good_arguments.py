@@ -243,7 +243,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "trees.static": Row(lambda: {"default": None}, accepts={"default": "any value"}),
     "trees.tree_map": Row(lambda: {"fn": doubled, "tree": {"a": 1}, "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
     "trees.tree_map_tensors": Row(lambda: {"fn": doubled, "tree": tree()}, accepts={"tree": ANY}),
-    "trees.tree_map_with_path": Row(lambda: {"fn": lambda path, leaf: leaf, "tree": tree()}, accepts={"tree": ANY}),
+    "trees.tree_map_with_path": Row(lambda: {"fn": lambda path, leaf: leaf, "tree": tree(),
+        "is_leaf": lambda node: False}, accepts={"tree": ANY}),
     "trees.unflatten": Row(lambda: {"spec": trees.structure(tree()), "values": [1, 2]}, {"values": ([1], [1, 2, 3])}),
     "trees.with_leaves": Row(lambda: {"tree": tree(), "values": [1, 2]}, {"values": ([1], [1, 2, 3])}, {"tree": ANY}),
     "trees.replace": Row(lambda: {"node": params()}, accepts=NODES),
@@ -256,7 +257,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
         entries=vars)),
     "trees.tree": Row(lambda: {"cls": type("Fresh", (), {})}),
     **{f"trees.{name}": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}) for name in
-       ("flatten", "leaves", "nbytes", "nothing_like", "structure", "tensors")},
+       ("flatten", "nbytes", "nothing_like", "structure", "tensors")},
     "low_precision.with_recipe": Row(lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": ()},
         {"only": (("head",),), "skip": (("head",),)}, {(name, "[]"): "none" for name in ("only", "skip")}),
     "low_precision.quantize_params": Row(lambda: {"params": chain_params(), "cfg": LOW, "dtype": torch.float32, "columns": True,
@@ -269,6 +270,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "low_precision.gradients_like": Row(lambda: {"work": chain_params(), "dtype": torch.float32}, accepts={"work": ANY}),
     "low_precision.with_keys": Row(lambda: {"work": chain_params(), "cfg": LOW, "key": random.key(0)},
         accepts={"work": ANY, "cfg": "any config: one without a stochastic recipe has no keys", **META_KEY}),
+    "trees.leaves": Row(lambda: {"tree": tree(), "is_leaf": lambda node: False}, accepts={"tree": ANY}),
     "trees.paths": Row(lambda: {"tree": tree(), "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
 }  # fmt: skip
 
@@ -377,7 +379,8 @@ OWN |= {
         {"name": ("1a",), "takes": ("s", (3,), ["a"])}),
     "Rule": Row(rule, {"phase": ("no such",)}, NAME),
     "register_fusion": Row(lambda: {"rule": funcops.Rule(**rule())}),
-    "Policy": Row(lambda: {"rules": {"*": Save()}, "outputs": "none", "blocks": "inputs"}, {"rules": ({3: Save()}, {"*": 3})},
+    "Policy": Row(lambda: {"rules": {"*": Save()}, "outputs": "none", "blocks": "inputs", "optional": False},
+        {"rules": ({3: Save()}, {"*": 3})},
         {("rules", "[]"): "no rules"}),
     "Compress": Row(lambda: {"codec": "fp8"}),
     "Ledger": Row(lambda: {}),

@@ -74,19 +74,26 @@ class Call(NamedTuple):
     where: Line
 
 
+class Made(NamedTuple):
+    """The first tensor that was made on a storage: its value, and where it lies."""
+
+    value: Value
+    lent: Lent
+
+
 class Pool:
     """The recordings that may read each other's tensors."""
 
     def __init__(self) -> None:
         self.recordings: list[Recording] = []
 
-    def owner(self, t: Tensor) -> tuple[Recording, Value] | None:
-        """The recording, and its value, whose storage lies behind t."""
+    def owner(self, t: Tensor) -> tuple[Recording, Made] | None:
+        """The recording that made the storage behind t, and what it made there."""
         key = t.untyped_storage()._cdata
         for recording in self.recordings:
             found = recording.made.get(key)
-            if found is not None and not found[0].expired():
-                return recording, found[1]
+            if found is not None and not found.lent.storage.expired():
+                return recording, found
         return None
 
 
@@ -98,7 +105,7 @@ class Recording:
         self.calls: list[Call] = []
         self.statics: dict[int, Tensor] = {}  # by storage: what it reads and nobody in the pool made, as inputs and params
         self.outputs: list[tuple[Any, Lent]] = []  # values, and where they go
-        self.made: dict[int, tuple[StorageWeakRef, Value]] = {}
+        self.made: dict[int, Made] = {}  # by storage
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -123,11 +130,10 @@ class Recording:
             if found is not None:
                 _spoil(found)
 
-    def keep(self, value: Value, t: Tensor) -> None:
-        """Let t, a tensor of this recording, hold its value after each replay."""
-        lent = Lent.of(t)
-        if not any(one.storage.cdata == lent.storage.cdata and one[1:] == lent[1:] for _, one in self.outputs):
-            self.outputs.append((_over(value, t), lent))
+    def keep(self, made: Made) -> None:
+        """Let what another recording reads, of which it may see a view alone, hold its value after each replay."""
+        if not any(lent == made.lent for _, lent in self.outputs):
+            self.outputs.append(made)
 
     @property
     def operators(self) -> int:
@@ -223,7 +229,7 @@ class _Recorder(TorchDispatchMode):
         if owner is None:
             self.recording.statics.setdefault(key, t)
             return t
-        owner[0].keep(owner[1], t)
+        owner[0].keep(owner[1])
         self.alive.append(t)
         self.lent.add(key)
         return Lent.of(t)
@@ -235,7 +241,7 @@ class _Recorder(TorchDispatchMode):
             if made is not None:
                 self.recording.outputs.append((self.known.get(id(t), _over(made[0], t)), Lent.of(t)))
         for key, (value, t) in self.storages.items():
-            self.recording.made[key] = StorageWeakRef(t.untyped_storage()), value
+            self.recording.made[key] = Made(value, Lent.of(t))
         self.alive.clear()
         self.known.clear()
         self.storages.clear()

@@ -28,12 +28,12 @@ REASONS = (
         "loss and gradient are two calls, each of which reads the logits: no loss waits for a gradient",
     ),
     Reason(
-        "(rms|layer|l2|add_rms)_norm_bwd", "x32768$", "moved",
+        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_again)", "x32768$", "moved",
         "rows of 64 KB leave no registers, and their two sums take a pass of their own; who keeps them spills 8 to 648 bytes a "
         "thread. Rows loaded twice instead: on an H100 230 us where these take 235, and with a mean 564 where these take 237",
     ),
     Reason(
-        "(rms|layer|l2|add_rms)_norm_bwd", "x4099$", "moved",
+        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_again)", "x4099$", "moved",
         "of rows at odd addresses each element takes registers for itself and its address: over 4,096 their two sums take a pass "
         "of their own. Whole rows spill; on an H100 they and these take 182 and 193 us (rms), 174 and 202 (layer), "
         "232 and 229 (added to)",
@@ -43,8 +43,22 @@ REASONS = (
         "rows go by 16 bytes; weight and bias, which lie otherwise to each row, by 16 bits, from the cache",
     ),
     Reason(
-        ".*norm_bwd|row_sums|sum_parts", "x4099$", "wide",
+        ".*norm_bwd(_again)?|row_sums|sum_(two_)?parts", "x4099$", "wide",
         "each row begins at another odd address, apart from weight and partial sums; the others' accesses are as narrow",
+    ),
+    Reason(
+        "add_layer_norm_bwd_again", "x16384$", "moved",
+        "rows of 32 KB with sums for weight and bias leave no registers: x and dy are loaded again, not all from the cache",
+    ),
+    Reason(
+        "dropout_add_(rms|layer)_norm_fwd", "x(4099|16384|32768)$", "moved",
+        "the dropout of long rows, and of rows that words of four do not fit, is a kernel of its own, and so is its sum",
+    ),
+    Reason("dropout_bwd_sums", "", "moved", "partial sums of the bias's gradient, in float32"),
+    Reason("dropout_bwd_sums", "", "wide", "accesses of 8 bytes, as random words come by fours, beside those of 16"),
+    Reason(
+        "(rms_norm|layer_norm|activation)_quantize", "", "instructions",
+        "codes are half the bytes of y: the steps of an element, and those that encode it, come to fewer bytes",
     ),
     Reason(
         "quantize_(row|col|both)", "^e2m1", "instructions",
