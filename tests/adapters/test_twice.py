@@ -178,15 +178,19 @@ def test_delayed_weight_gradients_refuse_create_graph():
         gradient(model(torch.randn(2, D, dtype=torch.float64)).sum(), list(model.parameters()))
 
 
-def test_a_distributed_model_steps_under_create_graph(tmp_path):
+@pytest.fixture
+def alone(tmp_path):
+    """After the test, and its model: a reducer that outlives its group waits for threads that wait for Python."""
     dist = torch.distributed
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'meet'}", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(FACES["sequential"]().double())
-        x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
-        model(x).square().sum().backward()
-        want = [p.grad.clone() for p in model.parameters()]
-        for a, b in zip(gradient(model.module(x).square().sum(), list(model.parameters())), want, strict=True):
-            torch.testing.assert_close(a.detach(), b)
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_distributed_model_steps_under_create_graph(alone):
+    model = nn.parallel.DistributedDataParallel(FACES["sequential"]().double())
+    x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
+    model(x).square().sum().backward()
+    want = [p.grad.clone() for p in model.parameters()]
+    for a, b in zip(gradient(model.module(x).square().sum(), list(model.parameters())), want, strict=True):
+        torch.testing.assert_close(a.detach(), b)
