@@ -87,6 +87,7 @@ def follow(op, cfg, x):
 @pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("times", [3, 4])
 @pytest.mark.parametrize("name", deep(1))
+@pytest.mark.slow
 def test_what_fit_finds_for_many_layers_is_what_they_keep(name, times, turn):
     cfg, x = deep(times)[name]
     op = chain if isinstance(cfg, ChainConfig) else repeat

@@ -403,6 +403,7 @@ def test_triton_gives_the_same_bits(args):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.slow
 def test_triton_encodes_and_decodes_every_value(element):
     compared(kernels.quantize_scaled, torch.cat((patterns(), hard(element))), element, torch.ones(1))
     codes = torch.arange(256, dtype=torch.uint8).repeat(1, 1)

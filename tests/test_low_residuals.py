@@ -141,6 +141,7 @@ LATER = [Compress("fp8"), Compress("bf16"), Offload()]
 
 
 @pytest.mark.parametrize(("case", "action"), drawn(WAITING, LATER, families=[c.op.name for c in WAITING]))
+@pytest.mark.slow
 def test_laws_where_dy_waits_in_another_form(case, action):
     case = dataclasses.replace(case, op=with_policy(case.op, Policy({"*dy": action})))
     for law in ("split", "pure", "mirror", "traceable"):

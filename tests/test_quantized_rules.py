@@ -45,7 +45,7 @@ def draw(*shape, dtype, seed=0):
 
 @pytest.mark.parametrize("how", HOW, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(3, 64), (2, 200), (5, 384)])
+@pytest.mark.parametrize(("rows", "width"), [pytest.param(3, 64, marks=pytest.mark.slow), (2, 200)])
 def test_kernels_give_the_codes_of_y(rows, width, dtype, how):
     x, w, b = draw(rows, width, dtype=dtype), draw(width, dtype=dtype, seed=1), draw(width, dtype=dtype, seed=2)
     x[0, 5] = float("nan")
@@ -108,7 +108,7 @@ def both_ways(cfg, x, needs=Needs.ALL):
 
 
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
 def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):
     monkeypatch.setattr(rules, "FEW", 0)
     x = draw(2, 3, WIDTH * (1 + (maker == "glu")), dtype=dtype)
@@ -121,6 +121,7 @@ def siblings(recipes):
     return ChainConfig(steps=(Step("qkv", parallel, ParallelConfig(branches=branches)),))
 
 
+@pytest.mark.slow
 def test_siblings_share_their_codes(monkeypatch):
     monkeypatch.setattr(rules, "FEW", 0)
     for recipe in (Fp8Block(), Fp8Block(keep="col"), Fp8Current(), MXFP8()):

@@ -179,6 +179,7 @@ def test_what_is_refused(call, error, text):
     assert text in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_step_with_an_optimiser_compiles_whole():
     """A compiled layer reads no codes, so that it can read no stale ones."""
     model, x = mlp(Fp8Block()), torch.randn(4, D)

@@ -99,6 +99,7 @@ def test_layers_of_a_repeat_have_scales_of_their_own(stacked):
             assert len(scales) == 3 and len(scales.unique(dim=0)) == 3
 
 
+@pytest.mark.slow
 def test_keys_round_dy():
     cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(WIDE, OUT, bias=False)),)), NVFP4(stochastic=True))
     params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
