@@ -37,7 +37,6 @@ def test_every_op_is_held_to_every_law(first):
             held |= {(case.op.name, law)} if law in LAWS else set()
     ops = {value.name for value in vars(funcops).values() if isinstance(value, Op)}
     assert len(ops) >= 24 and held >= {(op, law) for op in ops for law in LAWS}
-    assert held == {(op, law) for op, _ in held for law in LAWS}, "of ops that are not exported, too"
 
 
 def reached(function, seen):
