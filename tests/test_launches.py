@@ -67,7 +67,7 @@ ROWS = {
 }
 SWAPPED = {
     "Hugging Face's Llama block, swapped": Row(23, 45, LLAMA_FORWARD, LLAMA_BACKWARD),
-    "Hugging Face's GPT-2 block, swapped": Row(14, 34, GPT2_FORWARD, GPT2_BACKWARD),
+    "Hugging Face's GPT-2 block, swapped": Row(14, 32, GPT2_FORWARD, GPT2_BACKWARD),
 }
 
 

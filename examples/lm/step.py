@@ -73,7 +73,11 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
         return new, State(moments, recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales)
 
     if not s.in_place:  # one graph: it cannot branch on a value
-        params, state = select_step(torch.isfinite(norm), updated(False), (params, state))
+        (new, after), finite = updated(False), torch.isfinite(norm)
+        if not state.scales:  # an empty dict, which a tracer of trees does not know
+            params, moments = select_step(finite, (new, after.optimiser), (params, state.optimiser))
+            return params, State(moments, state.scales), loss, norm
+        params, state = select_step(finite, (new, after), (params, state))
     elif math.isfinite(float(norm)):
         params, state = updated(True)
     return params, state, loss, norm
