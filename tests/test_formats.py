@@ -138,6 +138,7 @@ def published(x, element, rows, cols, kind, whole):
     """Codes and scales of x [R, K]; `whole`: the amax of a tensor whose scale is one, or has one beside those of tiles."""
     wide = x.float().numpy()
     r, k = wide.shape
+    block = cols == 128 and x.dtype is torch.bfloat16
     rows, cols = rows or max(r, 1), cols or max(k, 1)
 
     def most(values):
@@ -153,7 +154,6 @@ def published(x, element, rows, cols, kind, whole):
         factor = np.ldexp(f32(1), 127 - scales.astype(np.int32)).astype(np.float32)
     else:
         amax = amax if whole is None else np.broadcast_to(whole, amax.shape)
-        block = cols == 128 and x.dtype is torch.bfloat16
         factor = current_scale(f32(amax), element, kind == "pow2", 3.3895313892515355e38 if block else 3.4028234663852886e38)
         scales = f32(1) / factor
     if element == "e2m1":
@@ -217,7 +217,7 @@ SOURCES = "normal", "wide", "tiny", "special"
 
 @pytest.mark.parametrize("args", some(FORMATS, 2))
 def test_formats_by_the_published_formulas(args):
-    """Of each format two shapes and sources, drawn for it."""
+    """Of each format shapes and sources, drawn for it."""
     rng = draws.Random(str(args))
     for shape in (*rng.sample(SMALL, 2), rng.choice(EMPTY)):
         dtype = rng.choice([torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -225,6 +225,7 @@ def test_formats_by_the_published_formulas(args):
         if rng.random() < 0.4 and len(shape) == 2:
             x = source(shape[::-1], dtype, "normal", 1).mT
         check_format(x, args)
+    check_format(source((4, 128), torch.bfloat16, "tiny", 0), args)  # as wide as a block, whatever the tile
 
 
 @pytest.mark.slow
@@ -246,6 +247,10 @@ def test_scales_of_every_largest_element(element):
             if element != "e2m1" or kind == "e8m0":
                 args = x, element, rows, cols, kind, None
                 assert same(kernels.quantize_row(*args, None), published(*args))
+    for whole in (0.0, 1e-45, 1e-30, 6.0, 2688.0, 1e38, math.inf) if element == "e2m1" else ():
+        x, largest = patterns().to(torch.bfloat16)[:, None], torch.tensor([whole])
+        args = x, element, 1, 16, "e4m3"
+        assert same(kernels.quantize_row(*args, largest, None), published(*args, largest.numpy()))
 
 
 def test_nan_stays_and_infinity_saturates():

@@ -62,8 +62,8 @@ def quantize_col(
 ) -> tuple[Tensor, Tensor]:
     """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
     its rows by `hadamard`, 16 at a time. `amax` is then that after the transform."""
-    turned = matrix(x).mT
-    return _quantize(hadamard_of(turned) if hadamard else turned, x.dtype, element, rows, cols, kind, amax, key)
+    given = hadamard_of(matrix(x).mT).mT if hadamard else matrix(x)
+    return _quantize(given, x.dtype, element, rows, cols, kind, amax, key, turn=True)
 
 
 @kernel()
@@ -71,9 +71,9 @@ def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`quantize_row` and `quantize_col` of one read."""
-    turned = matrix(x).mT
-    codes, scales = _quantize(turned.mT, x.dtype, element, rows, cols, kind, amax, None)
-    return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(turned, x.dtype, element, rows, cols, kind, amax, None)
+    wide, how = matrix(x).float(), (x.dtype, element, rows, cols, kind, amax, None)
+    codes, scales = _quantize(wide, *how)
+    return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(wide, *how, turn=True)
 
 
 @kernel()
@@ -93,7 +93,7 @@ def amax(x: Tensor, hadamard: bool) -> Tensor:
 def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
     """ "col" codes [K, R] and scales of "row" ones with scales of powers of two, [*, K] and [R / rows, K / cols]."""
     x = decode_tiles(matrix(codes), scales, None, element, rows, cols, "pow2", codes.shape[-1])
-    return _quantize(x.mT, torch.float32, element, rows, cols, "pow2", None, None)
+    return _quantize(x, torch.float32, element, rows, cols, "pow2", None, None, turn=True)
 
 
 @kernel()
@@ -133,21 +133,23 @@ def hadamard_of(x: Tensor) -> Tensor:
     """x [*, K] times D H / 4 in blocks of 16 along K (padded with zeros): H Sylvester's matrix of +-1, D = diag(SIGNS); orthogonal,
     so that a product of two transformed tensors is that of the tensors. float32; added up in stages of 8, 4, 2, 1."""
     pad = -x.shape[-1] % HADAMARD
-    t = torch.nn.functional.pad(x.float(), (0, pad)).unflatten(-1, (-1, HADAMARD))
+    t = (torch.nn.functional.pad(x.float(), (0, pad)) if pad else x.float()).unflatten(-1, (-1, HADAMARD))
     return (_sylvester(t * t.new_tensor(SIGNS)) * 0.25).flatten(-2)
 
 
 def hadamard_undone(x: Tensor) -> Tensor:
     """What `hadamard_of` made x of."""
-    t = _sylvester(x.unflatten(-1, (-1, HADAMARD))) * 0.25
+    t = _sylvester(x.unflatten(-1, (-1, HADAMARD)) * 0.25)
     return (t * t.new_tensor(SIGNS)).flatten(-2)
 
 
 def _sylvester(t: Tensor) -> Tensor:
-    """t [..., 16] times H, which is symmetric."""
+    """t [..., 16] times H, which is symmetric; written over."""
     for half in (8, 4, 2, 1):
         a, b = t.unflatten(-1, (-1, 2, half)).unbind(-2)
-        t = torch.stack((a + b, a - b), -2).flatten(-3)
+        difference = a - b
+        a.add_(b)
+        b.copy_(difference)
     return t
 
 
@@ -161,17 +163,27 @@ def decode_tiles(
     values = decode(codes, element)[:, :width]
     if 0 in values.shape:
         return values
-    return values * _spread(_spread(decoded, rows or len(values), 0)[: len(values)], cols or width, 1)[:, :width]
+    rows, cols = rows or len(values), cols or width
+    if len(values) % rows == 0 and width % cols == 0:
+        values.unflatten(1, (-1, cols)).unflatten(0, (-1, rows)).mul_(decoded[:, None, :, None])
+        return values
+    return values * _spread(_spread(decoded, rows, 0)[: len(values)], cols, 1)[:, :width]
 
 
 def decode(codes: Tensor, element: str) -> Tensor:
-    """The values of codes, float32: as many, or twice as many of e2m1."""
+    """The values of codes, float32: as many, or twice as many of e2m1. By the bits of float16, which a CPU widens many at a time;
+    its own conversion from 8 bits takes them one by one."""
     dtype = ELEMENTS[element].dtype
-    if dtype is not None:
+    if dtype is not None and codes.device.type != "cpu":
         return codes.view(dtype).float()
-    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    grid = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-    return torch.where(nibbles > 7, -1.0, 1.0) * grid[(nibbles & 7).to(torch.int32)]
+    if element == "e5m2":
+        return (codes.to(torch.int16) << 8).view(torch.float16).float()
+    if element == "e4m3":
+        bits = (codes.view(torch.int8).to(torch.int16) << 7).bitwise_and_(-0x4080)  # the sign, and from bit 7 on the rest
+        bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))  # only of a NaN does the sum reach that bit
+        return bits.view(torch.float16).float().mul_(2.0**8)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int16)
+    return ((nibbles & 8) << 12 | (nibbles & 7) << 9).view(torch.float16).float().mul_(2.0**14)
 
 
 def decode_scales(scales: Tensor, kind: str) -> Tensor:
@@ -198,7 +210,12 @@ def _spread(t: Tensor, times: int, dim: int) -> Tensor:
 def _largest(wide: Tensor) -> Tensor:
     if wide.numel() == 0:
         return wide.new_zeros(1)
-    return torch.where(wide == wide, wide.abs(), 0.0).amax().reshape(1)
+    return _sizes(wide).amax().reshape(1)
+
+
+def _sizes(wide: Tensor) -> Tensor:
+    """|x|, 0 of a NaN."""
+    return torch.nan_to_num(wide, nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs_()
 
 
 def _power(biased: Tensor) -> Tensor:
@@ -207,24 +224,27 @@ def _power(biased: Tensor) -> Tensor:
 
 
 def _quantize(
-    x: Tensor, dtype: torch.dtype, element: str, rows: int, cols: int, kind: str, amax: Tensor | None, key: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Codes and scales of x [R, K], once of the given dtype."""
+    x: Tensor, dtype: torch.dtype, element: str, rows: int, cols: int, kind: str, amax: Tensor | None, key: Tensor | None,
+    turn: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Codes and scales of x [R, K], once of the given dtype; `turn`: of the transposed x, which is read as it lies."""
+    blocks = cols == BLOCK
+    if turn:
+        rows, cols = cols, rows
     r, k = x.shape
     rows, cols, amax = rows or max(r, 1), cols or max(k, 1), None if amax is None else amax.float()
-    padded = torch.nn.functional.pad(x.float(), (0, -k % cols, 0, -r % rows))
-    tiles = padded.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
-    if 0 in tiles.shape:
-        found = tiles.new_zeros(tiles.shape[0], tiles.shape[2])
-    else:
-        found = torch.where(tiles == tiles, tiles.abs(), 0.0).amax((1, 3))
+    wide = x.float()
+    if r % rows or k % cols:
+        wide = torch.nn.functional.pad(wide, (0, -k % cols, 0, -r % rows))
+    tiles = wide.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
+    found = tiles.new_zeros(tiles.shape[0], tiles.shape[2]) if 0 in tiles.shape else _sizes(tiles).amax((1, 3))
     if amax is not None and kind != "e4m3":
         found = amax.reshape(1, 1).expand_as(found)
-    factor, scales = _scales(found, element, kind, dtype, amax, cols == BLOCK)
+    factor, scales = _scales(found, element, kind, dtype, amax, blocks)
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
-        scales = torch.where((tiles != tiles).any(3).any(1), NAN if kind == "e4m3" else NAN_E8M0, scales)
+        scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind == "e4m3" else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
-    return _encode(scaled, element, key), scales
+    return (_encode(scaled.mT, element, key), scales.mT.contiguous()) if turn else (_encode(scaled, element, key), scales)
 
 
 def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None, blocks: bool) -> tuple[Tensor, Tensor]:
@@ -255,15 +275,14 @@ def _rounded_up(value: Tensor) -> Tensor:
 
 
 def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
-    """Codes of float32 values [*, K]."""
+    """Codes of float32 values [*, K], which are written over."""
     of = ELEMENTS[element]
     if key is not None:
         v = _stochastic(v, of, random.bits(key, v.numel()).reshape(v.shape))
-    number = v == v
-    v = v.clamp(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
+    v.clamp_(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
     if of.dtype is not None:
-        return torch.where(number, v.to(of.dtype).view(torch.uint8), NAN)  # of one sign, as a device's instruction gives it
-    codes = torch.where(number, _e2m1(v), 7)
+        return v.nan_to_num_(nan=torch.nan).to(of.dtype).view(torch.uint8)  # a NaN of one sign, as a device's instruction gives it
+    codes = _e2m1(v.nan_to_num_(nan=of.largest))
     if codes.shape[-1] % 2:
         codes = torch.nn.functional.pad(codes, (0, 1))
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
@@ -271,12 +290,12 @@ def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
 
 def _e2m1(v: Tensor) -> Tensor:
     """The nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to the even code, and the sign in bit 3. v within +-6."""
-    bits = v.contiguous().view(torch.int32)
+    bits = v.view(torch.int32)
     a = bits & 0x7FFFFFFF
-    normal = (a + 0x1FFFFF + ((a >> 22) & 1) - 0x3F000000) >> 22
-    small = (a.view(torch.float32) + 4194304.0).view(torch.int32) - 0x4A800000  # the sum is rounded to halves
-    code = torch.where(a < 0x3F800000, small, normal).clamp(0, 7)
-    return (code | ((bits >> 28) & 8)).to(torch.uint8)
+    normal = (a >> 22).bitwise_and_(1).add_(a).add_(0x1FFFFF - 0x3F000000).bitwise_right_shift_(22)
+    small = (a.view(torch.float32) + 4194304.0).view(torch.int32).sub_(0x4A800000)  # the sum is rounded to halves
+    code = torch.maximum(small.clamp_(max=2), normal)  # below 1 the first is larger, from there on the second
+    return code.bitwise_or_((bits >> 28).bitwise_and_(8)).to(torch.uint8)
 
 
 def _stochastic(v: Tensor, of: Element, bits: Tensor) -> Tensor:
@@ -290,5 +309,5 @@ def _stochastic(v: Tensor, of: Element, bits: Tensor) -> Tensor:
 
 def _step(a: Tensor, of: Element) -> Tensor:
     """The distance between neighbours of the grid at a >= 0, a power of two."""
-    exponent = ((a.contiguous().view(torch.int32) >> 23) & 0xFF).clamp(127 + of.emin, 254)
+    exponent = ((a.view(torch.int32) >> 23) & 0xFF).clamp(127 + of.emin, 254)
     return ((exponent - of.mantissa) << 23).view(torch.float32)
