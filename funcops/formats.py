@@ -250,9 +250,10 @@ def quantize_sides(x: Tensor, format: Format) -> tuple[QTensor, QTensor]:
 
 
 def turned(q: QTensor) -> QTensor:
-    """The "col" side of a "row" one: a transposed copy where tiles are square, else tiled anew, by the bits of quantising x itself
-    where the elements of old and new tiles span at most 14,336 (e5m2: 7 * 2^26), half the largest over the least normal number. Beyond,
-    what is smaller may be rounded twice: an element has then fewer bits in its row's tile than in its column's. Raises `ValueError` for a format whose codes would be rounded twice."""
+    """The "col" side of a "row" one: a transposed copy where tiles are square, else tiled anew. That has the bits of quantising x
+    itself where the elements of old and new tiles span at most 14,336 (e5m2: 7 * 2^26), half the largest over the least normal
+    number. Beyond, what is smaller may be rounded twice: an element can have fewer bits in its row's tile than in its column's.
+    Raises `ValueError` for a format whose codes would be rounded twice."""
     require_type("turned", "q", q, QTensor)
     require(q.side == "row", "turned", "q.side", "'row'", repr(q.side))
     format = q.format
