@@ -6,9 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 from funcops import StaleResidualError, delayed_wgrad
 from funcops import nn as fnn
+from funcops.adapters import pipelining
+from funcops.adapters.graphs import make_graphed_callables
 from funcops.kernels import quantize as kernels
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, QWeight, quantize_params, with_recipe
 
@@ -179,10 +182,63 @@ def test_what_is_refused(call, error, text):
     assert text in str(caught.value)
 
 
+def stepped(model, x):
+    found = trained(model, x)
+    torch.optim.SGD(model.parameters(), lr=0.05).step()
+    return found
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=IDS)
+def test_a_graph_quantises_in_every_replay(recipe):
+    """So that its codes are never stale, with or without those that `quantize_weights` makes after it. Of codes that were made
+    before, of parameters that are not the graph's, a capture is refused."""
+    plain, captured = mlp(recipe), mlp(recipe)
+    make_graphed_callables(captured, (torch.randn(4, D, requires_grad=True),))
+    for _ in range(3):
+        x = torch.randn(4, D)
+        assert same(stepped(plain, x), stepped(captured, x))
+        fnn.quantize_weights(captured)
+    with pytest.raises(StaleResidualError, match=r"funcops.nn.Linear 1: the weight must be .* graphs are captured before"):
+        held = mlp(recipe)
+        fnn.quantize_weights(held)
+        make_graphed_callables(held, (torch.randn(4, D, requires_grad=True),))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_stages_of_a_pipeline_read_the_codes_of_a_step(alone, monkeypatch):
+    """Two stages by torch's schedule, dw at its W: gradients of the microbatches one by one, weights quantised once."""
+    made, plain = [], kernels.quantize_row
+    for recipe in (Fp8Block(), Fp8Current(), NVFP4()):
+        model, count = nn.Sequential(mlp(recipe), mlp(recipe)), 4
+        xs, targets = torch.randn(2, 2 * count, D)
+        for x, target in zip(xs.chunk(count), targets.chunk(count), strict=True):
+            ((model(x) - target).square().mean() / count).backward()
+        want = [p.grad for p in model.parameters()]
+        model.zero_grad()
+        stages = [pipelining.split_stage(m, i, 2, "cpu") for i, m in enumerate(model)]
+        schedule = ScheduleZBVZeroBubble(stages, count, loss_fn=lambda y, t: (y - t).square().mean())
+        for _ in range(2):
+            model.zero_grad()
+            fnn.quantize_weights(model)
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "quantize_row", lambda x, *rest: made.append(tuple(x.shape)) or plain(x, *rest))
+                schedule.step(xs, target=targets)
+            for p, grad in zip(model.parameters(), want, strict=True):
+                torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max()))
+    assert made and not [shape for shape in made if shape in ((D, 2 * D), (2 * D, D))]
+
+
 @pytest.mark.slow
-def test_a_step_with_an_optimiser_compiles_whole():
+@pytest.mark.parametrize("recipe", [Fp8Block(), NVFP4()], ids=lambda r: type(r).__name__)
+def test_a_step_with_an_optimiser_compiles_whole(recipe):
     """A compiled layer reads no codes, so that it can read no stale ones."""
-    model, x = mlp(Fp8Block()), torch.randn(4, D)
+    model, x = mlp(recipe), torch.randn(4, D)
     want = trained(copy.deepcopy(model), x)
     fnn.quantize_weights(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -190,6 +246,6 @@ def test_a_step_with_an_optimiser_compiles_whole():
         torch.testing.assert_close(t, w, rtol=1e-5, atol=1e-5 * float(w.abs().max()))
     with torch.no_grad():
         model[1].weight.mul_(2.0)
-    fresh = mlp(Fp8Block())
+    fresh = mlp(recipe)
     fresh.load_state_dict(model.state_dict())
     torch.testing.assert_close(compiled(x), fresh(x))

@@ -54,7 +54,8 @@ def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, colu
     `dtype`: in which the layers will compute where that is not the parameters' own (as under autocast). `columns`: make the codes
     that dx reads now, or else in every backward. Codes are beside the parameter: no buffer, not in `state_dict`, and a copy of the
     module has none. A call after the parameter was written to or replaced raises `StaleResidualError` with the module's path.
-    torch.compile reads no codes: a compiled layer quantises its weight in every call.
+    torch.compile reads no codes: a compiled layer quantises its weight in every call. Nor does a CUDA graph: it is captured before
+    any call of this, and quantises in every replay.
 
     Raises `ValueError` for a model without such a layer, and `TypeError` for weights that are no plain tensors (under `fully_shard`
     layers quantise the gathered weight in every call)."""
@@ -98,7 +99,7 @@ class Held:
         if weight is not self.parameter or self.weight.stale():
             raise StaleResidualError(
                 f"funcops.nn.Linear {self.path or '(the model)'}: the weight must be as quantize_weights(model) found it, got one "
-                "that was written to or replaced since. Call it again after an update"
+                "that was written to or replaced since. Call it again after an update; graphs are captured before any call"
             )
         if not (any_autocast() and is_on(x.device.type)):
             return run(held(module.op), LinearParams(weight, bias), (x, self.weight), module.known_cfg())
