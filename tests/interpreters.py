@@ -12,23 +12,27 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
-import json
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 VERSIONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT)
 NEEDED = ("pytest", "hypothesis", "numpy", "setuptools")  # what tests/conftest.py and torch import, beside the dependencies
-IMPORT_ALL = """
-import importlib, pkgutil, funcops
+LARGE = 400  # megabytes: torch's wheel for the CPU has less than 250, the one for CUDA more than 500
+ALL = """
+import importlib, pkgutil, pytest, sys, funcops
 for module in pkgutil.walk_packages(funcops.__path__, "funcops."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "tests/test_tiny.py"]))
 """
 
 
@@ -48,8 +52,9 @@ def missing(where: str, text: str, stdlib: frozenset[str] = sys.stdlib_module_na
 
 def _names(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
     """(line, module, name): what is imported from modules, and what is read of the modules that are imported as they are."""
-    inside = {id(node) for top in ast.walk(tree) if _has_another_way(top) for node in ast.walk(top)}
-    nodes = [node for node in ast.walk(tree) if id(node) not in inside]
+    nodes = [tree]
+    for node in nodes:  # which grows
+        nodes += [child for child in ast.iter_child_nodes(node) if not _has_another_way(child)]
     modules: dict[str, str] = {}
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -96,14 +101,19 @@ def said(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
-def interpreter(version: str) -> str | None:
-    """One that answers: the Python that runs this, `pythonX.Y` on PATH, or one of pyenv's. A shim on PATH may answer nothing."""
+def found() -> dict[str, tuple[str, frozenset[str]]]:
+    """Of each version one that answers, and the names of its standard library: the Python that runs this, `pythonX.Y` on PATH, or
+    one of pyenv's. A shim on PATH may answer nothing."""
     root = said("pyenv", "root")
-    kept = sorted(Path(root, "versions").glob(f"{version}*/bin/python"), reverse=True) if root else []
-    for candidate in (sys.executable, shutil.which(f"python{version}"), *map(str, kept)):
-        if candidate and said(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2])") == version:
-            return candidate
-    return None
+    answers = {}
+    for version in VERSIONS:
+        kept = sorted(Path(root, "versions").glob(f"{version}*/bin/python"), reverse=True) if root else []
+        for candidate in filter(None, (sys.executable, shutil.which(f"python{version}"), *map(str, kept))):
+            answer = said(candidate, "-c", "import sys; print('%d.%d' % sys.version_info[:2], *sys.stdlib_module_names)") or ""
+            if answer.split(" ")[0] == version:
+                answers[version] = candidate, frozenset(answer.split(" ")[1:])
+                break
+    return answers
 
 
 class NotTried(Exception):
@@ -115,29 +125,56 @@ def environment(version: str, python: str, envs: Path, cuda: bool) -> str:
     inside = str(envs / version / "bin" / "python")
     if python == sys.executable or said(inside, "-c", "import torch, optree, pytest, hypothesis") is not None:
         return python if python == sys.executable else inside
-    _run(python, "-m", "venv", "--clear", str(envs / version))
-    listed = re.search(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.S | re.M)
-    assert listed is not None
-    wanted = [*re.findall(r'^    "(.*)",$', listed[1], re.M), *NEEDED]
-    pip = (inside, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", "constraints.txt", *wanted)
-    planned = [item["metadata"]["name"] for item in json.loads(_run(*pip, "--dry-run", "--report", "-"))["install"]]
-    nvidia = [name for name in planned if name.startswith("nvidia-")]
-    if nvidia and not cuda:
-        raise NotTried(f"torch comes with {len(nvidia)} packages for CUDA here, gigabytes of them; --cuda installs them")
-    _run(*pip)
+    _install(version, python, envs, cuda)
     return inside
 
 
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    if done.returncode:
-        raise NotTried(([line for line in done.stderr.splitlines() if "ERROR" in line] or [done.stderr or done.stdout])[-1].strip())
-    return done.stdout
+def _install(version: str, python: str, envs: Path, cuda: bool) -> None:
+    inside = str(envs / version / "bin" / "python")
+    _run(python, "-m", "venv", "--clear", "--without-pip", str(envs / version))  # this Python's pip installs there
+    listed = re.search(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.S | re.M)
+    assert listed is not None
+    wanted = [*re.findall(r'^    "(.*)",$', listed[1], re.M), *NEEDED]
+    pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--disable-pip-version-check", "--progress-bar", "off")
+    _run(*pip, "-c", "constraints.txt", *wanted, stop=None if cuda else gigabytes)
 
 
-def tried(version: str, stdlib: frozenset[str], args: argparse.Namespace) -> tuple[bool, bool, str]:
+def gigabytes(line: str) -> str | None:
+    """Why to stop at this line of pip's: what it names is a package for CUDA, or a large wheel, of which it gives the size. Nothing
+    is installed before all is there, and most is not downloaded before either is named."""
+    at = re.match(
+        r"\s*(?:Collecting|Processing|Downloading|Using cached) (?:\S*/)?([^/\s]+)(?:$|\s+(?:\(([\d.]+) (MB|GB)\))?)", line
+    )
+    if at is None:
+        return None
+    name, size, unit = at.groups()
+    large = size is not None and float(size) * (1000 if unit == "GB" else 1) > LARGE
+    if large or re.match("nvidia[-_]", name):
+        return f"torch comes for CUDA here, gigabytes of it ({name}{f', {size} {unit}' if size else ''}); --cuda installs it"
+    return None
+
+
+def _run(*command: str, stop: Callable[[str], str | None] | None = None) -> None:
+    """Until a line says why to stop."""
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
+        env={**os.environ, "PIP_QUIET": "0"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = []
+    with process:
+        for line in process.stdout:
+            lines.append(line.strip())
+            reason = stop(line) if stop else None
+            if reason:
+                os.killpg(process.pid, signal.SIGKILL)  # pip for another Python is a process of its own
+                raise NotTried(reason)
+    if process.returncode:
+        raise NotTried(([line for line in lines if "ERROR" in line] or lines or [f"{command[:3]} failed"])[-1])
+
+
+def tried(version: str, python: str | None, stdlib: frozenset[str], args: argparse.Namespace) -> tuple[bool, bool, str]:
     """Whether nothing failed, whether the tests ran, and what to say."""
-    python = interpreter(version)
     if python is None:
         return True, False, "none on this machine"
     half = subprocess.run([python, __file__, "--read", *sorted(stdlib)], capture_output=True, text=True, cwd=ROOT)
@@ -147,10 +184,9 @@ def tried(version: str, stdlib: frozenset[str], args: argparse.Namespace) -> tup
         inside = environment(version, python, args.envs, args.cuda)
     except NotTried as reason:
         return True, False, f"{half.stdout.strip()}; the tests are not tried: {reason}"
-    for command in (("-c", IMPORT_ALL), ("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tiny.py")):
-        done = subprocess.run([inside, *command], capture_output=True, text=True, cwd=ROOT)
-        if done.returncode:
-            return False, True, done.stdout + done.stderr
+    done = subprocess.run([inside, "-c", ALL], capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        return False, True, done.stdout + done.stderr
     return True, True, f"{half.stdout.strip()}; every module imports; tests/test_tiny.py: {done.stdout.strip().splitlines()[-1]}"
 
 
@@ -164,15 +200,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.read is not None:
         return read(sys.stdlib_module_names | frozenset(args.read))
-    found = filter(None, map(interpreter, VERSIONS))
-    stdlib = frozenset(
-        name for python in found for name in (said(python, "-c", "import sys; print(*sys.stdlib_module_names)") or "").split()
-    )
+    pythons = found()
+    stdlib = frozenset(name for _, names in pythons.values() for name in names)
     good, ran = True, False
-    for version in VERSIONS:
-        passed, tests, line = tried(version, stdlib, args)
-        good, ran = good and passed, ran or tests
-        print(f"Python {version}: {line.strip()}", flush=True)
+    with ThreadPoolExecutor(2) as two:
+        results = two.map(lambda version: tried(version, pythons.get(version, (None,))[0], stdlib, args), VERSIONS)
+        for version, (passed, tests, line) in zip(VERSIONS, results, strict=True):
+            good, ran = good and passed, ran or tests
+            print(f"Python {version}: {line.strip()}", flush=True)
     return 0 if good and ran else 1
 
 

@@ -1,7 +1,7 @@
 """What `make interpreters` says of a Python: which names it lacks, and why the tests are not tried with it."""
 
 import argparse
-import json
+import os
 import sys
 
 import interpreters
@@ -42,23 +42,54 @@ def test_the_versions_are_those_of_the_metadata():
     assert f'requires-python = ">={interpreters.VERSIONS[0]}"' in interpreters.PROJECT
 
 
-@pytest.mark.parametrize(("cuda", "installs"), [(False, False), (True, True)])
-@pytest.mark.parametrize("planned", [["torch"], ["torch", "nvidia-cublas", "nvidia-nccl-cu13"]], ids=len)
-def test_gigabytes_are_asked_for(tmp_path, monkeypatch, cuda, installs, planned):
-    commands = []
+WHEEL = "torch-2.13.0-cp310-cp310-manylinux_2_28_x86_64.whl"
+SMALL = [
+    "Collecting torch>=2.11",
+    f"  Downloading {WHEEL} (187.3 MB)",
+    "Processing /home/nvidia-x/numpy.whl",
+    "Looking in nvidia-x",
+]
+LARGE = {
+    "cached": [f"  Using cached {WHEEL} (526.6 MB)"],
+    "metadata": [f"  Downloading {WHEEL}.metadata (29 kB)", "Collecting nvidia-cudnn-cu13==9.20.0.48 (from torch>=2.11)"],
+    "a link": ["Processing /opt/wheels/nvidia_cublas-13.1.1.3-py3-none-manylinux_2_27_x86_64.whl (from torch>=2.11)"],
+    "larger": [f"  Downloading {WHEEL} (1.2 GB)"],
+}
 
-    def run(*command):
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("of", ["", *LARGE])
+def test_gigabytes_are_asked_for(tmp_path, monkeypatch, cuda, of):
+    """pip is stopped where it names them, and so is what it started, before it downloads or installs anything."""
+    commands, stops = [], bool(of) and not cuda
+    start, (end, into) = interpreters.subprocess.Popen, os.pipe()
+    says = "\n".join([*SMALL, *LARGE.get(of, [])])
+    own = f"import os, time; print({says!r}, flush=True); time.sleep({30 if stops else 0}); os.write({into}, b'installed')"
+    program = f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {own!r}], close_fds=False)"
+
+    def popen(command, **more):
         commands.append(command)
-        return json.dumps({"install": [{"metadata": {"name": name}} for name in planned]})
+        return start([sys.executable, "-S", "-c", program if "pip" in command else ""], close_fds=False, **more)
 
-    monkeypatch.setattr(interpreters, "_run", run)
-    if installs or len(planned) == 1:
-        assert interpreters.environment("3.99", "python3.99", tmp_path, cuda) == str(tmp_path / "3.99/bin/python")
+    os.set_inheritable(into, True)
+    monkeypatch.setattr(interpreters.subprocess, "Popen", popen)
+    if stops:
+        with pytest.raises(interpreters.NotTried, match="torch comes for CUDA here, gigabytes of it .*; --cuda installs it"):
+            interpreters._install("3.99", "python3.99", tmp_path, cuda)
     else:
-        with pytest.raises(interpreters.NotTried, match="2 packages for CUDA here, gigabytes of them; --cuda installs them"):
-            interpreters.environment("3.99", "python3.99", tmp_path, cuda)
-    assert any("install" in one and "--dry-run" not in one for one in commands) == (installs or len(planned) == 1)
-    assert all("torch>=2.11" in one and "pytest" in one for one in commands if "install" in one)
+        interpreters._install("3.99", "python3.99", tmp_path, cuda)
+    os.close(into)
+    with open(end, "rb") as pipe:
+        assert pipe.read() == (b"" if stops else b"installed")
+    venv, pip = commands
+    assert "venv" in venv and str(tmp_path / "3.99") in venv and str(tmp_path / "3.99/bin/python") in pip
+    assert {"torch>=2.11", "pytest"} < set(pip)
+
+
+def test_what_pip_cannot_do_is_said():
+    for said, want in (("x\nERROR: No matching distribution\ny", "ERROR: No matching distribution"), ("No module named pip", None)):
+        with pytest.raises(interpreters.NotTried, match=f"^{want or said}$"):
+            interpreters._run(sys.executable, "-S", "-c", f"print({said!r}); raise SystemExit(1)")
 
 
 @pytest.mark.parametrize(
@@ -73,13 +104,14 @@ def test_gigabytes_are_asked_for(tmp_path, monkeypatch, cuda, installs, planned)
 )
 def test_the_exit_status(monkeypatch, capsys, halves, status):
     monkeypatch.setattr(interpreters, "VERSIONS", [str(i) for i in range(len(halves))])
-    monkeypatch.setattr(interpreters, "interpreter", lambda version: None)
-    monkeypatch.setattr(interpreters, "tried", lambda version, stdlib, args: (*halves[int(version)], "said"))
+    monkeypatch.setattr(interpreters, "found", dict)
+    monkeypatch.setattr(interpreters, "tried", lambda version, *_: (*halves[int(version)], "said"))
     assert interpreters.main([]) == status
     assert capsys.readouterr().out.splitlines() == [f"Python {i}: said" for i in range(len(halves))]
 
 
 def test_a_python_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert interpreters.tried("3.99", frozenset(), argparse.Namespace()) == (True, False, "none on this machine")
-    assert interpreters.interpreter(f"{sys.version_info[0]}.{sys.version_info[1]}") == sys.executable
+    assert interpreters.tried("3.99", None, frozenset(), argparse.Namespace()) == (True, False, "none on this machine")
+    (own,) = interpreters.found().items()
+    assert own == (f"{sys.version_info[0]}.{sys.version_info[1]}", (sys.executable, sys.stdlib_module_names))

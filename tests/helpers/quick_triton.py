@@ -2,15 +2,17 @@
 
 At each call of a jitted function, one within a kernel as well, the interpreter goes through all members of `triton.language` for
 those to replace by its own, for each value it makes a table of dtypes and checks and names its shape, and for each sum of
-integers it works out whether it overflows and asserts nothing by it. Here the members are looked up once, a function within a
-kernel finds them replaced, the table and what follows from a shape are made once, and sums are not looked at (`index_ranges.py`
-does that).
+integers it works out whether it overflows and asserts nothing by it; it casts to and from bfloat16 by the general way from one
+format to another. Here the members are replaced once and for all, since nothing compiles in a process that interprets, the table
+and what follows from a shape are made once, sums are not looked at (`index_ranges.py` does that), and bfloat16 is the upper half
+of float32.
 """
 
 import dataclasses
 import functools
 import inspect
 
+import numpy as np
 from triton import language as tl
 from triton.runtime import interpreter
 
@@ -18,11 +20,13 @@ from triton.runtime import interpreter
 def quicken():
     """Once for a process, before the first kernel runs. Names that this Triton does not have are left alone."""
     if not all(
-        hasattr(interpreter, name) for name in ("_patch_builtin", "_patch_attr", "_patch_lang", "_get_np_dtype", "_LangPatchScope")
+        hasattr(interpreter, name)
+        for name in ("_patch_builtin", "_patch_attr", "_patch_lang", "_get_np_dtype", "_LangPatchScope", "_convert_float")
     ):
         return
     interpreter._patch_builtin = _patch_builtin
-    interpreter._patch_lang = _once_for_a_launch(interpreter._patch_lang)
+    interpreter._patch_lang = _once(interpreter._patch_lang)
+    interpreter._convert_float = _halves(interpreter._convert_float)
     interpreter._get_np_dtype = _by_name(interpreter._get_np_dtype)
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -69,24 +73,32 @@ def _languages(function):
     return frozenset(each for each in (tl, tl.core) if any(value is each for value in function.__globals__.values()))
 
 
-def _once_for_a_launch(patch):
-    """What is replaced is restored at the end of a launch; until then only a module that was not seen has more to replace."""
-    replaced = set()
-
-    class Launch(interpreter._LangPatchScope):
-        def restore(self):
-            super().restore()
-            replaced.clear()
-
-    launch = Launch()
+def _once(patch):
+    """What is replaced stays so: only a module that was not seen has more to replace."""
+    replaced, nothing = set(), interpreter._LangPatchScope()
 
     def patch_lang(function):
         if not _languages(function) <= replaced:
+            patch(function)
             replaced.update(_languages(function))
-            launch._changes += patch(function)._changes
-        return launch
+        return nothing  # to restore
 
     return patch_lang
+
+
+def _halves(convert):
+    """Of float32 to bfloat16, cut off as the interpreter does, and back. Numbers below the normal ones go its way."""
+
+    @functools.wraps(convert)
+    def convert_float(input, input_dtype, output_dtype, rounding_mode):
+        names = input_dtype.name, output_dtype.name
+        if rounding_mode is None and input.ndim and names in (("bf16", "fp32"), ("fp32", "bf16")):
+            bits = input.view(np.uint32) if names[0] == "fp32" else input.view(np.uint16).astype(np.uint32) << 16
+            if not ((bits << 1) - 1 < 0xFFFFFF).any():
+                return bits if names[1] == "fp32" else (bits >> 16).astype(np.uint16)
+        return convert(input, input_dtype, output_dtype, rounding_mode)
+
+    return convert_float
 
 
 def _by_name(find):
