@@ -9,6 +9,7 @@ Arithmetic is in `funcops.kernels.quantize`; ops of it are `funcops.quantize`, `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.kernels import quantize as kernels
-from funcops.marks import version
+from funcops.marks import counts_writes, version
 from funcops.op import config
 from funcops.trees import Aside, leaf, register, show, static, tree, tree_map
 
@@ -96,6 +97,7 @@ FORMATS = tuple(
 )  # every one
 
 
+@counts_writes
 @tree
 class QTensor:
     """A tensor in few bits: a node of a tree, and no tensor. It counts as the one leaf that it stands for: its gradient is dense.
@@ -186,6 +188,7 @@ class QWeight:
 
 
 register(QWeight, aside="source")
+counts_writes(QWeight)
 
 
 @tree
@@ -261,10 +264,10 @@ def turned(q: QTensor) -> QTensor:
     elif format.scales == "pow2":
         codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile)
     elif format.square:
-        return dataclasses.replace(q, codes=_turned_nibbles(q), scales=q.scales.mT, side="col")
+        codes, scales = _turned_nibbles(q), q.scales.mT
     else:
         fail("turned", "q.format", "one with square tiles or scales of powers of two", format.name)
-    return dataclasses.replace(q, codes=codes, scales=scales, side="col")
+    return QTensor(codes, scales, q.scale, format=format, shape=q.shape, dtype=q.dtype, side="col", hadamard=q.hadamard)
 
 
 def check_quantized(
@@ -272,22 +275,55 @@ def check_quantized(
 ) -> None:
     """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
     default)."""
+    try:
+        codes, scales, scale = q.codes, q.scales, q.scale
+        if (
+            q.format is format
+            and q.side == side
+            and q.shape == shape
+            and not torch.compiler.is_compiling()  # sizes may be symbols, which no memo takes
+            and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard)
+            and codes.dtype is torch.uint8
+            and ((codes.is_cpu and scales.is_cpu) or codes.device == scales.device)
+            and (like is None or (codes.is_cpu and like.is_cpu) or codes.device == like.device)
+            and not scales.requires_grad
+        ):
+            if scale is not None:
+                check(where, f"{name}.scale", scale, (1,), torch.float32, codes)
+            return
+    except (AttributeError, TypeError):
+        pass
+    _check_each(where, name, q, format, side, shape, like)
+
+
+def _sizes_of(format: Format, side: str, shape: torch.Size, hadamard: bool) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
+    """Of a `QTensor` the sizes of codes and scales, the dtype of scales, and whether there is none of the whole tensor."""
+    rows, width = shape[:-1].numel(), shape[-1]
+    if side == "col":
+        rows, width = width, rows + (-rows % kernels.HADAMARD if hadamard else 0)
+    codes = -(-width // 2) if format.element == "e2m1" else width
+    tiles = [-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)]
+    dtype = torch.float32 if format.scales in ("pow2", "float32") else torch.uint8
+    return torch.Size((*shape[:-1], codes) if side == "row" else (rows, codes)), torch.Size(tiles), dtype, format.scales != "e4m3"
+
+
+_sizes = functools.lru_cache(maxsize=1024)(_sizes_of)
+
+
+def _check_each(where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None) -> None:
+    """`check_quantized`, one thing after the other, in words."""
     require_type(where, name, q, QTensor)
-    if q.format is not format and q.format != format:  # words are made where something is wrong: this runs in every forward
+    if q.format != format:
         fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
     if q.side != side:
         fail(where, f"{name}.side", repr(side), repr(q.side))
     if tuple(q.shape) != tuple(shape):
         fail(where, name, str(list(shape)), list(q.shape))
-    rows, width = shape[:-1].numel(), shape[-1]
-    if side == "col":
-        rows, width = width, rows + (-rows % kernels.HADAMARD if q.hadamard else 0)
-    codes = -(-width // 2) if format.element == "e2m1" else width
     first = q.codes if like is None else like
-    check(where, f"{name}.codes", q.codes, (*shape[:-1], codes) if side == "row" else (rows, codes), torch.uint8, first)
-    tiles = tuple([-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)])
-    check(where, f"{name}.scales", q.scales, tiles, torch.float32 if format.scales in ("pow2", "float32") else torch.uint8, first)
-    if format.scales == "e4m3":
+    codes, tiles, dtype, alone = _sizes_of(format, side, shape, q.hadamard)
+    check(where, f"{name}.codes", q.codes, tuple(codes), torch.uint8, first)
+    check(where, f"{name}.scales", q.scales, tuple(tiles), dtype, first)
+    if not alone:
         check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
     elif q.scale is not None:
         fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))

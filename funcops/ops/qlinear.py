@@ -267,17 +267,17 @@ def _sides(t: Tensor, format: Format, recipe: Recipe) -> tuple[QTensor, QTensor]
 
 
 def _y(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
-    y = _product(x, w, x.dtype, emulate).reshape(*x.shape[:-1], w.shape[0])
+    y = _product(x, w, x.dtype, emulate)
     return y if bias is None else y.add_(bias)
 
 
 def _product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
-    """[M, N] of [*, K] and [N, K], where K is the last dimension of codes."""
-    codes = a.codes.reshape(a.codes.shape[:-1].numel(), a.codes.shape[-1])
+    """[*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
     return scaled_mm(  # type: ignore[no-any-return]
-        codes, a.scales, a.scale, *b.args, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width, out, emulate
-    )
+        a.codes, a.scales, a.scale, b.codes, b.scales, b.scale, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales,
+        a.width, out, emulate,
+    )  # fmt: skip
 
 
 def _dgrad(
@@ -295,7 +295,7 @@ def _dgrad(
         row, col = _of_gradient(dy, recipe, weight, bool(needs.x), low)
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate).reshape(*dy.shape[:-1], cfg.in_features)
+        dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate)
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
     kept = col if low else dy
