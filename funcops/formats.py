@@ -20,7 +20,7 @@ from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.kernels import quantize as kernels
 from funcops.marks import counts_writes, version
 from funcops.op import config
-from funcops.trees import Aside, leaf, register, show, static, tree, tree_map
+from funcops.trees import Aside, cast, leaf, register, show, stands_for_one, stands_in, static, tree, tree_map
 
 _TILES = {
     "pow2": ((0, 0), (1, 0), (1, 128), (128, 128)),
@@ -97,6 +97,7 @@ FORMATS = tuple(
 )  # every one
 
 
+@stands_in
 @counts_writes
 @tree
 class QTensor:
@@ -115,7 +116,13 @@ class QTensor:
     side: str = static("row")
     hadamard: bool = static(False)
 
-    casts = False  # codes and scales are what they are: `trees.cast` leaves them alone
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """An accumulator of the gradient, which is dense."""
+        return self.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> QTensor:
+        """Itself: codes and scales are what they are."""
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -141,6 +148,7 @@ class QTensor:
         return found[:, : self.shape[:-1].numel()].mT.reshape(self.shape)  # type: ignore[no-any-return]
 
 
+@stands_in
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class QWeight:
     """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
@@ -159,6 +167,10 @@ class QWeight:
         """An accumulator of the gradient, which is dense; of stacked weights as many."""
         codes = self.row.codes
         return codes.new_zeros((*codes.shape[: codes.dim() - len(self.shape)], *self.shape), dtype=dtype or self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> QWeight:
+        """Itself, as its codes are."""
+        return self
 
     @property
     def shape(self) -> torch.Size:
@@ -191,22 +203,54 @@ register(QWeight, aside="source")
 counts_writes(QWeight)
 
 
+@stands_in
 @tree
 class Scaled:
     """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
-    In its gradient: the gradient, and in the place of the scales the amaxes [3]."""
+    In its gradient: the gradient, and in the place of the scales the amaxes [3], as `bits_of`."""
 
     value: Any = leaf("[O, I]")
     scale: Tensor = leaf("[3]")
     amax: Tensor | None = leaf("[1]")
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
-        """An accumulator of the gradient, and one of amaxes, float32."""
-        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale), None)
+        """An accumulator of the gradient, and one of amaxes."""
+        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale, dtype=torch.uint32), None)
+
+    def cast(self, dtype: torch.dtype) -> Scaled:
+        """The value cast; scales and amaxes are float32."""
+        return Scaled(cast(self.value, dtype), self.scale, self.amax)
 
     def plus(self, other: Scaled) -> Scaled:
         """The sum of two gradients: of amaxes the larger."""
-        return Scaled(self.value + other.value, torch.maximum(self.scale, other.scale), None)
+        largest = self.scale.clone()
+        join_amaxes(largest, other.scale)
+        return Scaled(self.value + other.value, largest, None)
+
+
+def bits_of(amaxes: Tensor) -> Tensor:
+    """Amaxes as gradients hold them: the bits of float32 as uint32, which torch does not add. Whoever sums gradients leaf by leaf,
+    and so would add them up, gets an error."""
+    return amaxes.view(torch.uint32)
+
+
+def amaxes_of(bits: Tensor) -> Tensor:
+    """The float32 of `bits_of`."""
+    return bits.view(torch.float32)
+
+
+def join_amaxes(into: Tensor, bits: Tensor) -> None:
+    """The larger of each, written to `into`: of numbers that are not negative, their bits are ordered as they are, and a NaN is the
+    largest."""
+    largest = into.view(torch.int32)
+    torch.maximum(largest, bits.view(torch.int32), out=largest)
+
+
+def quantized_weight(weight: Tensor, format: Format, columns: bool) -> QWeight:
+    """A weight [O, I] by rows for y; and by columns for dx, where these are wanted now, or do not follow from the rows."""
+    if columns or not format.turns:
+        return QWeight(*quantize_sides(weight, format), None, Aside())
+    return QWeight(quantize_tensor(weight, format), None, None, Aside())
 
 
 def quantize_tensor(
@@ -327,11 +371,6 @@ def _check_each(where: str, name: str, q: Any, format: Format, side: str, shape:
         check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
     elif q.scale is not None:
         fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
-
-
-def stands_for_one(node: Any) -> bool:
-    """Whether a node of params counts as one leaf, whose gradient is of another form."""
-    return hasattr(node, "zero_gradient")
 
 
 def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:

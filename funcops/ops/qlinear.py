@@ -25,7 +25,18 @@ from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
-from funcops.formats import Format, QTensor, QWeight, Scaled, check_quantized, quantize_sides, quantize_tensor, turned
+from funcops.formats import (
+    Format,
+    QTensor,
+    QWeight,
+    Scaled,
+    bits_of,
+    check_quantized,
+    join_amaxes,
+    quantize_sides,
+    quantize_tensor,
+    turned,
+)
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
@@ -165,11 +176,11 @@ def qlinear_of_input_dgrad(
 @wgrad_of(QLinearPending, LinearParams)
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
-    the amaxes [3] of x, w and dy; `into` takes the larger of these."""
+    the amaxes [3] of x, w and dy, uint32 (`funcops.formats.bits_of`); `into` takes the larger of these."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
         dw = _dw(pending, cfg.recipe, dtype)
-        gradient: Any = Scaled(dw, pending.amaxes, None) if scaled else dw
+        gradient: Any = Scaled(dw, bits_of(pending.amaxes), None) if scaled else dw
         return LinearParams(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
     sums = _sums(into, scaled)
     db = None if pending.db is None else pending.db.to(dtype)
@@ -180,7 +191,7 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
     )
     if scaled:
         largest: Any = into.weight
-        torch.maximum(largest.scale, pending.amaxes, out=largest.scale)
+        join_amaxes(largest.scale, pending.amaxes)
     return into
 
 
@@ -344,7 +355,7 @@ def _sums(into: LinearParams, scaled: bool) -> LinearParams:
     if not isinstance(into.weight, Scaled):
         wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
         fail("qlinear_wgrad", "into.weight", wanted, describe(into.weight), TypeError)
-    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.float32)
+    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.uint32)
     return LinearParams(into.weight.value, into.bias)
 
 
