@@ -9,6 +9,7 @@ Arithmetic is in `funcops.kernels.quantize`; ops of it are `funcops.quantize`, `
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from typing import Any
 
@@ -17,9 +18,9 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.kernels import quantize as kernels
-from funcops.marks import version
+from funcops.marks import counts_writes, version
 from funcops.op import config
-from funcops.trees import Aside, leaf, register, show, static, tree, tree_map
+from funcops.trees import Aside, cast, leaf, register, show, stands_for_one, stands_in, static, tree, tree_map
 
 _TILES = {
     "pow2": ((0, 0), (1, 0), (1, 128), (128, 128)),
@@ -96,6 +97,8 @@ FORMATS = tuple(
 )  # every one
 
 
+@stands_in
+@counts_writes
 @tree
 class QTensor:
     """A tensor in few bits: a node of a tree, and no tensor. It counts as the one leaf that it stands for: its gradient is dense.
@@ -113,7 +116,13 @@ class QTensor:
     side: str = static("row")
     hadamard: bool = static(False)
 
-    casts = False  # codes and scales are what they are: `trees.cast` leaves them alone
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """An accumulator of the gradient, which is dense."""
+        return self.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> QTensor:
+        """Itself: codes and scales are what they are."""
+        return self
 
     @property
     def device(self) -> torch.device:
@@ -139,6 +148,7 @@ class QTensor:
         return found[:, : self.shape[:-1].numel()].mT.reshape(self.shape)  # type: ignore[no-any-return]
 
 
+@stands_in
 @dataclasses.dataclass(slots=True, eq=False, repr=False)
 class QWeight:
     """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
@@ -157,6 +167,10 @@ class QWeight:
         """An accumulator of the gradient, which is dense; of stacked weights as many."""
         codes = self.row.codes
         return codes.new_zeros((*codes.shape[: codes.dim() - len(self.shape)], *self.shape), dtype=dtype or self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> QWeight:
+        """Itself, as its codes are."""
+        return self
 
     @property
     def shape(self) -> torch.Size:
@@ -186,24 +200,57 @@ class QWeight:
 
 
 register(QWeight, aside="source")
+counts_writes(QWeight)
 
 
+@stands_in
 @tree
 class Scaled:
     """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
-    In its gradient: the gradient, and in the place of the scales the amaxes [3]."""
+    In its gradient: the gradient, and in the place of the scales the amaxes [3], as `bits_of`."""
 
     value: Any = leaf("[O, I]")
     scale: Tensor = leaf("[3]")
     amax: Tensor | None = leaf("[1]")
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
-        """An accumulator of the gradient, and one of amaxes, float32."""
-        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale), None)
+        """An accumulator of the gradient, and one of amaxes."""
+        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale, dtype=torch.uint32), None)
+
+    def cast(self, dtype: torch.dtype) -> Scaled:
+        """The value cast; scales and amaxes are float32."""
+        return Scaled(cast(self.value, dtype), self.scale, self.amax)
 
     def plus(self, other: Scaled) -> Scaled:
         """The sum of two gradients: of amaxes the larger."""
-        return Scaled(self.value + other.value, torch.maximum(self.scale, other.scale), None)
+        largest = self.scale.clone()
+        join_amaxes(largest, other.scale)
+        return Scaled(self.value + other.value, largest, None)
+
+
+def bits_of(amaxes: Tensor) -> Tensor:
+    """Amaxes as gradients hold them: the bits of float32 as uint32, which torch does not add. Whoever sums gradients leaf by leaf,
+    and so would add them up, gets an error."""
+    return amaxes.view(torch.uint32)
+
+
+def amaxes_of(bits: Tensor) -> Tensor:
+    """The float32 of `bits_of`."""
+    return bits.view(torch.float32)
+
+
+def join_amaxes(into: Tensor, bits: Tensor) -> None:
+    """The larger of each, written to `into`: of numbers that are not negative, their bits are ordered as they are, and a NaN is the
+    largest."""
+    largest = into.view(torch.int32)
+    torch.maximum(largest, bits.view(torch.int32), out=largest)
+
+
+def quantized_weight(weight: Tensor, format: Format, columns: bool) -> QWeight:
+    """A weight [O, I] by rows for y; and by columns for dx, where these are wanted now, or do not follow from the rows."""
+    if columns or not format.turns:
+        return QWeight(*quantize_sides(weight, format), None, Aside())
+    return QWeight(quantize_tensor(weight, format), None, None, Aside())
 
 
 def quantize_tensor(
@@ -262,10 +309,10 @@ def turned(q: QTensor) -> QTensor:
     elif format.scales == "pow2":
         codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile)
     elif format.square:
-        return dataclasses.replace(q, codes=_turned_nibbles(q), scales=q.scales.mT, side="col")
+        codes, scales = _turned_nibbles(q), q.scales.mT
     else:
         fail("turned", "q.format", "one with square tiles or scales of powers of two", format.name)
-    return dataclasses.replace(q, codes=codes, scales=scales, side="col")
+    return QTensor(codes, scales, q.scale, format=format, shape=q.shape, dtype=q.dtype, side="col", hadamard=q.hadamard)
 
 
 def check_quantized(
@@ -273,30 +320,58 @@ def check_quantized(
 ) -> None:
     """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
     default)."""
+    try:
+        codes, scales, scale = q.codes, q.scales, q.scale
+        if (
+            q.format is format
+            and q.side == side
+            and q.shape == shape
+            and not torch.compiler.is_compiling()  # sizes may be symbols, which no memo takes
+            and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard)
+            and codes.dtype is torch.uint8
+            and ((codes.is_cpu and scales.is_cpu) or codes.device == scales.device)
+            and (like is None or (codes.is_cpu and like.is_cpu) or codes.device == like.device)
+            and not scales.requires_grad
+        ):
+            if scale is not None:
+                check(where, f"{name}.scale", scale, (1,), torch.float32, codes)
+            return
+    except (AttributeError, TypeError):
+        pass
+    _check_each(where, name, q, format, side, shape, like)
+
+
+def _sizes_of(format: Format, side: str, shape: torch.Size, hadamard: bool) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
+    """Of a `QTensor` the sizes of codes and scales, the dtype of scales, and whether there is none of the whole tensor."""
+    rows, width = shape[:-1].numel(), shape[-1]
+    if side == "col":
+        rows, width = width, rows + (-rows % kernels.HADAMARD if hadamard else 0)
+    codes = -(-width // 2) if format.element == "e2m1" else width
+    tiles = [-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)]
+    dtype = torch.float32 if format.scales in ("pow2", "float32") else torch.uint8
+    return torch.Size((*shape[:-1], codes) if side == "row" else (rows, codes)), torch.Size(tiles), dtype, format.scales != "e4m3"
+
+
+_sizes = functools.lru_cache(maxsize=1024)(_sizes_of)
+
+
+def _check_each(where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None) -> None:
+    """`check_quantized`, one thing after the other, in words."""
     require_type(where, name, q, QTensor)
-    if q.format is not format and q.format != format:  # words are made where something is wrong: this runs in every forward
+    if q.format != format:
         fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
     if q.side != side:
         fail(where, f"{name}.side", repr(side), repr(q.side))
     if tuple(q.shape) != tuple(shape):
         fail(where, name, str(list(shape)), list(q.shape))
-    rows, width = shape[:-1].numel(), shape[-1]
-    if side == "col":
-        rows, width = width, rows + (-rows % kernels.HADAMARD if q.hadamard else 0)
-    codes = -(-width // 2) if format.element == "e2m1" else width
     first = q.codes if like is None else like
-    check(where, f"{name}.codes", q.codes, (*shape[:-1], codes) if side == "row" else (rows, codes), torch.uint8, first)
-    tiles = tuple([-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)])
-    check(where, f"{name}.scales", q.scales, tiles, torch.float32 if format.scales in ("pow2", "float32") else torch.uint8, first)
-    if format.scales == "e4m3":
+    codes, tiles, dtype, alone = _sizes_of(format, side, shape, q.hadamard)
+    check(where, f"{name}.codes", q.codes, tuple(codes), torch.uint8, first)
+    check(where, f"{name}.scales", q.scales, tuple(tiles), dtype, first)
+    if not alone:
         check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
     elif q.scale is not None:
         fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
-
-
-def stands_for_one(node: Any) -> bool:
-    """Whether a node of params counts as one leaf, whose gradient is of another form."""
-    return hasattr(node, "zero_gradient")
 
 
 def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:

@@ -34,10 +34,10 @@ from funcops.formats import (
     QTensor,
     QWeight,
     Scaled,
+    amaxes_of,
     dense,
-    quantize_sides,
     quantize_tensor,
-    stands_for_one,
+    quantized_weight,
     turned,
     unscaled,
     zero_gradient,
@@ -49,7 +49,7 @@ from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
 from funcops.quantization import quantization_report
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.trees import Aside, at, cast, has, leaf, paths, put, replace, tree, tree_map
+from funcops.trees import Aside, at, cast, has, leaf, paths, put, replace, stands_for_one, tree, tree_map
 
 __all__ = [
     "MXFP8",
@@ -140,7 +140,7 @@ def quantize_params(
         if state is not None and inner.recipe.delayed:
             made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
         else:
-            made = _stacked([_sides(w, inner.recipe, columns) for w, _ in _layers(weight, None)])
+            made = _stacked([quantized_weight(w, inner.recipe.w, columns) for w, _ in _layers(weight, None)])
         (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
@@ -212,16 +212,21 @@ def recipe_update(
 
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
-    """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling."""
+    """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling. Raises
+    `TypeError` for amaxes that are not as a backward left them, such as scaled ones."""
     known = paths(dparams)
     names = [path.removesuffix(".amax") for path in known if path.endswith(".amax")]  # of nodes, in the order of the tree
     found = {name: known[f"{name}.scale"] for name in names if known.get(f"{name}.scale") is not None}
-    return unscaled(dparams), found
+    for name, bits in found.items():
+        if not isinstance(bits, Tensor) or bits.dtype is not torch.uint32:
+            wanted = "the amaxes of a backward, in uint32 (scale or average gradients after this)"
+            fail("split_amaxes", f"dparams.{name}.scale", wanted, describe(bits), TypeError)
+    return unscaled(dparams), {name: amaxes_of(bits) for name, bits in found.items()}
 
 
 def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
-    float32."""
+    uint32, for `split_amaxes`."""
     require_dtype("gradients_like", dtype)
     return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 
@@ -355,12 +360,6 @@ def _stacked(made: list[Any]) -> Any:
     if len(made) == 1:
         return made[0]
     return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.stack(parts), made[0], *made[1:])
-
-
-def _sides(weight: Tensor, recipe: Recipe, columns: bool) -> QWeight:
-    if columns or not recipe.w.turns:
-        return QWeight(*quantize_sides(weight, recipe.w), None, Aside())
-    return QWeight(quantize_tensor(weight, recipe.w), None, None, Aside())
 
 
 def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:

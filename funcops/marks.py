@@ -57,15 +57,31 @@ for _name in {name for kind in (Tensor, complex, float, int, list) for name in d
         setattr(Gone, _name, Gone._refuse)
 
 
-def versions(value: Any, read: Callable[[Any], Any] = operator.attrgetter("_version")) -> Any:
+_own: Callable[[Any], Any] = operator.attrgetter("_version")
+_readers: dict[type, Callable[[Any], Any]] = {}  # by class of node
+
+
+def versions(value: Any, read: Callable[[Any], Any] = _own) -> Any:
     """What `read` says of a tensor; of a small tree, a tuple of that for its tensors, in the tree's order."""
+    kind = type(value)
+    if read is _own and kind in _readers:
+        return _readers[kind](value)
     if isinstance(value, Tensor):
         return read(value)
-    if type(value) in FIELDS:
+    if kind in FIELDS:
         return tuple([versions(getattr(value, name), read) for name in FIELDS[type(value)][0]])
     if type(value) is tuple:
         return tuple([versions(part, read) for part in value])
     return () if value is None else tuple([read(t) for t in tensors(value)])
+
+
+def counts_writes(cls: type) -> type:
+    """Class decorator of a node of which every field is a tensor, None, or such a node: it has a `_version`, as a tensor has, which
+    is what `versions` says of it. Written out as source: every forward and backward asks."""
+    reads = "".join([f"() if (t := n.{name}) is None else t._version, " for name in FIELDS[cls][0]])
+    _readers[cls] = eval(f"lambda n: ({reads})")
+    cls._version = property(_readers[cls])  # type: ignore[attr-defined]
+    return cls
 
 
 def version(t: Any) -> Any:

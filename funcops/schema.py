@@ -46,6 +46,7 @@ class Field(NamedTuple):
     tree: bool = False
     again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot ask
     dgrad: bool = False
+    blocks: bool = False
 
     @property
     def of_x(self) -> bool:
@@ -77,14 +78,16 @@ def saved(
     of: tuple[str, ...] = (),
     recompute_from: tuple[str, ...] = (),
     tree: bool = False,
+    blocks: bool = False,
 ) -> Any:
     """A kept tensor: its shape, the phase that reads it, what it aliases (`"x"`, `"params.weight"`), and from which
     other fields it could be recomputed. It is dropped when none of the gradients `of` is needed; `of` follows from
     `needed_by` (dgrad: x, wgrad: params) where it is not given. `tree`: a tree of tensors, which may be the caller's own.
+    `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compressed it.
 
     What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
-    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by, DGRAD in needed_by)
+    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by, DGRAD in needed_by, blocks)
     return dataclasses.field(default=None, metadata={"saved": field})
 
 

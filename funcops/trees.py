@@ -44,6 +44,21 @@ def tree(cls: type[T]) -> type[T]:
     return made
 
 
+_stand_ins: set[type] = set()
+
+
+def stands_in(cls: type[T]) -> type[T]:
+    """Class decorator of a node that counts as the one leaf that it stands for. It has `zero_gradient(dtype)`, where gradients of
+    that leaf are summed, and `cast(dtype)`, what `cast` makes of it."""
+    _stand_ins.add(cls)
+    return cls
+
+
+def stands_for_one(node: Any) -> bool:
+    """Whether it is a node that counts as one leaf."""
+    return type(node) in _stand_ins
+
+
 class Aside:
     """Data that goes along with a tree's structure and is no part of it: equal to any other, so that structures compare as if it
     were not there. A copy of a structure is without it."""
@@ -195,7 +210,8 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Cal
 
 
 def cast(tree: T, dtype: torch.dtype) -> T:
-    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. What is quantised stays."""
+    """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. What is quantised stays,
+    and so do scales."""
     require_type("cast", "dtype", dtype, torch.dtype)
     if not dtype.is_floating_point:
         fail("cast", "dtype", "a floating dtype", dtype, TypeError)
@@ -203,20 +219,22 @@ def cast(tree: T, dtype: torch.dtype) -> T:
     def changes(t: Tensor) -> bool:
         return t.is_floating_point() and t.dtype is not dtype
 
-    found = [t for t in leaves(tree, is_leaf=_stays) if isinstance(t, Tensor)]
+    found = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
     others = [t for t in found if changes(t)]
-    if not all([_copied_at_once(t) for t in others]):
-        return tree_map(lambda t: t.to(dtype) if isinstance(t, Tensor) and changes(t) else t, tree, is_leaf=_stays)
-    made = [torch.empty_like(t, dtype=dtype) for t in others]
-    if made:
+    made = []
+    if others and all([_copied_at_once(t) for t in others]):
+        made = [torch.empty_like(t, dtype=dtype) for t in others]
         torch._foreach_copy_(made, others)  # a launch for many: on a GPU each would cost the host as much as all
     ready = iter(made)
-    return tree_map(lambda t: next(ready) if isinstance(t, Tensor) and changes(t) else t, tree, is_leaf=_stays)
 
+    def one(t: Any) -> Any:
+        if stands_for_one(t):
+            return t.cast(dtype)
+        if not isinstance(t, Tensor) or not changes(t):
+            return t
+        return next(ready) if made else t.to(dtype)
 
-def _stays(node: Any) -> bool:
-    """Whether it is a node whose tensors keep their dtypes."""
-    return getattr(node, "casts", True) is False
+    return tree_map(one, tree, is_leaf=stands_for_one)
 
 
 def _copied_at_once(t: Tensor) -> bool:

@@ -38,6 +38,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     "test_quantized_rules, by the kernels one after the other": (
         "rms_norm_quantize", "layer_norm_quantize", "glu_quantize", "activation_quantize",
     ),
+    "test_low_residuals, by the kernels of the decoded x": ("coded_glu_fwd", "coded_glu_bwd"),
     "products as in the math": (
         "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",
         "sibling_linear_dgrad", "joined_linear_dgrad",

@@ -17,6 +17,7 @@ from funcops.low_precision import (
     Fp8Block,
     Fp8Current,
     Fp8Delayed,
+    Scaled,
     ScaleState,
     gradients_like,
     quantize_params,
@@ -29,7 +30,7 @@ from funcops.ops.qlinear import qlinear
 from funcops.program.values import add
 from funcops.residuals import Ledger
 from funcops.schedule import one_f_one_b, run, zb_h1
-from funcops.trees import paths, tensors
+from funcops.trees import cast, paths, stands_for_one, tensors, tree_map_tensors
 
 D, COUNT = 32, 3
 RECIPE = Fp8Delayed(history=4)
@@ -295,6 +296,52 @@ def test_two_models_in_one_process_do_not_touch_each_other():
     for seed in models:
         want, found = paths(alone[seed]), paths((mixed[seed], states[seed]))
         assert all(t is None or torch.equal(t, found[path]) for path, t in want.items())
+
+
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
+def test_a_cast_leaves_what_is_quantised_and_scales(recipe):
+    """A working tree that is cast is itself; of what is not quantised yet, only the values are cast."""
+    cfg = with_recipe(mlp(), recipe)
+    params, xs, _ = given(cfg)
+    work = quantize_params(params, cfg, recipe_init(cfg, params) or None)
+    weights = [node for path, node in paths(work, is_leaf=stands_for_one).items() if stands_for_one(node)]
+    for before, after in zip(tensors(work), tensors(cast(work, torch.bfloat16)), strict=True):
+        assert before is after
+    assert weights and all(w.zero_gradient(torch.float32) is not None for w in weights)
+    bare = Scaled(torch.ones(2, 3), torch.ones(3), None)
+    made = cast({"a": bare, "b": weights[0]}, torch.float64)
+    assert (made["a"].value.dtype, made["a"].scale.dtype) == (torch.float64, torch.float32)
+    assert all(a is b for a, b in zip(tensors(made["b"]), tensors(weights[0]), strict=True))
+    y, _ = chain.fwd(cast(work, torch.bfloat16), xs[0].bfloat16(), cfg)
+    assert y.dtype is torch.bfloat16
+
+
+SUMS = {
+    "add": lambda a, b: tree_map_tensors(torch.add, a, b),
+    "sub": lambda a, b: tree_map_tensors(torch.sub, a, b),
+    "in place": lambda a, b: tree_map_tensors(lambda s, t: s.add_(t), a, b),
+    "foreach": lambda a, b: torch._foreach_add_(tensors(a), tensors(b)),
+    "lerp": lambda a, b: tree_map_tensors(lambda s, t: torch.lerp(s, t, 0.5), a, b),
+    "mean": lambda a, b: split_amaxes(tree_map_tensors(lambda s, t: torch.stack((s, t)).float().mean(0), a, b)),
+    "scaled": lambda a, b: split_amaxes(tree_map_tensors(lambda s: s * 0.5, a)),
+    "cast": lambda a, b: split_amaxes(tree_map_tensors(lambda s: s.float(), a)),
+}
+
+
+@pytest.mark.parametrize("how", SUMS)
+def test_amaxes_are_not_added_up_in_silence(how):
+    """Leaf by leaf gradients cannot be summed or averaged while they hold amaxes; after `split_amaxes` they can."""
+    cfg = with_recipe(mlp(), RECIPE)
+    params, xs, dys = given(cfg)
+    work = quantize_params(params, cfg, recipe_init(cfg, params), dtype=torch.float32)
+    a, b = (chain.bwd(chain.fwd(work, x, cfg)[1], dy, cfg)[0] for x, dy in zip(xs[:2], dys[:2], strict=True))
+    (left, of_a), (right, of_b) = split_amaxes(a), split_amaxes(b)
+    with pytest.raises(
+        (NotImplementedError, TypeError), match=r"UInt32|dparams\..*\.scale must be the amaxes of a backward, in uint32"
+    ):
+        SUMS[how](a, b)
+    assert all(t.dtype is torch.float32 and t.min() > 0 for t in (*of_a.values(), *of_b.values()))
+    tree_map_tensors(torch.add, left, right)
 
 
 @pytest.mark.slow

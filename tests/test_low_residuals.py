@@ -1,11 +1,15 @@
 """Kept tensors in 8 bits: the bounds that codecs state, what of a pending a policy packs, and what a report says of them."""
 
 import dataclasses
+import itertools
+import random as draws
+import re
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from launches import launches
 from test_bench_figures import committed
 from test_policy import COMBINED, bits, made, same
 from tiers import drawn
@@ -14,6 +18,7 @@ from funcops import (
     Compress,
     Drop,
     EmbeddingConfig,
+    GLUConfig,
     LinearConfig,
     Needs,
     Offload,
@@ -26,6 +31,7 @@ from funcops import (
     donate,
     embedding,
     fetch,
+    glu,
     linear,
     random,
     report,
@@ -34,9 +40,11 @@ from funcops import (
 )
 from funcops.bench.models import mlp_config
 from funcops.errors import StaleResidualError
+from funcops.kernels import coded_glu
+from funcops.kernels import glu as glus
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QTensor, quantize_params, with_recipe
 from funcops.memory.policy import kept_paths
-from funcops.residuals.codec import CODECS
+from funcops.residuals.codec import BLOCKS, CODECS
 from funcops.residuals.forms import Packed
 from funcops.testing import LAWS
 from funcops.testing.tolerances import assert_close
@@ -296,3 +304,82 @@ def test_both_halves_are_the_whole_where_x_is_computed_again(recipe):
         assert type(pending["up"].dy) is (QTensor if recipe.wgrad == "low" else torch.Tensor)
         found += [(chain.wgrad(pending, one), dx), chain.bwd(kept, dy, one)]
     assert all(same(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtypes"),
+    [
+        ("torch", (torch.float32, torch.bfloat16, torch.float16)),
+        ("triton", (torch.bfloat16,)),
+        pytest.param("triton", (torch.float32, torch.float16), marks=pytest.mark.slow),
+    ],
+)
+def test_a_glu_of_codes_is_that_of_what_they_decode_to(implementation, dtypes):
+    """Bit for bit, also where a block of scales reaches from one half into the other."""
+    generator = draws.Random("coded glu")
+    for dtype in dtypes:
+        for codec, width in BLOCKS.items():
+            rows, half = generator.choice([(3,), (2, 0), (2, 9)]), generator.choice([width, 2 * width, 3 * width, 40, 200])
+            x = torch.randn(*rows, 2 * half).to(dtype)
+            x[..., 3:5] = torch.tensor([torch.nan, 1e4])
+            dy, kind, first = (
+                torch.randn(*rows, half).to(dtype),
+                generator.choice(list(glus.GATES)),
+                generator.choice([True, False]),
+            )
+            with backend(implementation):
+                codes, scales = CODECS[codec].encode(x)
+                decoded = CODECS[codec].decode((codes, scales), dtype)
+                want = glus.glu_fwd(decoded, None, kind, first), glus.glu_bwd(dy, decoded, None, kind, first, True, False)[0]
+                got = (
+                    coded_glu.coded_glu_fwd(codes, scales, width, kind, first, dtype),
+                    coded_glu.coded_glu_bwd(dy, codes, scales, width, kind, first),
+                )
+            assert [t.dtype for t in got] == [dtype, dtype] and [t.shape for t in got] == [dy.shape, x.shape]
+            assert same(*[[t.nan_to_num(7.0) for t in found] for found in (want, got)]), (dtype, codec, rows, half, kind, first)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_backward_reads_a_glus_codes_as_they_are(codec, monkeypatch):
+    """By what it launches on a device: no copy of x in its own dtype is made, neither for y nor for dx."""
+    cfg = mlp_config(256, 512)
+    op = with_policy(chain, Policy({"act.x": Compress(codec)}))
+    params, x = op.init(cfg, device="meta", dtype=torch.float32), torch.empty(64, 256, device="meta")
+    with launches(monkeypatch):
+        y, kept = op.fwd(params, x, cfg)
+    assert type(kept["act"].x) is Packed
+    with launches(monkeypatch) as found:
+        op.bwd(kept, y, cfg)
+    decoding, glu_of = [name for name in found if "decode" in name or name == "to_copy"], [name for name in found if "glu." in name]
+    if codec in BLOCKS:
+        assert not decoding and glu_of == ["coded_glu.coded"] * 2, found
+    else:
+        assert glu_of == ["glu.forward", "glu.backward"], found
+
+
+GLUS = [
+    GLUConfig(kind="swiglu", gate="first"),
+    GLUConfig(kind="glu", gate="second"),
+    GLUConfig(kind="clamped_swiglu", gate="first"),
+    GLUConfig(kind="swiglu", gate="first", scaled=True),
+    GLUConfig(kind="geglu", paired=True),
+]
+
+
+@pytest.mark.parametrize("cfg", GLUS, ids=str)
+def test_every_glu_serves_what_is_packed(cfg):
+    """y and dx are those of the x that was decoded, by both halves and by the whole backward."""
+    for codec, width in itertools.product(CODECS, (48, 128)):
+        t, dy = torch.randn(6, 2 * width), torch.randn(6, width)
+        x = (t, torch.rand(6)) if cfg.scaled else (t[:, :width].contiguous(), t[:, width:].contiguous()) if cfg.paired else t
+        op = with_policy(glu, Policy({"x": Compress(codec)}))
+        _, kept = op.fwd(None, x, cfg)
+        first = x if isinstance(x, torch.Tensor) else x[0]
+        plain = CODECS[codec].decode(CODECS[codec].encode(first), first.dtype)
+        want = glu.dgrad(glu.fwd(None, plain if first is x else (plain, x[1]), cfg)[1], dy, cfg)[0]
+        assert type(kept.x) is Packed and same(op.dgrad(kept, dy, cfg)[0], want) and same(op.bwd(kept, dy, cfg)[1], want)
+        with pytest.raises(ValueError, match=re.escape(f"dy must be [6, {width}], got [6, 1]")):
+            op.bwd(kept, dy[:, :1], cfg)
+        (kept.x.parts[0]).add_(0)
+        with pytest.raises(StaleResidualError, match="residuals.x"):
+            op.bwd(kept, dy, cfg)

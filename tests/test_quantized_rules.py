@@ -1,10 +1,13 @@
 """What makes x of a quantised linear layer quantises it, and siblings share it: by the bits of the calls one by one."""
 
+import collections
 import dataclasses
+import sys
 
 import pytest
 import torch
 from launches import launches
+from triton.runtime import interpreter
 
 from funcops import (
     ActivationConfig,
@@ -27,6 +30,8 @@ from funcops import (
     random,
     rms_norm,
 )
+from funcops.backend import gemm
+from funcops.bench.overhead import low_precision_cases
 from funcops.kernels import activation as activations
 from funcops.kernels import glu as glus
 from funcops.kernels import norm, quantize_after
@@ -148,3 +153,25 @@ def test_launches_of_a_quantised_linear(made, most, monkeypatch):
         chain.bwd(kept, dy, cfg)
     own = [name for name in found if not name.startswith("norm_kernels")]
     assert len(own) - made <= most, found
+
+
+def host_calls(fn):
+    """How many functions run, Python's and C's, but for what Triton's interpreter would run."""
+    found = collections.Counter()
+    for _ in range(2):
+        fn()
+    sys.setprofile(lambda frame, event, arg: found.update([event]))
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return found["call"] + found["c_call"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("linear", 1.9), ("llama block", 1.5)])
+def test_host_work_of_what_is_quantised(name, most, monkeypatch):
+    """As `bench overhead` times it, of the same in bfloat16: no check of what cannot change, no walk over a tree."""
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__getitem__", lambda kernel, grid: lambda *_, **__: None)
+    with backend("triton"), gemm("triton"):
+        plain, low = [host_calls(fn) for fn in low_precision_cases(name)]
+    assert low <= most * plain, (low, plain)

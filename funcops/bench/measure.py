@@ -33,18 +33,19 @@ class Row(NamedTuple):
     unit: str
 
 
-def interleaved(functions: dict[str, Callable[[], Any]], *, rounds: int, calls: int) -> dict[str, list[float]]:
-    """Microseconds a call, a sample a round, the functions taking turns."""
+def interleaved(functions: dict[str, Callable[[], Any]], *, rounds: int, calls: int, cpu: bool = False) -> dict[str, list[float]]:
+    """Microseconds a call, a sample a round, the functions taking turns; `cpu`: of the process, whatever else runs beside it."""
+    clock = time.process_time if cpu else time.perf_counter
     samples: dict[str, list[float]] = {name: [] for name in functions}
     for fn in functions.values():
         for _ in range(calls // 4 + 1):
             fn()
     for _ in range(rounds):
         for name, fn in functions.items():
-            start = time.perf_counter()
+            start = clock()
             for _ in range(calls):
                 fn()
-            samples[name].append((time.perf_counter() - start) / calls * 1e6)
+            samples[name].append((clock() - start) / calls * 1e6)
     return samples
 
 

@@ -2,21 +2,32 @@
 
 The rows "nn" are modules, ours and torch's, both driven by autograd. A chain keeps what autograd keeps, but in the rows
 "recomputing": there it runs its norms and activations twice, as it does by default, for fewer bytes.
+
+The rows "fp8" are of bfloat16 against FP8 on a device, where a quantiser is a launch, and not a dozen operators as on the CPU: all
+that our host does before the driver's launch call, for both by our launcher, products too, with the driver stubbed. What torch does
+(memory, views, attention) is done. The step's working tree is there. Time is the process's. They need Triton, not interpreted.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, chain, linear, random, rms_norm, rope_table
+from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, backend, chain, linear, random, rms_norm, rope_table
 from funcops import nn as fnn
 from funcops.adapters.autograd.differentiable import backward_calls
+from funcops.backend import gemm
 from funcops.bench.measure import Row, interleaved, summary
 from funcops.bench.models import block_config, mlp_config
 from funcops.bench.plain import MLP, PlainBlock
+from funcops.low_precision import Fp8Block, op_of, quantize_params, with_recipe
+from funcops.op import Op
+from funcops.trees import cast
 
 DIM, LENGTH, HEADS = 16, 3, 2
 
@@ -46,9 +57,46 @@ def run() -> list[Row]:
     try:
         rows = [row for case in _cases() for row in _measure(*case)]
         theirs = _modules(nn)
-        return rows + [row for name, ours in _modules(fnn).items() for row in _measure_modules(name, ours, theirs[name])]
+        rows += [row for name, ours in _modules(fnn).items() for row in _measure_modules(name, ours, theirs[name])]
+        return rows + _low_precision()
     finally:
         torch.set_num_threads(threads)
+
+
+def _low_precision() -> list[Row]:
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") != "0":
+        return []
+    from funcops.backend.aot import stubbed
+    from funcops.backend.launch import planned_launches
+
+    rows = []
+    with stubbed(), planned_launches(), backend("triton"), gemm("triton"):
+        for name, calls in (("linear", 400), ("llama block", 60)):
+            plain, low = low_precision_cases(name)
+            samples = interleaved({"funcops, fp8": low, "funcops, bfloat16": plain}, rounds=25, calls=calls, cpu=True)
+            rows += summary("overhead", f"{name}, fp8", samples, "funcops, fp8")
+    return rows
+
+
+def low_precision_cases(name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of a "linear" or a "llama block" in bfloat16, and the same in FP8 by blocks."""
+    block = name == "llama block"
+    cfg: Any = block_config(128, HEADS, 128) if block else LinearConfig(128, 128, bias=False)
+    low, device = with_recipe(cfg, Fp8Block()), "cuda" if torch.cuda.is_available() else "cpu"
+    params = (chain if block else linear).init(cfg, key=random.key(0), device=device)
+    data, dy = torch.randn(2, 2, 8, 128, dtype=torch.bfloat16, device=device)
+    table = rope_table(torch.arange(8, device=device), RopeConfig(128 // HEADS))
+
+    def both(op: Op, work: Any, cfg: Any, x: Tensor | WithExtras) -> Callable[[], Any]:
+        def run() -> Any:
+            _, residuals = op.fwd(work, x, cfg)
+            return op.bwd(residuals, dy, cfg)
+
+        return run
+
+    x = WithExtras(data, {"positions": table}) if block else data
+    plain, quantised = (chain, chain) if block else (linear, op_of(Fp8Block()))
+    return both(plain, cast(params, torch.bfloat16), cfg, x), both(quantised, quantize_params(params, low), low, x)
 
 
 def _measure_modules(name: str, ours: nn.Module, theirs: nn.Module) -> list[Row]:

@@ -16,6 +16,7 @@ from funcops import random
 from funcops.kernels import (
     adamw,
     add_norm,
+    coded_glu,
     cross_entropy,
     embedding,
     fused_linear,
@@ -104,7 +105,7 @@ class Maker:
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
         _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
-        _quantised_outputs, _products, _siblings, _scaled_products,
+        _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -315,6 +316,15 @@ def _quantised_outputs(make: Maker) -> Iterator[Sample]:
         yield Sample(quantize_after.layer_norm_quantize, shape, (x, w, b, 1e-5, False, *how))
         yield Sample(quantize_after.glu_quantize, shape, (both, "swiglu", True, *how))
         yield Sample(quantize_after.activation_quantize, shape, (x, "gelu", *how))
+
+
+def _coded_glus(make: Maker) -> Iterator[Sample]:
+    rows, width = make.sizes(8192, 4096)
+    dy, codes = make.floats(rows, width), make.codes(rows, 2 * width)
+    for cols in (128, 32):
+        shape, scales = f"swiglu 1x{cols} {rows}x2x{width}", make.codes(rows, -(-2 * width // cols), about=127)
+        yield Sample(coded_glu.coded_glu_fwd, shape, (codes, scales, cols, "swiglu", True, make.dtype), dtype=make.dtype)
+        yield Sample(coded_glu.coded_glu_bwd, shape, (dy, codes, scales, cols, "swiglu", True))
 
 
 def _products(make: Maker) -> Iterator[Sample]:

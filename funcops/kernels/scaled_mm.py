@@ -7,7 +7,7 @@ from typing import Optional
 from torch import Tensor, dtype
 
 from funcops.backend import kernel, wide
-from funcops.kernels.quantize import decode_tiles
+from funcops.kernels.quantize import decode_tiles, matrix
 
 
 @kernel()
@@ -16,9 +16,10 @@ def scaled_mm(
     a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: dtype,
     emulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    """c [M, N] in the dtype `out`, of a [M, K] and b [N, K] of `width` K: products of decoded operands, summed in float32 at least,
+    """c [*, N] in the dtype `out`, of a [*, K] and b [N, K] of `width` K: products of decoded operands, summed in float32 at least,
     scales and all, and rounded once. Tiles of a and b as quantised; `a_scale` and `b_scale`: float32 [1] of whole tensors. A
     device that does not multiply such codes raises `ValueError`, unless it may `emulate` them: decoded, as here."""
-    left = decode_tiles(a, a_scales, a_scale, a_element, a_rows, a_cols, kind, width)
+    left = decode_tiles(matrix(a), a_scales, a_scale, a_element, a_rows, a_cols, kind, width)
     right = decode_tiles(b, b_scales, b_scale, b_element, b_rows, b_cols, kind, width)
-    return (left.to(wide(out)) @ right.to(wide(out)).mT).to(out)
+    c = (left.to(wide(out)) @ right.to(wide(out)).mT).to(out)
+    return c if a.dim() == 2 else c.reshape(*a.shape[:-1], c.shape[-1])

@@ -1,6 +1,7 @@
 """`packed`: an op of which fields wait in another form: compressed, in the host's memory, or not at all.
 
-They are packed right after the forward and unpacked before the half of the backward that reads them; what only wgrad reads goes
+They are packed right after the forward and unpacked before the half of the backward that reads them, unless that reads them as they
+are; what only wgrad reads goes
 packed through dgrad into the pending. What is in the pending alone, such as dy, is packed right after dgrad, also by a backward in
 one go: that is dgrad then wgrad, bit for bit.
 """
@@ -13,7 +14,7 @@ from typing import Any
 from funcops.errors import require
 from funcops.needs import Needs
 from funcops.op import Op, wrap
-from funcops.residuals.forms import pack, unpack
+from funcops.residuals.forms import in_blocks, pack, unpack
 from funcops.residuals.policy import Action, Drop
 from funcops.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
 
@@ -40,7 +41,8 @@ def packed(op: Op, actions: Actions) -> Op:
         for name, action in read.items():
             missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
             require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
-        plain = {name: unpack(getattr(node, name)) for name in read}
+        kept_as = {name: getattr(node, name) for name in read}
+        plain = {name: t if node.fields[name].blocks and in_blocks(t) else unpack(t) for name, t in kept_as.items()}
         filled = node.copy(**plain)
         if node is not kept:
             node.empty()

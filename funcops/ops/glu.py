@@ -20,9 +20,11 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.kernels import coded_glu
 from funcops.kernels import glu as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
+from funcops.residuals.forms import Packed, block_of, unpack
 from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
 
 __all__ = ["GLUConfig", "GLUResiduals", "glu", "glu_bwd", "glu_dgrad", "glu_fwd", "glu_init", "glu_wgrad"]
@@ -63,7 +65,7 @@ class GLUConfig:
 
 
 class GLUResiduals(Residuals, static=("inputs",)):
-    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN)
+    x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN, blocks=True)
     scales: Tensor | None = saved("[*]", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
     linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
 
@@ -114,9 +116,19 @@ def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
 @again_of(GLUResiduals)
 def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
     """y of the forward, the same bits."""
+    x: Any = residuals.x
+    if type(x) is Packed:
+        if _reads(cfg):
+            return coded_glu.coded_glu_fwd(*x.parts, block_of(x), cfg.kind, cfg.first, x.dtype)
+        x = unpack(x)
     if cfg.paired:
-        return kernels.glu_pair_fwd(residuals.x, residuals.linear, cfg.kind)
-    return _gated(residuals.x, residuals.scales, cfg)
+        return kernels.glu_pair_fwd(x, residuals.linear, cfg.kind)
+    return _gated(x, residuals.scales, cfg)
+
+
+def _reads(cfg: GLUConfig) -> bool:
+    """Whether there are kernels that read an x in 8 bits."""
+    return not cfg.scaled and not cfg.paired and cfg.kind in kernels.GATES
 
 
 @dgrad_of(GLUResiduals)
@@ -125,6 +137,11 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     x, scales, needs = residuals.x, residuals.scales, residuals.needs
     if not needs.x:
         return residuals.nothing(), None
+    if type(x) is Packed:
+        if _reads(cfg):
+            check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x.parts[0])
+            return coded_glu.coded_glu_bwd(dy, *x.parts, block_of(x), cfg.kind, cfg.first), None
+        x = unpack(x)
     if cfg.paired:
         check("glu_dgrad", "dy", dy, x.shape, x.dtype, x)
         pair = kernels.glu_pair_bwd(dy, x, residuals.linear, cfg.kind)

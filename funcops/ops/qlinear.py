@@ -25,7 +25,18 @@ from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
-from funcops.formats import Format, QTensor, QWeight, Scaled, check_quantized, quantize_sides, quantize_tensor, turned
+from funcops.formats import (
+    Format,
+    QTensor,
+    QWeight,
+    Scaled,
+    bits_of,
+    check_quantized,
+    join_amaxes,
+    quantize_sides,
+    quantize_tensor,
+    turned,
+)
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
@@ -165,11 +176,11 @@ def qlinear_of_input_dgrad(
 @wgrad_of(QLinearPending, LinearParams)
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
-    the amaxes [3] of x, w and dy; `into` takes the larger of these."""
+    the amaxes [3] of x, w and dy, uint32 (`funcops.formats.bits_of`); `into` takes the larger of these."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
         dw = _dw(pending, cfg.recipe, dtype)
-        gradient: Any = Scaled(dw, pending.amaxes, None) if scaled else dw
+        gradient: Any = Scaled(dw, bits_of(pending.amaxes), None) if scaled else dw
         return LinearParams(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
     sums = _sums(into, scaled)
     db = None if pending.db is None else pending.db.to(dtype)
@@ -180,7 +191,7 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
     )
     if scaled:
         largest: Any = into.weight
-        torch.maximum(largest.scale, pending.amaxes, out=largest.scale)
+        join_amaxes(largest.scale, pending.amaxes)
     return into
 
 
@@ -267,17 +278,17 @@ def _sides(t: Tensor, format: Format, recipe: Recipe) -> tuple[QTensor, QTensor]
 
 
 def _y(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
-    y = _product(x, w, x.dtype, emulate).reshape(*x.shape[:-1], w.shape[0])
+    y = _product(x, w, x.dtype, emulate)
     return y if bias is None else y.add_(bias)
 
 
 def _product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
-    """[M, N] of [*, K] and [N, K], where K is the last dimension of codes."""
-    codes = a.codes.reshape(a.codes.shape[:-1].numel(), a.codes.shape[-1])
+    """[*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
     return scaled_mm(  # type: ignore[no-any-return]
-        codes, a.scales, a.scale, *b.args, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales, a.width, out, emulate
-    )
+        a.codes, a.scales, a.scale, b.codes, b.scales, b.scale, of_a.element, *of_a.tile, of_b.element, *of_b.tile, of_a.scales,
+        a.width, out, emulate,
+    )  # fmt: skip
 
 
 def _dgrad(
@@ -295,7 +306,7 @@ def _dgrad(
         row, col = _of_gradient(dy, recipe, weight, bool(needs.x), low)
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate).reshape(*dy.shape[:-1], cfg.in_features)
+        dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate)
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
     kept = col if low else dy
@@ -344,7 +355,7 @@ def _sums(into: LinearParams, scaled: bool) -> LinearParams:
     if not isinstance(into.weight, Scaled):
         wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
         fail("qlinear_wgrad", "into.weight", wanted, describe(into.weight), TypeError)
-    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.float32)
+    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.uint32)
     return LinearParams(into.weight.value, into.bias)
 
 

@@ -53,10 +53,10 @@ def _int8(t: Tensor) -> Parts:
     return (wide / scale).round().to(torch.int8), scale
 
 
+BLOCKS = {"fp8": 128, "mxfp8": 32}
 CODECS = {
     "bf16": Codec("bf16", lambda t: (t.to(torch.bfloat16),), lambda parts, dtype: parts[0].to(dtype)),
-    "fp8": Codec("fp8", *_blocks(128)),
-    "mxfp8": Codec("mxfp8", *_blocks(32)),
+    **{name: Codec(name, *_blocks(width)) for name, width in BLOCKS.items()},
     "int8": Codec("int8", _int8, lambda parts, dtype: (parts[0].float() * parts[1]).to(dtype)),
 }
 

@@ -20,7 +20,7 @@ from funcops.backend import tracing
 from funcops.errors import short
 from funcops.formats import QTensor
 from funcops.marks import version, versions
-from funcops.residuals.codec import codec, smaller
+from funcops.residuals.codec import BLOCKS, codec, smaller
 from funcops.residuals.offload import copies
 from funcops.residuals.policy import Action, Compress, Drop, Offload
 from funcops.trees import leaf, static, tree, tree_map
@@ -133,6 +133,16 @@ def _same_places(a: Layout, b: Layout) -> bool:
 def _packed(t: Tensor, action: Action) -> Packed:
     parts = codec("pack", action.codec).encode(t) if isinstance(action, Compress) else (copies.on_host(t),)
     return Packed(parts, action=action, shape=t.shape, dtype=t.dtype, device=t.device, view=None)
+
+
+def in_blocks(value: Any) -> bool:
+    """Whether it is a whole tensor in codes and scales of blocks, for whoever reads these as they are: see `block_of`."""
+    return type(value) is Packed and isinstance(value.action, Compress) and value.action.codec in BLOCKS and value.view is None
+
+
+def block_of(value: Packed) -> int:
+    """Elements of a row that share a scale."""
+    return BLOCKS[value.action.codec]
 
 
 def unpack(value: Any) -> Any:

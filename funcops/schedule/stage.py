@@ -16,13 +16,13 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
 from funcops.errors import fail, require_type
-from funcops.formats import stands_for_one, zero_gradient
+from funcops.formats import zero_gradient
 from funcops.needs import Needs
 from funcops.program.into import check_into_tree
 from funcops.program.run import check_names, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
-from funcops.trees import tree_map_with_path
+from funcops.trees import stands_for_one, tree_map_with_path
 
 Done = Callable[[int, Any], None]
 

@@ -16,7 +16,7 @@ from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.module import Prepared, is_plain, prepare
 from funcops.errors import StaleResidualError, describe, fail, require, require_dtype, require_flag, require_type
-from funcops.formats import QTensor, QWeight, quantize_sides, quantize_tensor
+from funcops.formats import QTensor, QWeight, quantized_weight
 from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.ops.linear import LinearParams
@@ -86,10 +86,7 @@ class Held:
         self.path, self.module, self.parameter = path, module, module._parameters["weight"]
         weight = self.parameter.detach()
         weight = weight if dtype is None else weight.to(dtype)
-        format = module.recipe.w
-        both = columns or not format.turns
-        made = QWeight(*quantize_sides(weight, format), None) if both else QWeight(quantize_tensor(weight, format), None, None)
-        self.weight = made.made_of(self.parameter)
+        self.weight = quantized_weight(weight, module.recipe.w, columns).made_of(self.parameter)
 
     def __call__(self, x: Any) -> Any:
         module = self.module

@@ -61,6 +61,10 @@ REASONS = (
         "codes are half the bytes of y: the steps of an element, and those that encode it, come to fewer bytes",
     ),
     Reason(
+        "coded_glu_fwd", "", "instructions",
+        "codes are half the bytes of x: the steps of an element, and those that decode it, come to fewer bytes",
+    ),
+    Reason(
         "quantize_(row|col|both)", "^e2m1", "instructions",
         "codes of 4 bits are made by steps on bits, since sm_90, for which this is counted, has no instruction for them",
     ),

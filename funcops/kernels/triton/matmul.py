@@ -208,9 +208,14 @@ def scratch(size: int, alignment: int, stream: Optional[int]) -> Tensor:
 
 
 def descriptor(t: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Of a tensor that `descriptors_serve` has seen: a copy of one that was checked, as a check takes longer than a launch."""
+    """Of a tensor that `descriptors_serve` has seen."""
+    return descriptor_of(t, [*t.shape], [*t.stride()], rows, columns)
+
+
+def descriptor_of(t: Tensor, shape: list[int], strides: list[int], rows: int, columns: int) -> TensorDescriptor:
+    """Of the memory of t: a copy of a descriptor that was checked, as a check takes longer than a launch."""
     made = object.__new__(TensorDescriptor)
-    made.__dict__ = _checked(t.dtype, rows, columns).__dict__ | {"base": t, "shape": [*t.shape], "strides": [*t.stride()]}
+    made.__dict__ = _checked(t.dtype, rows, columns).__dict__ | {"base": t, "shape": shape, "strides": strides}
     return made
 
 

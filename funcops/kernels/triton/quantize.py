@@ -207,9 +207,14 @@ class _Made(NamedTuple):
     scales: Tensor
 
 
-def _room(x: Tensor, shape: Sequence[int], size: Sequence[int], element: str, tile: tuple[int, int], kind: str) -> _Made:
-    """For x of this size, rows and columns; `shape`: the codes' but for the last dimension."""
-    rows, columns = size
+def _sizes(x: Tensor) -> tuple[int, int]:
+    """Rows and columns of x [*, K], which is not empty."""
+    width = x.shape[-1]
+    return x.numel() // width, width
+
+
+def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str, tile: tuple[int, int], kind: str) -> _Made:
+    """For so many rows and columns; `shape`: the codes' but for the last dimension."""
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
     return _Made(x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
@@ -232,8 +237,8 @@ def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) 
 def _run(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], row: Optional[_Made], col: Optional[_Made]
 ) -> None:
-    """Codes and scales of x [R, K]: of the sides that there is room for."""
-    (high, wide), whole = x.shape, rows == 0
+    """Codes and scales of x [*, K]: of the sides that there is room for."""
+    (high, wide), whole = _sizes(x), rows == 0
     if whole and amax is None:
         amax = _largest(x)
     if whole and col is None and element != "e2m1" and x.numel() % TILES[-1] == 0:
@@ -252,7 +257,7 @@ def _run(
 
 
 def _by_rows(x: Tensor, element: str, kind: str, made: _Made) -> None:
-    rows, width = x.shape
+    rows, width = _sizes(x)
     block = block_of(width, LONGEST) if width <= LONGEST else STEP
     _launch_rows(rows, 1, 1, x, *made, width, element, kind, native(), width > LONGEST, block, num_warps=warps_of(block))
 
@@ -264,8 +269,8 @@ def quantize_row(
     each_row = (rows, cols) == (1, 0) and amax is None and x.numel() > 0
     if key is not None or not (each_row or _serves(x, rows, cols, kind, amax)):
         return declared.quantize_row.kernel.torch_impl(x, element, rows, cols, kind, amax, key)  # type: ignore[no-any-return]
-    t = _matrix(x)
-    made = _room(x, x.shape[:-1], t.shape, element, (rows, cols), kind)
+    t = x.contiguous()
+    made = _room(x, x.shape[:-1], *_sizes(x), element, (rows, cols), kind)
     if each_row:
         _by_rows(t, element, kind, made)
     else:
@@ -281,8 +286,8 @@ def quantize_col(
         return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
     if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a copy that lies the other way
         return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None)
-    t = _matrix(x)
-    made = _room(x, t.shape[1:], t.shape[::-1], element, (rows, cols), kind)
+    t, (high, wide) = x.contiguous(), _sizes(x)
+    made = _room(x, (wide,), wide, high, element, (rows, cols), kind)
     _run(t, element, rows, cols, kind, amax, None, made)
     return made
 
@@ -294,9 +299,9 @@ def quantize_both(
     if not _serves(x, rows, cols, kind, amax):
         turned = quantize_col(x, element, rows, cols, kind, amax, None, False)
         return *quantize_row(x, element, rows, cols, kind, amax, None), *turned
-    t = _matrix(x)
-    row = _room(x, x.shape[:-1], t.shape, element, (rows, cols), kind)
-    col = _room(x, t.shape[1:], t.shape[::-1], element, (rows, cols), kind)
+    t, (high, wide) = x.contiguous(), _sizes(x)
+    row = _room(x, x.shape[:-1], high, wide, element, (rows, cols), kind)
+    col = _room(x, (wide,), wide, high, element, (rows, cols), kind)
     _run(t, element, rows, cols, kind, amax, row, col)
     return *row, *col
 
@@ -305,8 +310,8 @@ def quantize_both(
 def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Tensor]:
     if x.numel() == 0 or x.dim() == 0:
         return declared.quantize_scaled.kernel.torch_impl(x, element, scale)  # type: ignore[no-any-return]
-    t, largest = _matrix(x), x.new_zeros(1, dtype=torch.float32)
-    made = _room(x, x.shape[:-1], t.shape, element, (0, 0), "float32")
+    t, largest = x.contiguous(), x.new_zeros(1, dtype=torch.float32)
+    made = _room(x, x.shape[:-1], *_sizes(x), element, (0, 0), "float32")
     _run(t, element, 0, 0, "scaled", scale, made._replace(scales=largest.view(torch.int32)), None)
     return made.codes, largest
 
@@ -326,14 +331,14 @@ def _largest(x: Tensor) -> Tensor:
 
 @declared.retile.triton
 def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) -> tuple[Tensor, Tensor]:
-    t = _matrix(codes)
     if codes.numel() == 0 or (rows, cols) != (1, declared.BLOCK):
         x = dequantize(codes, scales, None, element, rows, cols, "pow2", codes.shape[-1], torch.float32)
         return quantize_col(x, element, rows, cols, "pow2", None, None, False)
-    made, (high, wide) = _room(codes, t.shape[1:], t.shape[::-1], element, (rows, cols), "pow2"), t.shape
+    high, wide = _sizes(codes)
+    made = _room(codes, (wide,), wide, high, element, (rows, cols), "pow2")
     _launch_tiles(
-        cdiv(high, 128) * cdiv(wide, 128), 1, 1, t, scales.contiguous(), None, None, *made, high, wide, wide, high, element,
-        element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
+        cdiv(high, 128) * cdiv(wide, 128), 1, 1, codes.contiguous(), scales.contiguous(), None, None, *made, high, wide, wide, high,
+        element, element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
     )  # fmt: skip
     return made
 

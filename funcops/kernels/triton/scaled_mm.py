@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.launch import launcher
 from funcops.errors import require
@@ -23,8 +24,9 @@ from funcops.kernels.quantize import ELEMENTS
 from funcops.kernels.triton.common import INTERPRETED, cdiv
 from funcops.kernels.triton.gemm import tile_of
 from funcops.kernels.triton.low_bits import decode, decode_scale, store_exact, times, unpacked
-from funcops.kernels.triton.matmul import descriptor
+from funcops.kernels.triton.matmul import descriptor_of
 
+_INTERPRETED = bool(INTERPRETED)
 GROUP, ALIGN = 8, 16  # tiles of a group share what they read; bytes of a row that a descriptor takes
 PROMOTE = tl.constexpr(128)  # of K, after which a product without scales of blocks is added up in float32
 
@@ -107,21 +109,14 @@ def _product(
 _launch_product = launcher(_product)
 
 
-def _tile_of(kind: str, a: str, b: str, a_tile: tuple[int, int], b_tile: tuple[int, int]) -> Optional[Tile]:
-    """None for what no kernel multiplies: operands that are tiled along K in two ways."""
-    if a_tile[1] != b_tile[1]:
-        return None
+def _tile_of(kind: str, a: str, b: str, cols: int, capability: int) -> Optional[Tile]:
     if kind in ("e8m0", "e4m3"):
-        native = INTERPRETED or _capability(driver.active.get_current_device(), driver.active)[0] >= 100
-        return EMULATED if not native else FEW_BITS if a == b == "e2m1" else NATIVE
-    return (WHOLE if a_tile[1] == 0 else BLOCKS) if a_tile[1] in (0, 128) else None
+        return EMULATED if capability < 100 else FEW_BITS if a == b == "e2m1" else NATIVE
+    return (WHOLE if cols == 0 else BLOCKS) if cols in (0, 128) else None
 
 
-def _runs(kind: str, a: str, b: str, emulate: bool) -> bool:
+def _runs(kind: str, a: str, b: str, emulate: bool, capability: int, name: str) -> bool:
     """Whether the device multiplies such codes; Hopper those with MX scales, when asked to emulate, as bfloat16."""
-    if INTERPRETED:
-        return True
-    capability, name = _capability(driver.active.get_current_device(), driver.active)
     needed = 100 if kind in ("e8m0", "e4m3") else 90
     if capability >= needed:
         return True
@@ -130,21 +125,35 @@ def _runs(kind: str, a: str, b: str, emulate: bool) -> bool:
     return capability >= 90 and kind == "e8m0"
 
 
+@functools.lru_cache(maxsize=256)
+def _chosen(
+    kind: str, a: str, b: str, a_cols: int, b_cols: int, emulate: bool, device: int, active: Any
+) -> Optional[tuple[Tile, int, int]]:
+    """The tile, and the bytes along K that it takes of a and of b. None for what no kernel multiplies: for one, operands that are
+    tiled along K in two ways."""
+    capability, name = (1000, "the interpreter") if INTERPRETED else _capability(device, active)
+    tile = _tile_of(kind, a, b, a_cols, capability) if a_cols == b_cols else None
+    if tile is None or not _runs(kind, a, b, emulate, capability, name):
+        return None
+    return tile, tile.k // (2 if a == "e2m1" else 1), tile.k // (2 if b == "e2m1" else 1)
+
+
 @functools.lru_cache(maxsize=64)
 def _capability(device: int, active: Any) -> tuple[int, str]:
     target = active.get_current_target()
     return (int(target.arch), f"sm_{target.arch}") if target.backend == "cuda" else (0, str(target.arch))
 
 
-def _codes(codes: Tensor, element: str) -> Tensor:
-    """As a descriptor takes them: rows of a multiple of 16 bytes, filled up with zeros."""
+def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> TensorDescriptor:
+    """A descriptor of codes [*, K], as so many rows of a multiple of 16 bytes, filled up with zeros; for loads of `tile` by `wide`
+    bytes."""
     codes = codes.contiguous()
-    if codes.shape[1] % ALIGN:
-        codes = torch.nn.functional.pad(codes, (0, -codes.shape[1] % ALIGN))
+    if codes.shape[-1] % ALIGN:
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % ALIGN))
     elif codes.data_ptr() % ALIGN:
         codes = codes.clone()
-    dtype = ELEMENTS[element].dtype
-    return codes if dtype is None or INTERPRETED else codes.view(dtype)
+    dtype, width = ELEMENTS[element].dtype, codes.shape[-1]
+    return descriptor_of(codes if dtype is None or _INTERPRETED else codes.view(dtype), [rows, width], [width, 1], tile, wide)
 
 
 @declared.scaled_mm.triton
@@ -153,18 +162,18 @@ def scaled_mm(
     a_element: str, a_rows: int, a_cols: int, b_element: str, b_rows: int, b_cols: int, kind: str, width: int, out: torch.dtype,
     emulate: bool = False,
 ) -> Tensor:  # fmt: skip
-    (m, n), tile = (len(a), len(b)), _tile_of(kind, a_element, b_element, (a_rows, a_cols), (b_rows, b_cols))
-    if not m * n * width or out is torch.float64 or tile is None or not _runs(kind, a_element, b_element, emulate):
+    device, active = (0, None) if _INTERPRETED else (driver.active.get_current_device(), driver.active)
+    chosen, n = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active), b.shape[0]
+    if chosen is None or not a.numel() * n or out is torch.float64:
         return declared.scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
             a, a_scales, a_scale, b, b_scales, b_scale, a_element, a_rows, a_cols, b_element, b_rows, b_cols, kind, width, out
         )
-    c = a.new_empty((m, n), dtype=out)
-    left, right = _codes(a, a_element), _codes(b, b_element)
-    of_left, of_right = (tile.k // (2 if element == "e2m1" else 1) for element in (a_element, b_element))
+    tile, of_left, of_right = chosen
+    m, c = a.numel() // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
     _launch_product(
-        cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, descriptor(left, tile.m, of_left), descriptor(right, tile.n, of_right),
-        a_scales.contiguous(), b_scales.contiguous(), a_scale, b_scale, c, m, n, width, a_scales.shape[1], b_scales.shape[1],
-        a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m, tile.n, tile.k, GROUP,
+        cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, _codes(a, a_element, m, tile.m, of_left),
+        _codes(b, b_element, n, tile.n, of_right), a_scales.contiguous(), b_scales.contiguous(), a_scale, b_scale, c, m, n, width,
+        a_scales.shape[1], b_scales.shape[1], a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m, tile.n, tile.k, GROUP,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return c
