@@ -47,7 +47,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """An axis of a mesh, as communication sees it: so many ranks, with a latency for each message and bytes per time of each rank."""
+    """An axis of a mesh, as communication sees it: its ranks, the latency of a message and the bytes per time of each rank."""
 
     axis: str
     size: int

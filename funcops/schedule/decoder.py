@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
-from funcops.errors import describe, fail, require, require_count, require_flag, require_number, require_type
+from funcops.errors import describe, fail, require, require_count, require_flag, require_number
 from funcops.memory.fit import _follow, _held
 from funcops.memory.parts import leaves_of
 from funcops.ops.attention import AttentionConfig
@@ -31,9 +32,10 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Decoder:
-    """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an MLP
-    of three matrices, not two; `flash`: attention keeps no scores; without it they are written out, over all pairs, and computed
-    again in the backward. `residual_bytes`: what a layer keeps of a token; by default that of a block of funcops in 16 bits."""
+    """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an
+    MLP of three matrices, not two; `flash`: attention keeps no scores; without it they are written out, over all pairs, and
+    computed again in the backward. `residual_bytes`: what a layer keeps of a token; by default that of a block of funcops in 16
+    bits."""
 
     hidden: int
     ffn: int
@@ -60,8 +62,8 @@ class Decoder:
 
     @staticmethod
     def of(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
-        """The sizes of a chain of an embedding, a repeat of blocks and a head, for microbatches like x (tokens [B, T], on any device;
-        nothing is run), of a step of `batch` sequences. What a layer keeps is counted in bfloat16, under the policies that the config has.
+        """The sizes of a chain of an embedding, a repeat of blocks and a head, for microbatches like x (tokens [B, T]; nothing is
+        run) and a step of `batch` sequences. What a layer keeps is counted, in bfloat16, under the policies that the config has.
         Raises `ValueError` for a chain whose blocks are not attention and one MLP."""
         return _described(cfg, x, batch)
 
@@ -69,7 +71,7 @@ class Decoder:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
-    @property
+    @functools.cached_property
     def kv_width(self) -> int:
         """Of k, and of v."""
         return (self.kv_heads or self.heads) * self.head_dim
@@ -79,18 +81,18 @@ class Decoder:
         """The width of the MLP's first product."""
         return (2 if self.gated else 1) * self.ffn
 
-    @property
+    @functools.cached_property
     def products(self) -> tuple[Product, ...]:
         """Of a layer."""
         h = self.hidden
         return Product(h + 2 * self.kv_width, h, True), Product(h, h, False), Product(self.up, h, True), Product(h, self.ffn, False)
 
-    @property
+    @functools.cached_property
     def layer_params(self) -> int:
         """Of a layer's matrices and two norms."""
         return sum(one.n * one.k for one in self.products) + 2 * self.hidden
 
-    @property
+    @functools.cached_property
     def params(self) -> int:
         """With the embedding, the last norm and the head, which shares nothing."""
         return self.layers * self.layer_params + 2 * self.vocab * self.hidden + self.hidden

@@ -13,9 +13,9 @@ TILE = (256, 128)  # of cuBLAS's fastest kernels, in NVIDIA's guide to the perfo
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """A kind of GPU and of the machine around it, in seconds and bytes. `flops`: a second, of dense 16-bit products; `efficiency`: the
-    part of them that a product reaches whose tiles fill every wave of the `sms`, fitted; `attention`: the part of that which fused
-    attention reaches; `memory_bandwidth`: of its own memory; `near_`: within a node, otherwise the network's, for each GPU."""
+    """A kind of GPU and of the machine around it, in seconds and bytes. `flops`: a second, of dense 16-bit products; `efficiency`:
+    the part of them that a product reaches whose tiles fill every wave of the `sms`, fitted; `attention`: the part of that which
+    fused attention reaches; `memory_bandwidth`: of its own memory; `near_`: within a node, otherwise the network's, for each GPU."""
 
     name: str
     flops: float
@@ -61,8 +61,8 @@ class GPU:
         return Link(axis, size, self.latency, min(self.near_bandwidth, inside * self.bandwidth))
 
 
-# Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach: of 300 and 450 GB/s of
-# NVLink each way, and of 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s) of network. Efficiencies are fitted: funcops.bench.published.
+# Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach: of 300 and 450 GB/s
+# of NVLink each way, and of 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s) of network. Efficiencies: fitted to funcops.bench.published.
 GPUS = {
     "A100": GPU("A100", 312e12, 0.72, 108, 2.039e12, near_bandwidth=230e9, bandwidth=25e9),
     "H100": GPU("H100", 989e12, 0.57, 132, 3.35e12, near_bandwidth=370e9, bandwidth=45e9),

@@ -22,8 +22,9 @@ SCORES = (13, 32)  # bytes moved of a score that is written out: product, softma
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """How a step is spread: data, tensor (with sequence parallelism), pipeline and context parallel sizes; `chunks`: stages of each
-    pipeline rank; `microbatch`: sequences of one; `zero`: what replicas share out, 1 the optimiser's state, 2 gradients too, 3 params
-    too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is outermost, then pp, cp, tp."""
+    pipeline rank; `microbatch`: sequences of one; `zero`: what replicas share out, 1 the optimiser's state, 2 gradients too, 3
+    params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is outermost, then pp, cp,
+    tp."""
 
     dp: int = 1
     tp: int = 1
@@ -258,82 +259,84 @@ class Stages(NamedTuple):
         return [self.first] if count == 1 else [self.first, *[self.between] * (count - 2), self.last]
 
 
-def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
-    """Seconds and bytes of a microbatch on a stage, its collectives apart."""
+def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
+    """Costs of stages, in seconds and bytes of a microbatch, without what replicas say to each other."""
     layers = layers_of(model, layout)
     assert layers is not None
-    layer = layer_times(model, gpu, layout.tp, layout.cp, layout.microbatch, layout.recompute)
-    rows, tp = layout.microbatch * model.seq // layout.cp, layout.tp
-    width = -(-model.vocab // tp)  # padded
-    head = (
-        gpu.product(rows, width, model.hidden),
-        gpu.product(rows, model.hidden, width),
-        gpu.product(width, model.hidden, rows, 2 * GRAD),
+    one = layout.stages == 1
+    fields = layout.tp, layout.cp, layout.microbatch, layout.recompute, layout.pp > 1, layout.chunks > 1
+    return Stages(
+        _stage(model, gpu, layers.first, one, *fields),
+        _stage(model, gpu, layers.between, False, *fields),
+        _stage(model, gpu, layers.last, True, *fields),
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage(
+    model: Decoder, gpu: GPU, count: int, last: bool, tp: int, cp: int, microbatch: int, recompute: str, piped: bool, chunked: bool
+) -> Costs:
+    """Of so many layers, the last one's with the head."""
+    layer = layer_times(model, gpu, tp, cp, microbatch, recompute)
+    rows, width = microbatch * model.seq // cp, -(-model.vocab // tp)  # padded
+    forward, dgrad, wgrad = (count * one for one in layer[:3])
+    if last:
+        forward += gpu.product(rows, width, model.hidden)
+        dgrad += gpu.product(rows, model.hidden, width)
+        wgrad += gpu.product(width, model.hidden, rows, 2 * GRAD)
+    said = _of_tp(model, layer, count, tp, rows, recompute) if tp > 1 and count else []
+    said += _of_cp(model, count, tp, cp, microbatch, recompute) if cp > 1 and count else []
+    if piped:  # from stage to stage; beside the work of another chunk, where a rank has several
+        y = 2.0 * rows * model.hidden / tp
+        said += [Collective("p2p", "pp", y, under if chunked else 0.0, when) for under, when in ((forward, "F"), (dgrad, "I"))]
+    kept = count * model.kept(recompute) * rows / tp
+    return Costs(forward, dgrad, wgrad, residual_bytes=kept, collectives=tuple(said))
+
+
+def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
+    """Costs of stages, in seconds and bytes of a microbatch."""
+    layers, plain = layers_of(model, layout), plain_stages(model, layout, gpu)
+    assert layers is not None
+    if layout.replicas == 1:
+        return plain
     made = []
-    for count, first, last in zip(layers, (True, False, layout.stages == 1), (layout.stages == 1, False, True), strict=True):
-        times = [count * one + (more if last else 0.0) for one, more in zip(layer[:3], head, strict=True)]
-        forward, dgrad, wgrad = times
-        params = (count * model.layer_params + (first + last) * model.vocab * model.hidden) / tp
-        made.append(
-            Costs(
-                forward,
-                dgrad,
-                wgrad,
-                residual_bytes=count * model.kept(layout.recompute) * rows / tp,
-                collectives=(
-                    *_of_layers(model, layout, layer, count),
-                    *_of_pipeline(model, layout, forward, dgrad),
-                    *_of_replicas(layout, params, count, forward, dgrad + wgrad),
-                ),
-            )
-        )
+    ends = 2 * model.vocab * model.hidden if layout.stages == 1 else model.vocab * model.hidden
+    for count, one, own in zip(layers, plain, (ends, 0, ends), strict=True):
+        params = (count * model.layer_params + own) / layout.tp
+        said = _of_replicas(layout, params, count, one.forward, one.dgrad + one.wgrad)
+        made.append(dataclasses.replace(one, collectives=(*one.collectives, *said)))
     return Stages(*made)
 
 
-def _of_layers(model: Decoder, layout: Layout, layer: Layer, count: int) -> list[Collective]:
+def _of_tp(model: Decoder, layer: Layer, count: int, tp: int, rows: int, recompute: str) -> list[Collective]:
     """Sequence parallelism: a gather before and a reduce-scatter after each pair of products. In the backward the second gather of
-    x runs beside a dgrad, the reduce-scatter of dx beside a wgrad. Context parallelism: k and v are gathered."""
-    found: list[Collective] = []
-    if not count:
-        return found
-    rows = layout.microbatch * model.seq // layout.cp
+    x runs beside a dgrad, the reduce-scatter of dx beside a wgrad."""
     x = 2.0 * rows * model.hidden
-    if layout.tp > 1:
-        again = 2 if layout.recompute == "block" else 1 if layout.recompute == "mlp" else 0
-        for kind in ("all_gather", "reduce_scatter"):
-            found.append(Collective(kind, "tp", x, times=2 * count))
-            if again == 2:
-                found.append(Collective(kind, "tp", x, during="I", times=2 * count))
-        if again == 1:
-            found.append(Collective("all_gather", "tp", x, during="I", times=count))
-        found.append(Collective("all_gather", "tp", x, during="I", times=2 * count))
-        for dgrad, wgrad in layer.column:
-            found.append(Collective("all_gather", "tp", x, dgrad, "I", count))
-            found.append(Collective("reduce_scatter", "tp", x, wgrad, "W", count))
-    if layout.cp > 1:
-        kv = 2 * 2.0 * layout.microbatch * model.seq * max(model.kv_width // layout.tp, model.head_dim)
-        again = 2 if layout.recompute == "block" else 1
-        found.append(Collective("all_gather", "cp", kv, times=count))
-        found.append(Collective("all_gather", "cp", kv, during="I", times=again * count))
-        found.append(Collective("reduce_scatter", "cp", kv, during="I", times=count))
+    found = [Collective(kind, "tp", x, times=2 * count) for kind in ("all_gather", "reduce_scatter")]
+    if recompute == "block":
+        found += [dataclasses.replace(one, during="I") for one in found]
+    if recompute == "mlp":
+        found.append(Collective("all_gather", "tp", x, during="I", times=count))
+    found.append(Collective("all_gather", "tp", x, during="I", times=2 * count))
+    for dgrad, wgrad in layer.column:
+        found.append(Collective("all_gather", "tp", x, dgrad, "I", count))
+        found.append(Collective("reduce_scatter", "tp", x, wgrad, "W", count))
     return found
 
 
-def _of_pipeline(model: Decoder, layout: Layout, forward: float, dgrad: float) -> list[Collective]:
-    """From stage to stage; beside the work of another chunk, where a rank has several."""
-    if layout.pp == 1:
-        return []
-    y = 2.0 * layout.microbatch * model.seq // layout.cp * model.hidden / layout.tp
-    hidden = (forward, dgrad) if layout.chunks > 1 else (0.0, 0.0)
-    return [Collective("p2p", "pp", y, under, when) for under, when in zip(hidden, "FI", strict=True)]
+def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recompute: str) -> list[Collective]:
+    """k and v are gathered, in the backward once more, and their gradients summed."""
+    kv = 2 * 2.0 * microbatch * model.seq * max(model.kv_width // tp, model.head_dim)
+    return [
+        Collective("all_gather", "cp", kv, times=count),
+        Collective("all_gather", "cp", kv, during="I", times=(2 if recompute == "block" else 1) * count),
+        Collective("reduce_scatter", "cp", kv, during="I", times=count),
+    ]
 
 
 def _of_replicas(layout: Layout, params: float, count: int, forward: float, backward: float) -> list[Collective]:
     """Gradients are summed beside the last microbatch's backward and params gathered beside the first one's forward; with ZeRO-2
     each microbatch's gradients beside its backward, and with ZeRO-3 a layer's params beside the layer before."""
-    if layout.replicas == 1:
-        return []
     if layout.zero == 0:
         return [Collective("all_reduce", "dp", GRAD * params, backward, "step")]
     each, times = params / max(1, count), max(1, count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from funcops.schedule.decoder import Decoder
 from funcops.schedule.draw import draw
 from funcops.schedule.gpus import GPU, gpu_of
 from funcops.schedule.layout import RECOMPUTE, Layout, layers_of, mesh_problem, peak, problem
-from funcops.schedule.predict import Bound, Predicted, bound, simulated
+from funcops.schedule.predict import Predicted, bound, floor, simulated
 
 AXES = ("pp", "dp", "cp", "tp")
 MOST_ROWS = 16  # sequences in a microbatch
@@ -31,8 +32,8 @@ class Refused(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
-    """`rows`: the fastest layouts that fit, with at most `memory` bytes a GPU; `refused`: the meshes that are out; `counted`: layouts
-    that were looked at."""
+    """`rows`: the fastest layouts that fit, with at most `memory` bytes a GPU; `refused`: the meshes that are out; `counted`: the
+    layouts that were looked at."""
 
     model: Decoder
     gpus: int
@@ -62,13 +63,14 @@ class Plan:
         lines = [head + f" {'s/step':>9} {'TFLOP/s':>8} {'MFU':>6} {'waiting':>8} {'exposed':>8} {'peak':>11}"]
         for i, one in enumerate(self.rows):
             at, mark, spent = one.layout, "> " if i == 0 else "  ", one.spent
-            sizes = f"{mark}{at.pp:>4} {at.dp:>5} {at.cp:>4} {at.tp:>3} {at.chunks:>3} {at.microbatch:>10} {at.zero:>4} {at.recompute:>9}"
+            sizes = f"{mark}{at.pp:>4} {at.dp:>5} {at.cp:>4} {at.tp:>3} {at.chunks:>3} {at.microbatch:>10}"
+            sizes += f" {at.zero:>4} {at.recompute:>9}"
             shares = f"{100 * spent.waiting / one.time:>6.1f} % {100 * spent.exposed / one.time:>6.1f} %"
             lines.append(
                 f"{sizes} {one.time:>9.4g} {one.flops / 1e12:>8.0f} {100 * one.mfu:>4.0f} % {shares} {size_of(one.peak_bytes):>11}"
             )
-        said = f"{self.counted:,} layouts on {self.gpus:,} {self.gpu.name} of {size_of(self.memory)}; {len(self.refused)} meshes are out"
-        return "\n".join([*lines, said])
+        said = f"{self.counted:,} layouts on {self.gpus:,} {self.gpu.name} of {size_of(self.memory)}"
+        return "\n".join([*lines, f"{said}; {len(self.refused)} meshes are out"])
 
     def __repr__(self) -> str:
         return on_screen(str(self), columns=120)
@@ -80,9 +82,9 @@ class Plan:
 def plan_parallel(
     model: Decoder, gpus: int, memory: float, gpu: GPU | str = "H100", *, fixed: Mapping[str, Any] | None = None, show: int = 10
 ) -> Plan:
-    """The `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each: every mesh (pp, dp, cp, tp) with every number of
-    chunks and size of microbatch, under the ZeRO stage and recomputation that are the fastest of those that fit. `fixed`: fields of
-    `Layout` that are given, such as {"tp": 8}.
+    """The `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each: of every mesh (pp, dp, cp, tp) with every
+    number of chunks and size of microbatch that under the ZeRO stage and recomputation which is the fastest that fits. `fixed`:
+    fields of `Layout` that are given, such as {"tp": 8}.
 
     A closed form bounds the time of each from below; those that can be among the fastest are simulated, stage by stage.
     Raises `ValueError` where no layout divides the model, and where none fits, with the least bytes.
@@ -134,11 +136,12 @@ def _mesh(layout: Layout) -> str:
 
 
 class _Search:
-    """`found`: of each mesh, chunks and microbatch the fastest layout that fits, with its bound; `refused`: meshes without any."""
+    """`found`: of each mesh, chunks, microbatch and ZeRO stage the layout that fits with the least recomputation, after the least
+    time and the bytes that it takes; `refused`: meshes without any."""
 
     def __init__(self, model: Decoder, memory: float, gpu: GPU, fixed: Mapping[str, Any]) -> None:
         self.model, self.memory, self.gpu, self.fixed = model, memory, gpu, fixed
-        self.found: list[tuple[float, float, Layout, Bound]] = []
+        self.found: list[tuple[float, float, Layout]] = []
         self.refused: list[Refused] = []
         self.least: tuple[float, Layout] | None = None  # bytes, of what divides and does not fit
         self.counted = 0
@@ -182,9 +185,9 @@ class _Search:
         return [rows for rows in _divisors(self.model.batch // mesh.dp) if rows <= MOST_ROWS]
 
     def _variants(self, shape: Layout) -> tuple[float, str] | None:
-        """Keeps the fastest of the ZeRO stages, each with the least recomputation that fits; else says what needs fewest bytes."""
+        """Keeps what fits; says what needs fewest bytes where nothing does."""
         stages = [0] if shape.replicas == 1 else [0, 1, 2, 3]
-        fits: list[tuple[float, float, Layout, Bound]] = []
+        before = len(self.found)
         least: tuple[float, str] | None = None
         for zero in stages:
             if self.fixed.get("zero", zero) != zero:
@@ -196,15 +199,11 @@ class _Search:
                 self.counted += 1
                 nbytes = peak(self.model, layout)[1].total
                 if nbytes <= self.memory:
-                    known = bound(self.model, layout, self.gpu)
-                    fits.append((known.time, nbytes, layout, known))
+                    self.found.append((floor(self.model, layout, self.gpu), nbytes, layout))
                     break
                 if least is None or nbytes < least[0]:
                     least = nbytes, f"zero {zero}, recompute {recompute}, V {shape.chunks}, microbatch {shape.microbatch}"
-        if fits:
-            self.found.append(min(fits, key=lambda one: one[:2]))
-            return None
-        return least
+        return least if len(self.found) == before else None
 
     def nothing(self, where: str, gpus: int) -> None:
         if self.least is not None:
@@ -216,10 +215,20 @@ class _Search:
         fail(where, "gpus", f"a product of sizes that divide the model ({closest})", gpus)
 
     def fastest(self, count: int) -> list[Predicted]:
-        """Simulated in the order of their bounds, until nothing that is left can be among the fastest."""
-        done: list[Predicted] = []
-        for least, _, layout, known in sorted(self.found, key=lambda one: one[:2]):
-            if len(done) >= count and least >= sorted(one.time for one in done)[count - 1]:
+        """In the order of their least times, until nothing that is left can be among the fastest. Of layouts that differ in ZeRO and
+        recomputation alone the fastest stays."""
+        done: dict[Layout, Predicted] = {}
+
+        def slowest() -> float:
+            return sorted(one.time for one in done.values())[count - 1] if len(done) >= count else math.inf
+
+        for least, _, layout in sorted(self.found, key=lambda one: one[:2]):
+            if least >= slowest():
                 break
-            done.append(simulated(self.model, layout, self.gpu, known))
-        return sorted(done, key=lambda one: (one.time, one.peak_bytes))[:count]
+            shape = dataclasses.replace(layout, zero=0, recompute="none")
+            known = bound(self.model, layout, self.gpu)
+            if known.time < slowest() and not (shape in done and known.time >= done[shape].time):
+                found = simulated(self.model, layout, self.gpu, known)
+                if shape not in done or found.time < done[shape].time:
+                    done[shape] = found
+        return sorted(done.values(), key=lambda one: (one.time, one.peak_bytes))[:count]

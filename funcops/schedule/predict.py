@@ -12,7 +12,18 @@ from funcops.schedule.chunked import interleaved_1f1b
 from funcops.schedule.decoder import Decoder
 from funcops.schedule.generators import one_f_one_b
 from funcops.schedule.gpus import GPU, gpu_of
-from funcops.schedule.layout import Layout, Memory, Stages, check_layout, microbatches, network_of, peak, stages_of
+from funcops.schedule.layout import (
+    STATE,
+    Layout,
+    Memory,
+    Stages,
+    check_layout,
+    microbatches,
+    network_of,
+    peak,
+    plain_stages,
+    stages_of,
+)
 from funcops.schedule.simulate import Model, Network, Simulated, simulate
 
 UPDATE = 28  # bytes moved of a param by the optimiser: gradient, float32 param and two moments read, those and the param written
@@ -67,7 +78,8 @@ class Predicted:
             [
                 f"{layout} on {layout.gpus:,} {self.gpu.name}",
                 f"{self.time:.4g} s per step: {spent}",
-                f"{self.flops / 1e12:.0f} TFLOP/s a GPU, {100 * self.mfu:.1f} % of its peak; {self.tokens_per_second:,.0f} tokens/s",
+                f"{self.flops / 1e12:.0f} TFLOP/s a GPU, {100 * self.mfu:.1f} % of its peak, "
+                f"{self.tokens_per_second:,.0f} tokens/s",
                 f"{size_of(memory.total)} on pipeline rank {self.rank}: {parts}",
             ]
         )
@@ -93,8 +105,8 @@ def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicte
 
 
 class Loads(NamedTuple):
-    """Seconds, with what is exposed in them: of a microbatch, by pipeline rank; of the first stages on the way to each rank, forward
-    and both ways; and once a step, by rank."""
+    """Seconds, with what is exposed in them: of a microbatch, by pipeline rank; of the first stages on the way to each rank,
+    forward and both ways; and once a step, by rank."""
 
     own: list[float]
     there: list[float]
@@ -130,22 +142,33 @@ class Bound(NamedTuple):
     update: float
     stages: Stages
     network: Network
-    model: Model
+    loads: Loads
 
 
 def bound(model: Decoder, layout: Layout, gpu: GPU) -> Bound:
-    """The least time of a step, from a closed form: work that does not grow with microbatches or GPUs."""
+    """The least time of a step, by a closed form: its work grows neither with microbatches nor with GPUs."""
     stages, network = stages_of(model, layout, gpu), network_of(layout, gpu)
-    resolved = _resolved(layout, stages, network)
+    loads = loads_of(layout, _resolved(layout.stages, stages, network))
     _, memory = peak(model, layout)
-    update = memory.optimiser / 12 * UPDATE / gpu.memory_bandwidth
-    return Bound(least_time(microbatches(model, layout), loads_of(layout, resolved)) + update, update, stages, network, resolved)
+    update = memory.optimiser / STATE * UPDATE / gpu.memory_bandwidth
+    return Bound(least_time(microbatches(model, layout), loads) + update, update, stages, network, loads)
 
 
-def _resolved(layout: Layout, stages: Stages, network: Network) -> Model:
+def floor(model: Decoder, layout: Layout, gpu: GPU) -> float:
+    """The same without what replicas say to each other and the update: of all ZeRO stages at once."""
+    bare = Layout(1, layout.tp, layout.pp, layout.cp, layout.chunks, layout.microbatch, 0, layout.recompute)
+    return least_time(microbatches(model, layout), _plain_loads(model, bare, gpu))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_loads(model: Decoder, layout: Layout, gpu: GPU) -> Loads:
+    return loads_of(layout, _resolved(layout.stages, plain_stages(model, layout, gpu), network_of(layout, gpu)))
+
+
+def _resolved(count: int, stages: Stages, network: Network) -> Model:
     """As `Model.of` has it, with each of the three sorts of stages looked at once."""
     links = {link.axis: link for link in network.axes}
-    found = Stages(*(one.resolved("predict", links) for one in stages)).all(layout.stages)
+    found = Stages(*(one.resolved("predict", links) for one in stages)).all(count)
     return Model(tuple(one for one, _ in found), (0.0,) * len(found), tuple(after for _, after in found))
 
 
@@ -164,7 +187,7 @@ def simulated(model: Decoder, layout: Layout, gpu: GPU, known: Bound | None = No
     count = microbatches(model, layout)
     few = shortened(layout, count)
     found = simulate(schedule_of(layout.pp, layout.chunks, few), known.stages.all(layout.stages), known.network)
-    loads = loads_of(layout, known.model)
+    loads = known.loads
     most = max(loads.own)
     time = found.time + (count - few) * most + known.update
     rank, memory = peak(model, layout)

@@ -17,8 +17,8 @@ from funcops.schedule.collectives import Collective, Link, exposed
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Of one microbatch on one stage: times, in any unit; `together`: of a forward and a backward side by side, None for their sum;
-    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y, which goes to the next stage (its gradient comes
-    back). `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`."""
+    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y, which goes to the next stage (its gradient
+    comes back). `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`."""
 
     forward: float = 1.0
     dgrad: float = 1.0
