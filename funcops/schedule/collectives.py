@@ -67,6 +67,9 @@ class Link:
         `all_reduce`, `all_to_all`, `p2p`."""
         require(kind in COLLECTIVES, "Link.time", "kind", " or ".join(COLLECTIVES), repr(kind))
         require_number("Link.time", 0, nbytes=nbytes)
+        return self._time(kind, nbytes)
+
+    def _time(self, kind: str, nbytes: float) -> float:
         n, latency, whole = self.size, self.latency, nbytes / self.bandwidth
         if n == 1:
             return 0.0
@@ -88,5 +91,5 @@ def exposed(where: str, collectives: tuple[Collective, ...], links: dict[str, Li
         if link is None:
             known = f"an axis of the network, {' or '.join(links)}" if links else "an axis of the network, which has none"
             fail(where, f"costs.collectives.{i}.axis", known, repr(one.axis))
-        found[one.during] += one.times * max(0.0, link.time(one.kind, one.nbytes) - one.hidden_under)
+        found[one.during] += one.times * max(0.0, link._time(one.kind, one.nbytes) - one.hidden_under)
     return found

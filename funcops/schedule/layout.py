@@ -36,8 +36,8 @@ class Layout:
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "chunks", "microbatch"):
-            require_count("Layout", **{name: getattr(self, name)})
+        sizes = {name: value for name, value in vars(self).items() if name not in ("zero", "recompute")}
+        require_count("Layout", **sizes)
         require_type("Layout", "zero", self.zero, int)
         require(is_count(self.zero, 0) and self.zero <= 3, "Layout", "zero", "0, 1, 2 or 3", self.zero)
         require_type("Layout", "recompute", self.recompute, str)
@@ -140,6 +140,14 @@ def layers_of(model: Decoder, layout: Layout) -> Layers | None:
         return Layers(*[model.layers // stages] * 3)
     each = (model.layers + 2) // stages
     return Layers(each - 1, each, each - 1) if (model.layers + 2) % stages == 0 and layout.pp > 1 else None
+
+
+def least_layers(model: Decoder, layout: Layout) -> int:
+    """Of how many layers, one after the other, a step takes the time at least: on the way to the last rank, and on that."""
+    layers = layers_of(model, layout)
+    assert layers is not None
+    own = layout.chunks * layers.between - (layers.between - layers.last)
+    return (layout.pp - 1) * layers.first + microbatches(model, layout) * own
 
 
 class Memory(NamedTuple):

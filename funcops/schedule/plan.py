@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import math
 import os
@@ -14,7 +15,7 @@ from funcops.schedule.decoder import Decoder
 from funcops.schedule.draw import draw
 from funcops.schedule.gpus import GPU, gpu_of
 from funcops.schedule.layout import RECOMPUTE, Layout, layers_of, mesh_problem, peak, problem
-from funcops.schedule.predict import Predicted, bound, floor, simulated
+from funcops.schedule.predict import Bound, Predicted, bound, simulated, without_communication, without_replicas
 
 AXES = ("pp", "dp", "cp", "tp")
 MOST_ROWS = 16  # sequences in a microbatch
@@ -135,6 +136,10 @@ def _mesh(layout: Layout) -> str:
     return " x ".join(f"{name} {getattr(layout, name)}" for name in AXES)
 
 
+def _variant(layout: Layout) -> str:
+    return f"zero {layout.zero}, recompute {layout.recompute}, V {layout.chunks}, microbatch {layout.microbatch}"
+
+
 class _Search:
     """`found`: of each mesh, chunks, microbatch and ZeRO stage the layout that fits with the least recomputation, after the least
     time and the bytes that it takes; `refused`: meshes without any."""
@@ -186,24 +191,26 @@ class _Search:
 
     def _variants(self, shape: Layout) -> tuple[float, str] | None:
         """Keeps what fits; says what needs fewest bytes where nothing does."""
-        stages = [0] if shape.replicas == 1 else [0, 1, 2, 3]
-        before = len(self.found)
-        least: tuple[float, str] | None = None
+        stages = [zero for zero in ([0] if shape.replicas == 1 else range(4)) if self.fixed.get("zero", zero) == zero]
+        ways = [way for way in RECOMPUTE if self.fixed.get("recompute", way) == way]
+        if not stages:
+            return None
+        frugal = dataclasses.replace(shape, zero=stages[-1], recompute=ways[-1])
+        memory = peak(self.model, frugal)[1]
+        if memory.total - memory.workspace > self.memory:  # all others need more
+            self.counted += len(stages) * len(ways)
+            return memory.total, _variant(frugal)
+        before, least = len(self.found), (memory.total, frugal)
         for zero in stages:
-            if self.fixed.get("zero", zero) != zero:
-                continue
-            for recompute in RECOMPUTE:
-                if self.fixed.get("recompute", recompute) != recompute:
-                    continue
+            for recompute in ways:
                 layout = dataclasses.replace(shape, zero=zero, recompute=recompute)
                 self.counted += 1
                 nbytes = peak(self.model, layout)[1].total
                 if nbytes <= self.memory:
-                    self.found.append((floor(self.model, layout, self.gpu), nbytes, layout))
+                    self.found.append((without_communication(self.model, layout, self.gpu), nbytes, layout))
                     break
-                if least is None or nbytes < least[0]:
-                    least = nbytes, f"zero {zero}, recompute {recompute}, V {shape.chunks}, microbatch {shape.microbatch}"
-        return least if len(self.found) == before else None
+                least = min(least, (nbytes, layout), key=lambda one: one[0])
+        return (least[0], _variant(least[1])) if len(self.found) == before else None
 
     def nothing(self, where: str, gpus: int) -> None:
         if self.least is not None:
@@ -215,20 +222,29 @@ class _Search:
         fail(where, "gpus", f"a product of sizes that divide the model ({closest})", gpus)
 
     def fastest(self, count: int) -> list[Predicted]:
-        """In the order of their least times, until nothing that is left can be among the fastest. Of layouts that differ in ZeRO and
-        recomputation alone the fastest stays."""
+        """The layout with the least time is looked at more closely, and in the end simulated, until nothing that is left can be
+        among the fastest. Of layouts that differ in ZeRO and recomputation alone the fastest stays."""
+        heap: list[tuple[float, float, int, bool, Bound | None]] = []
+        for i, (least, nbytes, _) in enumerate(self.found):
+            heap.append((least, nbytes, i, False, None))
+        heapq.heapify(heap)
         done: dict[Layout, Predicted] = {}
-
-        def slowest() -> float:
-            return sorted(one.time for one in done.values())[count - 1] if len(done) >= count else math.inf
-
-        for least, _, layout in sorted(self.found, key=lambda one: one[:2]):
-            if least >= slowest():
-                break
+        slowest = math.inf
+        while heap and heap[0][0] < slowest:
+            _, nbytes, i, closer, known = heapq.heappop(heap)
+            layout = self.found[i][2]
+            if not closer:
+                heapq.heappush(heap, (without_replicas(self.model, layout, self.gpu), nbytes, i, True, None))
+                continue
+            if known is None:
+                known = bound(self.model, layout, self.gpu)
+                heapq.heappush(heap, (known.time, nbytes, i, True, known))
+                continue
             shape = dataclasses.replace(layout, zero=0, recompute="none")
-            known = bound(self.model, layout, self.gpu)
-            if known.time < slowest() and not (shape in done and known.time >= done[shape].time):
-                found = simulated(self.model, layout, self.gpu, known)
-                if shape not in done or found.time < done[shape].time:
-                    done[shape] = found
+            if shape in done and known.time >= done[shape].time:
+                continue
+            found = simulated(self.model, layout, self.gpu, known)
+            done[shape] = min(found, done.get(shape, found), key=lambda one: one.time)
+            if len(done) >= count:
+                slowest = sorted(one.time for one in done.values())[count - 1]
         return sorted(done.values(), key=lambda one: (one.time, one.peak_bytes))[:count]

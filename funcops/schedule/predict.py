@@ -18,6 +18,8 @@ from funcops.schedule.layout import (
     Memory,
     Stages,
     check_layout,
+    layer_times,
+    least_layers,
     microbatches,
     network_of,
     peak,
@@ -154,8 +156,14 @@ def bound(model: Decoder, layout: Layout, gpu: GPU) -> Bound:
     return Bound(least_time(microbatches(model, layout), loads) + update, update, stages, network, loads)
 
 
-def floor(model: Decoder, layout: Layout, gpu: GPU) -> float:
-    """The same without what replicas say to each other and the update: of all ZeRO stages at once."""
+def without_communication(model: Decoder, layout: Layout, gpu: GPU) -> float:
+    """Less than `bound`, for less work: the time of layers alone."""
+    layer = layer_times(model, gpu, layout.tp, layout.cp, layout.microbatch, layout.recompute)
+    return least_layers(model, layout) * (layer.forward + layer.dgrad + layer.wgrad)
+
+
+def without_replicas(model: Decoder, layout: Layout, gpu: GPU) -> float:
+    """Less than `bound`, and the same for all ZeRO stages: without what replicas say to each other, and the update."""
     bare = Layout(1, layout.tp, layout.pp, layout.cp, layout.chunks, layout.microbatch, 0, layout.recompute)
     return least_time(microbatches(model, layout), _plain_loads(model, bare, gpu))
 
