@@ -143,7 +143,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     layer = three.under(_held(chain, at_depth(3)))[0] - two.under(_held(chain, at_depth(2)))[0]
     q, k = next(_heads(part.x) for part in two.parts if part.path.endswith(mixes[0].path))
     found = Decoder(
-        hidden=embeddings[0].embedding_dim,
+        hidden=embeddings[0].dim,
         ffn=matrices[-1].in_features,
         layers=block.times,
         heads=q,

@@ -36,8 +36,9 @@ class Layout:
     recompute: str = "none"
 
     def __post_init__(self) -> None:
-        sizes = {name: value for name, value in vars(self).items() if name not in ("zero", "recompute")}
-        require_count("Layout", **sizes)
+        for name in ("dp", "tp", "pp", "cp", "chunks", "microbatch"):
+            if not is_count(value := getattr(self, name), 1):  # a search makes many of them
+                require_count("Layout", **{name: value})
         require_type("Layout", "zero", self.zero, int)
         require(is_count(self.zero, 0) and self.zero <= 3, "Layout", "zero", "0, 1, 2 or 3", self.zero)
         require_type("Layout", "recompute", self.recompute, str)

@@ -102,7 +102,7 @@ def plan_parallel(
     search = _Search(model, memory, kind, given)
     for sizes in _meshes(gpus):
         if all(given.get(name, size) == size for name, size in sizes.items()):
-            search.mesh(Layout(**sizes))
+            search.mesh(Layout(sizes["dp"], sizes["tp"], sizes["pp"], sizes["cp"]))
     if not search.found:
         search.nothing(where, gpus)
     rows = search.fastest(show)
@@ -203,7 +203,7 @@ class _Search:
         before, least = len(self.found), (memory.total, frugal)
         for zero in stages:
             for recompute in ways:
-                layout = dataclasses.replace(shape, zero=zero, recompute=recompute)
+                layout = Layout(shape.dp, shape.tp, shape.pp, shape.cp, shape.chunks, shape.microbatch, zero, recompute)
                 self.counted += 1
                 nbytes = peak(self.model, layout)[1].total
                 if nbytes <= self.memory:

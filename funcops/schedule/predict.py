@@ -43,7 +43,7 @@ class Spent(NamedTuple):
 @dataclasses.dataclass(frozen=True, repr=False)
 class Predicted:
     """A step of `time` seconds and at most `memory.total` bytes a GPU, which are those of pipeline rank `rank`. `simulated`: the
-    pipeline's first microbatches, by `simulate`; the others take as long as the rank with most to do."""
+    pipeline's first microbatches, by `simulate`; the others take as long as the last of these."""
 
     model: Decoder
     layout: Layout
@@ -185,19 +185,26 @@ def schedule_of(ranks: int, chunks: int, count: int) -> Schedule:
     return one_f_one_b(ranks, count) if chunks == 1 else interleaved_1f1b(ranks, count, chunks)
 
 
-def shortened(layout: Layout, count: int) -> int:
-    """Microbatches after which each further one takes as long as the rank with most to do."""
-    return min(count, 2 * layout.pp)
+def simulate_few(layout: Layout, count: int, stages: Stages, network: Network) -> tuple[Simulated, float]:
+    """The pipeline's first microbatches, and the time of all `count`. After 2 p of them each further one, or each further group of p
+    where a rank has several chunks, takes as long as the one before."""
+    p, chunked = layout.pp, layout.chunks > 1
+    costs = stages.all(layout.stages)
+    found = simulate(schedule_of(p, layout.chunks, few := min(count, 3 * p if chunked else 2 * p)), costs, network)
+    if few == count:
+        return found, found.time
+    before = few - (p if chunked else 1)
+    shorter = simulate(schedule_of(p, layout.chunks, before), costs, network)
+    return found, found.time + (count - few) * (found.time - shorter.time) / (few - before)
 
 
 def simulated(model: Decoder, layout: Layout, gpu: GPU, known: Bound | None = None) -> Predicted:
     known = known or bound(model, layout, gpu)
     count = microbatches(model, layout)
-    few = shortened(layout, count)
-    found = simulate(schedule_of(layout.pp, layout.chunks, few), known.stages.all(layout.stages), known.network)
+    found, time = simulate_few(layout, count, known.stages, known.network)
+    time += known.update
     loads = known.loads
     most = max(loads.own)
-    time = found.time + (count - few) * most + known.update
     rank, memory = peak(model, layout)
     busiest = loads.own.index(most)
     plain = count * sum(c.forward + c.dgrad + c.wgrad for c in known.stages.all(layout.stages)[busiest :: layout.pp])
