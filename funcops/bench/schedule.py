@@ -1,5 +1,6 @@
 """What a split backward costs: matrix products, and live bytes between I and W, against torch.distributed.pipelining's own split of
-the same blocks. CPU, exact: every product and every storage is counted; params and x are not."""
+the same blocks. CPU, exact: every product and every storage is counted; params and x are not. And what the simulator says of
+published runs."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
 from funcops import nn as fnn
+from funcops.bench import published
 from funcops.bench.measure import Row
 from funcops.bench.memory import Live
 from funcops.bench.models import block_config
@@ -34,7 +36,7 @@ class Products(TorchDispatchMode):
 
 
 def run() -> list[Row]:
-    return [*_products(), *_bytes()]
+    return [*_products(), *_bytes(), *published.rows()]
 
 
 def _functional() -> tuple[Any, Any, Any, Tensor]:

@@ -6,6 +6,9 @@ from funcops.schedule.chunked import dualpipe_v as dualpipe_v
 from funcops.schedule.chunked import interleaved_1f1b as interleaved_1f1b
 from funcops.schedule.chunked import interleaved_zb as interleaved_zb
 from funcops.schedule.chunked import zb_v as zb_v
+from funcops.schedule.collectives import Collective as Collective
+from funcops.schedule.collectives import Link as Link
+from funcops.schedule.decoder import Decoder as Decoder
 from funcops.schedule.delay import delay_w as delay_w
 from funcops.schedule.draw import draw as draw
 from funcops.schedule.fewer_ranks import fold as fold
@@ -13,8 +16,15 @@ from funcops.schedule.generators import gpipe as gpipe
 from funcops.schedule.generators import one_f_one_b as one_f_one_b
 from funcops.schedule.generators import zb_h1 as zb_h1
 from funcops.schedule.generators import zb_h2 as zb_h2
+from funcops.schedule.gpus import GPU as GPU
+from funcops.schedule.gpus import GPUS as GPUS
+from funcops.schedule.layout import Layout as Layout
 from funcops.schedule.measure import measure as measure
 from funcops.schedule.measure import measure_stages as measure_stages
+from funcops.schedule.plan import Plan as Plan
+from funcops.schedule.plan import plan_parallel as plan_parallel
+from funcops.schedule.predict import Predicted as Predicted
+from funcops.schedule.predict import predict as predict
 from funcops.schedule.run import Ran as Ran
 from funcops.schedule.run import run as run
 from funcops.schedule.simulate import Costs as Costs

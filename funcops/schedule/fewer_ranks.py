@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from funcops.errors import require, require_count, require_type
 from funcops.schedule.actions import Schedule
-from funcops.schedule.simulate import Costs, simulate
+from funcops.schedule.simulate import Costs, Network, simulate
 
 
-def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None = None) -> Schedule:
+def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Schedule:
     """The schedule with the stages of neighbouring ranks on one: of n ranks, those from r n / `ranks` on go to rank r, and do their
     actions in the order of the times at which `simulate` starts them; pairs come apart.
     Raises `ValueError` where `ranks` does not divide n."""
@@ -17,7 +17,7 @@ def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None =
     count = len(schedule.ranks)
     require_count("fold", ranks=ranks)
     require(count % ranks == 0, "fold", "ranks", f"a divisor of {count}", ranks)
-    slots, size = simulate(schedule, costs).slots, count // ranks
+    slots, size = simulate(schedule, costs, network).slots, count // ranks
     made = []
     for rank in range(ranks):
         own = [slot for of in slots[rank * size : rank * size + size] for slot in of]

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from funcops.errors import in_html, on_screen, require, require_count, require_number, require_type, size_of
 from funcops.schedule.actions import KINDS, Action, Schedule
+from funcops.schedule.collectives import Collective, Link, exposed
 
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Of one microbatch on one stage: times, in any unit; `together`: of a forward and a backward side by side, None for their sum;
-    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y,
-    which goes to the next stage (its gradient comes back)."""
+    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y, which goes to the next stage (its gradient
+    comes back). `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`."""
 
     forward: float = 1.0
     dgrad: float = 1.0
@@ -26,10 +27,20 @@ class Costs:
     residual_bytes: float = 1.0
     pending_bytes: float = 1.0
     output_bytes: float = 0.0
+    collectives: tuple[Collective, ...] = ()
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if name != "together" or value is not None}
+        require_type("Costs", "collectives", given.pop("collectives"), tuple)
+        for i, one in enumerate(self.collectives):
+            require_type("Costs", f"collectives.{i}", one, Collective)
         require_number("Costs", 0, **given)
+
+    def resolved(self, where: str, links: dict[str, Link]) -> tuple[Costs, float]:
+        """The same with what is exposed of the collectives in the times, and what of them is exposed once a step."""
+        more = exposed(where, self.collectives, links)
+        times = {"forward": self.forward + more["F"], "dgrad": self.dgrad + more["I"], "wgrad": self.wgrad + more["W"]}
+        return dataclasses.replace(self, **times, collectives=()), more["step"]
 
     def time(self, kind: str) -> float:
         return {"F": self.forward, "I": self.dgrad, "W": self.wgrad, "B": self.dgrad + self.wgrad}[kind]
@@ -37,13 +48,15 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Time from rank to rank: `latency` + bytes / `bandwidth`; between ranks of one node of `ranks_per_node`, the `near_` ones."""
+    """Time from rank to rank: `latency` + bytes / `bandwidth`; between ranks of one node of `ranks_per_node`, the `near_` ones.
+    `axes`: what lies between the GPUs that one rank of the schedule stands for, and its replicas, for the costs' collectives."""
 
     latency: float = 0.0
     bandwidth: float = math.inf
     ranks_per_node: int = 1
     near_latency: float = 0.0
     near_bandwidth: float = math.inf
+    axes: tuple[Link, ...] = ()
 
     def __post_init__(self) -> None:
         require_number("Network", 0, latency=self.latency, near_latency=self.near_latency)
@@ -51,6 +64,11 @@ class Network:
         require_count("Network", ranks_per_node=self.ranks_per_node)
         for name in ("bandwidth", "near_bandwidth"):
             require(getattr(self, name) > 0, "Network", name, "above 0", getattr(self, name))
+        require_type("Network", "axes", self.axes, tuple)
+        for i, link in enumerate(self.axes):
+            require_type("Network", f"axes.{i}", link, Link)
+        names = [link.axis for link in self.axes]
+        require(len(set(names)) == len(names), "Network", "axes", "a link for each axis once", ", ".join(names))
 
     def time(self, sender: int, receiver: int, nbytes: float) -> float:
         if sender == receiver:
@@ -61,14 +79,16 @@ class Network:
 
 
 class Model(NamedTuple):
-    """Costs by stage, and the time to the stage after, by stage."""
+    """Costs by stage, with what is exposed of their collectives in the times; by stage, the time to the stage after, and that of
+    what is exposed once a step."""
 
     costs: tuple[Costs, ...]
     send: tuple[float, ...]
+    after: tuple[float, ...]
 
     @staticmethod
     def of(schedule: Schedule, costs: Costs | Sequence[Costs] | None, network: Network | None, where: str) -> Model:
-        """Raises for costs of another number of stages."""
+        """Raises for costs of another number of stages, and for collectives on an axis that the network lacks."""
         if costs is not None:
             require_type(where, "costs", costs, Costs, tuple, list)
         if network is not None:
@@ -80,7 +100,11 @@ class Model(NamedTuple):
         require(len(given) == schedule.stages, where, "costs", f"one Costs, or {schedule.stages}, one a stage", len(given))
         owner, net = schedule.rank_of, network or Network()
         send = [net.time(owner[s], owner[s + 1], given[s].output_bytes) for s in range(schedule.stages - 1)]
-        return Model(tuple(given), (*send, 0.0))
+        if all(not one.collectives for one in given):
+            return Model(tuple(given), (*send, 0.0), (0.0,) * len(given))
+        links = {link.axis: link for link in net.axes}
+        found = {one: one.resolved(where, links) for one in set(given)}
+        return Model(tuple(found[one][0] for one in given), (*send, 0.0), tuple(found[one][1] for one in given))
 
 
 class Slot(NamedTuple):
@@ -91,8 +115,8 @@ class Slot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Simulated:
-    """When each action of each rank starts and ends, in the order of the schedule; the time of the step; the most bytes of
-    residuals and pendings that each rank holds."""
+    """When each action of each rank starts and ends, in the order of the schedule; the time of the step, with what is exposed of
+    collectives after a rank's last action; the most bytes of residuals and pendings that each rank holds."""
 
     schedule: Schedule
     starts: tuple[array[float], ...]
@@ -157,7 +181,7 @@ def _shown(nbytes: float) -> str:
 def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Simulated:
     """Every action as early as its rank is free and what it needs has come. `costs`: of every stage, or one each.
 
-    Raises `ValueError` for costs of another number of stages.
+    Raises `ValueError` for costs of another number of stages, and for collectives on an axis that `network` lacks.
     """
     require_type("simulate", "schedule", schedule, Schedule)
     model = Model.of(schedule, costs, network, "simulate")
@@ -196,6 +220,8 @@ def simulate(schedule: Schedule, costs: Costs | Sequence[Costs] | None = None, n
                 peak[rank] = held[rank]
         else:
             held[rank] -= freed[kind][stage]
+    for stage, rank in schedule.rank_of.items():
+        free[rank] += model.after[stage]
     return Simulated(schedule, tuple(starts), tuple(ends), max(free), tuple(peak))
 
 

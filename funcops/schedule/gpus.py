@@ -1,0 +1,79 @@
+"""Kinds of GPUs as data, and how long a matrix product takes on one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from funcops.errors import fail, require, require_count, require_number, require_type
+from funcops.schedule.collectives import Link
+
+TILE = (256, 128)  # of cuBLAS's fastest kernels, in NVIDIA's guide to the performance of matrix products
+
+
+@dataclasses.dataclass(frozen=True)
+class GPU:
+    """A kind of GPU and of the machine around it, in seconds and bytes. `flops`: a second, of dense 16-bit products; `efficiency`:
+    the part of them that a product reaches whose tiles fill every wave of the `sms`, fitted; `attention`: the part of that which
+    fused attention reaches; `memory_bandwidth`: of its own memory; `near_`: within a node, else the network's, for each GPU."""
+
+    name: str
+    flops: float
+    efficiency: float
+    sms: int
+    memory_bandwidth: float
+    near_bandwidth: float
+    bandwidth: float
+    near_latency: float = 5e-6
+    latency: float = 15e-6
+    per_node: int = 8
+    attention: float = 0.75
+
+    def __post_init__(self) -> None:
+        require_type("GPU", "name", self.name, str)
+        require_count("GPU", sms=self.sms, per_node=self.per_node)
+        require_number("GPU", 0, near_latency=self.near_latency, latency=self.latency)
+        require_number("GPU", 0, flops=self.flops, memory_bandwidth=self.memory_bandwidth)
+        require_number("GPU", 0, near_bandwidth=self.near_bandwidth, bandwidth=self.bandwidth)
+        require_number("GPU", 0, efficiency=self.efficiency, attention=self.attention)
+        for name in ("flops", "memory_bandwidth", "near_bandwidth", "bandwidth", "efficiency", "attention"):
+            require(getattr(self, name) > 0, "GPU", name, "above 0", getattr(self, name))
+        for name in ("efficiency", "attention"):
+            require(getattr(self, name) <= 1, "GPU", name, "at most 1", getattr(self, name))
+
+    def product(self, m: int, n: int, k: int, out_bytes: float = 2) -> float:
+        """Seconds of [m, k] x [k, n] in 16 bits. The output is cut into tiles, a tile an SM, in waves of all SMs: tiles and waves
+        that are not full take the time of full ones. Or the time of moving the operands and the output, where that is longer."""
+        waves = min(math.ceil(math.ceil(m / a) * math.ceil(n / b) / self.sms) for a, b in (TILE, TILE[::-1]))
+        arithmetic = waves * self.sms * 2 * math.prod(TILE) * k / (self.flops * self.efficiency)
+        return max(arithmetic, (2 * (m * k + n * k) + out_bytes * m * n) / self.memory_bandwidth)
+
+    def moved(self, nbytes: float) -> float:
+        """Seconds of elementwise work that reads and writes so many bytes."""
+        return nbytes / self.memory_bandwidth
+
+    def link(self, axis: str, size: int, stride: int) -> Link:
+        """The axis of a mesh whose neighbours are `stride` GPUs apart. Within a node it is near; across nodes, ranks of one node
+        share its GPUs' network ports."""
+        inside = max(1, self.per_node // stride)
+        if size <= inside:
+            return Link(axis, size, self.near_latency, self.near_bandwidth)
+        return Link(axis, size, self.latency, min(self.near_bandwidth, inside * self.bandwidth))
+
+
+# Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach: of 300 and 450 GB/s
+# of NVLink each way, and of 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s) of network. Efficiencies: fitted to funcops.bench.published.
+GPUS = {
+    "A100": GPU("A100", 312e12, 0.72, 108, 2.039e12, near_bandwidth=230e9, bandwidth=25e9),
+    "H100": GPU("H100", 989e12, 0.58, 132, 3.35e12, near_bandwidth=370e9, bandwidth=45e9),
+}
+
+
+def gpu_of(where: str, gpu: GPU | str) -> GPU:
+    """The kind of that name. Raises `ValueError` for one that is not known."""
+    require_type(where, "gpu", gpu, str, GPU)
+    if isinstance(gpu, GPU):
+        return gpu
+    if gpu not in GPUS:
+        fail(where, "gpu", f"{' or '.join(GPUS)}, or a GPU of your own", repr(gpu))
+    return GPUS[gpu]

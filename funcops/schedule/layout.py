@@ -1,0 +1,358 @@
+"""A layout of a decoder on a mesh: whether it divides, the bytes of each GPU, and the costs of its pipeline's stages."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+from funcops.errors import fail, require, require_count, require_type
+from funcops.schedule.actions import is_count
+from funcops.schedule.collectives import Collective
+from funcops.schedule.decoder import Decoder
+from funcops.schedule.gpus import GPU
+from funcops.schedule.simulate import Costs, Network
+
+RECOMPUTE = ("none", "mlp", "block")
+PARAM, GRAD, STATE = 2, 4, 12  # bytes: bfloat16; float32 sums of gradients; float32 params and two moments
+ATTENTION_BACKWARD = 2.5  # products of fused attention, against the forward's: the scores once more, and two for each of theirs
+SCORES = (13, 32)  # bytes moved of a score that is written out: product, softmax and dropout; those again, and their backward
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a step is spread: data, tensor (with sequence parallelism), pipeline and context parallel sizes; `chunks`: stages of each
+    pipeline rank; `microbatch`: sequences of one; `zero`: what replicas share out, 1 the optimiser's state, 2 gradients too, 3
+    params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is outermost, then pp, cp,
+    tp."""
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    chunks: int = 1
+    microbatch: int = 1
+    zero: int = 0
+    recompute: str = "none"
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "chunks", "microbatch"):
+            if not is_count(value := getattr(self, name), 1):  # a search makes many of them
+                require_count("Layout", **{name: value})
+        require_type("Layout", "zero", self.zero, int)
+        require(is_count(self.zero, 0) and self.zero <= 3, "Layout", "zero", "0, 1, 2 or 3", self.zero)
+        require_type("Layout", "recompute", self.recompute, str)
+        require(self.recompute in RECOMPUTE, "Layout", "recompute", " or ".join(RECOMPUTE), repr(self.recompute))
+
+    @property
+    def gpus(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def replicas(self) -> int:
+        """The ranks that have the same params: those of dp and cp."""
+        return self.dp * self.cp
+
+    @property
+    def stages(self) -> int:
+        return self.pp * self.chunks
+
+    def __str__(self) -> str:
+        sizes = f"pp {self.pp} x dp {self.dp} x cp {self.cp} x tp {self.tp}"
+        return f"{sizes}, V {self.chunks}, microbatch {self.microbatch}, zero {self.zero}, recompute {self.recompute}"
+
+
+class Problem(NamedTuple):
+    """Why a layout is out."""
+
+    name: str
+    expected: str
+    got: Any
+
+    def __str__(self) -> str:
+        return f"{self.name} must be {self.expected}, got {self.got}"
+
+
+def mesh_problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
+    """What of the sizes of the mesh does not divide."""
+    kv, tp = model.kv_heads or model.heads, layout.tp
+    if model.heads % tp:
+        return Problem("tp", f"a divisor of heads {model.heads}", tp)
+    if kv % tp and tp % kv:
+        return Problem("tp", f"a divisor or a multiple of kv_heads {kv}", tp)
+    if model.ffn % tp:
+        return Problem("tp", f"a divisor of ffn {model.ffn}", tp)
+    if tp > gpu.per_node:
+        return Problem("tp", f"at most {gpu.per_node}, the GPUs of a node", tp)
+    if layout.cp > 1 and model.seq % (2 * layout.cp):
+        return Problem("cp", f"a divisor of half of seq {model.seq}", layout.cp)
+    if model.seq // layout.cp % tp:
+        return Problem("tp", f"a divisor of the {model.seq // layout.cp} tokens that cp {layout.cp} leaves of seq {model.seq}", tp)
+    if layout.pp > model.layers:
+        return Problem("pp", f"at most layers {model.layers}", layout.pp)
+    if model.batch % layout.dp:
+        return Problem("dp", f"a divisor of batch {model.batch}", layout.dp)
+    return None
+
+
+def problem(model: Decoder, layout: Layout, gpu: GPU) -> Problem | None:
+    """What does not divide."""
+    found = mesh_problem(model, layout, gpu)
+    if found is not None:
+        return found
+    if model.batch % (layout.dp * layout.microbatch):
+        return Problem("microbatch", f"a divisor of the {model.batch // layout.dp} sequences of a replica", layout.microbatch)
+    if layout.pp == 1 and layout.chunks > 1:
+        return Problem("chunks", "1 without a pipeline", layout.chunks)
+    if layers_of(model, layout) is None:
+        wanted = f"such that pp x chunks divides layers {model.layers}, or {model.layers + 2} with embedding and head"
+        return Problem("pp", wanted, f"{layout.pp} x {layout.chunks}")
+    count = microbatches(model, layout)
+    if layout.chunks > 1 and count % layout.pp:
+        return Problem("chunks", f"1 where microbatches ({count}) are no multiple of pp {layout.pp}", layout.chunks)
+    if layout.zero and layout.replicas == 1:
+        return Problem("zero", "0 where params have one replica", layout.zero)
+    return None
+
+
+def check_layout(where: str, model: Decoder, layout: Layout, gpu: GPU) -> None:
+    found = problem(model, layout, gpu)
+    if found is not None:
+        fail(where, f"layout.{found.name}", found.expected, found.got)
+
+
+def microbatches(model: Decoder, layout: Layout) -> int:
+    """Of a step, on each replica."""
+    return model.batch // (layout.dp * layout.microbatch)
+
+
+class Layers(NamedTuple):
+    """Of the first stage, of the last, and of each between."""
+
+    first: int
+    between: int
+    last: int
+
+
+def layers_of(model: Decoder, layout: Layout) -> Layers | None:
+    """As many layers a stage; or, where that does not divide, with the embedding and the head in the place of a layer each."""
+    stages = layout.stages
+    if model.layers % stages == 0:
+        return Layers(*[model.layers // stages] * 3)
+    each = (model.layers + 2) // stages
+    return Layers(each - 1, each, each - 1) if (model.layers + 2) % stages == 0 and layout.pp > 1 else None
+
+
+def least_layers(model: Decoder, layout: Layout) -> int:
+    """Of how many layers, one after the other, a step takes the time at least: on the way to the last rank, and on that."""
+    layers = layers_of(model, layout)
+    assert layers is not None
+    own = layout.chunks * layers.between - (layers.between - layers.last)
+    return (layout.pp - 1) * layers.first + microbatches(model, layout) * own
+
+
+class Memory(NamedTuple):
+    """Bytes of a GPU at its peak."""
+
+    params: float
+    grads: float
+    optimiser: float
+    residuals: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return sum(self)
+
+
+def in_flight(layout: Layout, rank: int, count: int) -> int:
+    """Chunks of microbatches that a pipeline rank holds at most, in 1F1B or its interleaved form."""
+    p, v = layout.pp, layout.chunks
+    return min(p - rank, count) if v == 1 else min((v - 1) * p + 2 * (p - 1 - rank) + 1, v * count)
+
+
+def peak(model: Decoder, layout: Layout) -> tuple[int, Memory]:
+    """The pipeline rank that needs most, and its bytes."""
+    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})  # those between hold what the second holds, or less
+    return max(((rank, rank_memory(model, layout, rank)) for rank in ranks), key=lambda found: found[1].total)
+
+
+def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:
+    """Residuals of the most microbatches in flight, each chunk as large as the rank's largest."""
+    layers = layers_of(model, layout)
+    assert layers is not None
+    first, last = rank == 0, rank == layout.pp - 1
+    own = layout.chunks * layers.between - first * (layers.between - layers.first) - last * (layers.between - layers.last)
+    if layout.stages == 1:
+        own = model.layers
+    ends = (first + last) * model.vocab * model.hidden
+    params = (own * model.layer_params + ends) / layout.tp
+    shared, zero = layout.replicas, layout.zero
+    layer = model.layer_params / layout.tp
+    tokens = layout.microbatch * model.seq / layout.cp
+    chunk = layers.between if layout.chunks > 1 or not (first or last) else layers.first if first else layers.last
+    held = in_flight(layout, rank, microbatches(model, layout)) * chunk * model.kept(layout.recompute) * tokens / layout.tp
+    again = (model.kept("none") - model.kept(layout.recompute)) * tokens / layout.tp
+    logits = 2 * 2 * tokens * model.vocab / layout.tp if last else 0.0  # and their gradient
+    gathered = 2 * (PARAM + GRAD) * layer if zero == 3 else GRAD * layer if zero == 2 else 0.0  # a layer ahead
+    return Memory(
+        PARAM * params / (shared if zero == 3 else 1),
+        GRAD * params / (shared if zero >= 2 else 1),
+        STATE * params / (shared if zero >= 1 else 1),
+        held,
+        max(again, logits) + gathered,
+    )
+
+
+class Layer(NamedTuple):
+    """Seconds of a layer, without communication; `column` has the dgrad and the wgrad of each product that tp cuts by columns."""
+
+    forward: float
+    dgrad: float
+    wgrad: float
+    column: tuple[tuple[float, float], ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, recompute: str) -> Layer:
+    rows = microbatch * model.seq // cp
+    sizes = []
+    kv = max(model.kv_width // tp, model.head_dim)  # kv heads are replicated where there are fewer than tp
+    for i, (n, k, column) in enumerate(model.products):
+        width = model.hidden // tp + 2 * kv if i == 0 else n // tp
+        sizes.append((width, k) if column else (n, k // tp))
+    forwards = [gpu.product(rows, n, k) for n, k in sizes]
+    dgrads = [gpu.product(rows, k, n) for n, k in sizes]
+    wgrads = [gpu.product(n, k, rows, 2 * GRAD) for n, k in sizes]  # read and written
+    mix, mix_backward = _attention(model, gpu, tp, rows)
+    h = model.hidden
+    around = 20 * h + (3 if model.gated else 4) * 2 * model.ffn + 4 * (h + model.kv_width)  # norms, sums, activation, rotation
+    plain = gpu.moved(rows * around / tp)
+    forward = sum(forwards) + mix + plain
+    again = {"none": 0.0, "mlp": forwards[2], "block": forward}[recompute]
+    backward = sum(dgrads) + mix_backward + 2 * plain + again
+    return Layer(forward, backward, sum(wgrads), tuple((dgrads[i], wgrads[i]) for i in (0, 2)))
+
+
+def _attention(model: Decoder, gpu: GPU, tp: int, rows: int) -> tuple[float, float]:
+    """Seconds forward and backward."""
+    pairs = rows * model.seq * (model.heads // tp)
+    arithmetic = 4 * pairs * model.head_dim / (gpu.flops * gpu.efficiency)
+    if model.flash:
+        fused = arithmetic / 2 / gpu.attention
+        return fused, ATTENTION_BACKWARD * fused
+    return arithmetic + gpu.moved(SCORES[0] * pairs), 2.5 * arithmetic + gpu.moved(SCORES[1] * pairs)
+
+
+def network_of(layout: Layout, gpu: GPU) -> Network:
+    """The axes of the mesh. Replicas are one axis, dp."""
+    tp, cp = layout.tp, layout.cp
+    return Network(
+        axes=(
+            gpu.link("tp", tp, 1),
+            gpu.link("cp", cp, tp),
+            gpu.link("pp", layout.pp, tp * cp),
+            gpu.link("dp", layout.replicas, tp if cp > 1 else tp * layout.pp),
+        )
+    )
+
+
+class Stages(NamedTuple):
+    """What the first stage has, each between, and the last: their costs, for one."""
+
+    first: Any
+    between: Any
+    last: Any
+
+    def all(self, count: int) -> list[Any]:
+        return [self.first] if count == 1 else [self.first, *[self.between] * (count - 2), self.last]
+
+
+def plain_stages(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
+    """Costs of stages, in seconds and bytes of a microbatch, without what replicas say to each other."""
+    layers = layers_of(model, layout)
+    assert layers is not None
+    one = layout.stages == 1
+    fields = layout.tp, layout.cp, layout.microbatch, layout.recompute, layout.pp > 1, layout.chunks > 1
+    return Stages(
+        _stage(model, gpu, layers.first, one, *fields),
+        _stage(model, gpu, layers.between, False, *fields),
+        _stage(model, gpu, layers.last, True, *fields),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _stage(
+    model: Decoder, gpu: GPU, count: int, last: bool, tp: int, cp: int, microbatch: int, recompute: str, piped: bool, chunked: bool
+) -> Costs:
+    """Of so many layers, the last one's with the head."""
+    layer = layer_times(model, gpu, tp, cp, microbatch, recompute)
+    rows, width = microbatch * model.seq // cp, -(-model.vocab // tp)  # padded
+    forward, dgrad, wgrad = (count * one for one in layer[:3])
+    if last:
+        forward += gpu.product(rows, width, model.hidden)
+        dgrad += gpu.product(rows, model.hidden, width)
+        wgrad += gpu.product(width, model.hidden, rows, 2 * GRAD)
+    said = _of_tp(model, layer, count, tp, rows, recompute) if tp > 1 and count else []
+    said += _of_cp(model, count, tp, cp, microbatch, recompute) if cp > 1 and count else []
+    if piped:  # from stage to stage; beside the work of another chunk, where a rank has several
+        y = 2.0 * rows * model.hidden / tp
+        said += [Collective("p2p", "pp", y, under if chunked else 0.0, when) for under, when in ((forward, "F"), (dgrad, "I"))]
+    kept = count * model.kept(recompute) * rows / tp
+    return Costs(forward, dgrad, wgrad, residual_bytes=kept, collectives=tuple(said))
+
+
+def stages_of(model: Decoder, layout: Layout, gpu: GPU) -> Stages:
+    """Costs of stages, in seconds and bytes of a microbatch."""
+    layers, plain = layers_of(model, layout), plain_stages(model, layout, gpu)
+    assert layers is not None
+    if layout.replicas == 1:
+        return plain
+    made = []
+    ends = 2 * model.vocab * model.hidden if layout.stages == 1 else model.vocab * model.hidden
+    for count, one, own in zip(layers, plain, (ends, 0, ends), strict=True):
+        params = (count * model.layer_params + own) / layout.tp
+        said = _of_replicas(layout, params, count, one.forward, one.dgrad + one.wgrad)
+        made.append(dataclasses.replace(one, collectives=(*one.collectives, *said)))
+    return Stages(*made)
+
+
+def _of_tp(model: Decoder, layer: Layer, count: int, tp: int, rows: int, recompute: str) -> list[Collective]:
+    """Sequence parallelism: a gather before and a reduce-scatter after each pair of products. In the backward the second gather of
+    x runs beside a dgrad, the reduce-scatter of dx beside a wgrad."""
+    x = 2.0 * rows * model.hidden
+    found = [Collective(kind, "tp", x, times=2 * count) for kind in ("all_gather", "reduce_scatter")]
+    if recompute == "block":
+        found += [dataclasses.replace(one, during="I") for one in found]
+    if recompute == "mlp":
+        found.append(Collective("all_gather", "tp", x, during="I", times=count))
+    found.append(Collective("all_gather", "tp", x, during="I", times=2 * count))
+    for dgrad, wgrad in layer.column:
+        found.append(Collective("all_gather", "tp", x, dgrad, "I", count))
+        found.append(Collective("reduce_scatter", "tp", x, wgrad, "W", count))
+    return found
+
+
+def _of_cp(model: Decoder, count: int, tp: int, cp: int, microbatch: int, recompute: str) -> list[Collective]:
+    """k and v are gathered, in the backward once more, and their gradients summed."""
+    kv = 2 * 2.0 * microbatch * model.seq * max(model.kv_width // tp, model.head_dim)
+    return [
+        Collective("all_gather", "cp", kv, times=count),
+        Collective("all_gather", "cp", kv, during="I", times=(2 if recompute == "block" else 1) * count),
+        Collective("reduce_scatter", "cp", kv, during="I", times=count),
+    ]
+
+
+def _of_replicas(layout: Layout, params: float, count: int, forward: float, backward: float) -> list[Collective]:
+    """Gradients are summed beside the last microbatch's backward and params gathered beside the first one's forward; with ZeRO-2
+    each microbatch's gradients beside its backward, and with ZeRO-3 a layer's params beside the layer before."""
+    if layout.zero == 0:
+        return [Collective("all_reduce", "dp", GRAD * params, backward, "step")]
+    each, times = params / max(1, count), max(1, count)
+    reduce = [Collective("reduce_scatter", "dp", GRAD * each, backward / times, "W", times)]
+    if layout.zero == 3:
+        gather = [("F", forward / times), ("I", backward / times)]
+        return reduce + [Collective("all_gather", "dp", PARAM * each, under, when, times) for when, under in gather]
+    if layout.zero == 1:
+        reduce = [Collective("reduce_scatter", "dp", GRAD * params, backward, "step")]
+    return [*reduce, Collective("all_gather", "dp", PARAM * params, forward, "step")]

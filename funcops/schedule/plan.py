@@ -1,0 +1,250 @@
+"""`plan_parallel`: the fastest layouts of a decoder on so many GPUs, and why the others are out."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import itertools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from funcops.errors import fail, in_html, on_screen, require, require_count, require_number, require_type, size_of
+from funcops.schedule.decoder import Decoder
+from funcops.schedule.draw import draw
+from funcops.schedule.gpus import GPU, gpu_of
+from funcops.schedule.layout import RECOMPUTE, Layout, layers_of, mesh_problem, peak, problem
+from funcops.schedule.predict import Bound, Predicted, bound, simulated, without_communication, without_replicas
+
+AXES = ("pp", "dp", "cp", "tp")
+MOST_ROWS = 16  # sequences in a microbatch
+
+
+class Refused(NamedTuple):
+    """A mesh none of whose layouts divides the model and fits, and why: by the layout that needs fewest bytes, if it is bytes."""
+
+    layout: Layout
+    why: str
+
+    def __str__(self) -> str:
+        return f"{_mesh(self.layout)}: {self.why}"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan:
+    """`rows`: the fastest layouts that fit, with at most `memory` bytes a GPU; `refused`: the meshes that are out; `counted`: the
+    layouts that were looked at."""
+
+    model: Decoder
+    gpus: int
+    memory: float
+    gpu: GPU
+    rows: tuple[Predicted, ...]
+    refused: tuple[Refused, ...]
+    counted: int
+
+    @property
+    def best(self) -> Predicted:
+        return self.rows[0]
+
+    def why_not(self, **sizes: int) -> tuple[Refused, ...]:
+        """The meshes of these sizes that are out: `plan.why_not(tp=8, pp=16)`. Raises `ValueError` for a size of no axis."""
+        for name, value in sizes.items():
+            require(name in AXES, "Plan.why_not", "sizes", f"of the axes {', '.join(AXES)}", repr(name))
+            require_count("Plan.why_not", **{name: value})
+        return tuple(one for one in self.refused if all(getattr(one.layout, name) == value for name, value in sizes.items()))
+
+    def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
+        """The best one's pipeline, its first microbatches, as `funcops.schedule.draw` has it."""
+        return draw(self.best.simulated, path)
+
+    def __str__(self) -> str:
+        head = f"{'':2}{'pp':>4} {'dp':>5} {'cp':>4} {'tp':>3} {'V':>3} {'microbatch':>10} {'zero':>4} {'recompute':>9}"
+        lines = [head + f" {'s/step':>9} {'TFLOP/s':>8} {'MFU':>6} {'waiting':>8} {'exposed':>8} {'peak':>11}"]
+        for i, one in enumerate(self.rows):
+            at, mark, spent = one.layout, "> " if i == 0 else "  ", one.spent
+            sizes = f"{mark}{at.pp:>4} {at.dp:>5} {at.cp:>4} {at.tp:>3} {at.chunks:>3} {at.microbatch:>10}"
+            sizes += f" {at.zero:>4} {at.recompute:>9}"
+            shares = f"{100 * spent.waiting / one.time:>6.1f} % {100 * spent.exposed / one.time:>6.1f} %"
+            lines.append(
+                f"{sizes} {one.time:>9.4g} {one.flops / 1e12:>8.0f} {100 * one.mfu:>4.0f} % {shares} {size_of(one.peak_bytes):>11}"
+            )
+        said = f"{self.counted:,} layouts on {self.gpus:,} {self.gpu.name} of {size_of(self.memory)}"
+        return "\n".join([*lines, f"{said}; {len(self.refused)} meshes are out"])
+
+    def __repr__(self) -> str:
+        return on_screen(str(self), columns=120)
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
+
+
+def plan_parallel(
+    model: Decoder, gpus: int, memory: float, gpu: GPU | str = "H100", *, fixed: Mapping[str, Any] | None = None, show: int = 10
+) -> Plan:
+    """The `show` fastest layouts of a decoder on `gpus` GPUs of `memory` bytes each: of every mesh (pp, dp, cp, tp) with every
+    number of chunks and size of microbatch that under the ZeRO stage and recomputation which is the fastest that fits. `fixed`:
+    fields of `Layout` that are given, such as {"tp": 8}.
+
+    A closed form bounds the time of each from below; those that can be among the fastest are simulated, stage by stage.
+    Raises `ValueError` where no layout divides the model, and where none fits, with the least bytes.
+
+        print(plan := plan_parallel(Decoder(4096, 14336, 32, 32, 128256, 8192, 256, kv_heads=8), 64, 70 * 2**30))
+        plan.draw("best.svg")
+    """
+    where = "plan_parallel"
+    require_type(where, "model", model, Decoder)
+    require_count(where, gpus=gpus, show=show)
+    require_number(where, 0, memory=memory)
+    require(memory > 0, where, "memory", "above 0", memory)
+    kind, given = gpu_of(where, gpu), _fixed(where, fixed)
+    search = _Search(model, memory, kind, given)
+    for sizes in _meshes(gpus):
+        if all(given.get(name, size) == size for name, size in sizes.items()):
+            search.mesh(Layout(sizes["dp"], sizes["tp"], sizes["pp"], sizes["cp"]))
+    if not search.found:
+        search.nothing(where, gpus)
+    rows = search.fastest(show)
+    return Plan(model, gpus, memory, kind, tuple(rows), tuple(search.refused), search.counted)
+
+
+def _fixed(where: str, fixed: Mapping[str, Any] | None) -> dict[str, Any]:
+    if fixed is None:
+        return {}
+    require_type(where, "fixed", fixed, Mapping)
+    names = [field.name for field in dataclasses.fields(Layout)]
+    for name in fixed:
+        require(name in names, where, "fixed", f"of the fields {', '.join(names)}", repr(name))
+    Layout(**fixed)
+    return dict(fixed)
+
+
+def _divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _meshes(gpus: int) -> Iterator[dict[str, int]]:
+    for tp in _divisors(gpus):
+        for cp in _divisors(gpus // tp):
+            for pp in _divisors(gpus // tp // cp):
+                yield {"pp": pp, "dp": gpus // tp // cp // pp, "cp": cp, "tp": tp}
+
+
+def _mesh(layout: Layout) -> str:
+    return " x ".join(f"{name} {getattr(layout, name)}" for name in AXES)
+
+
+def _variant(layout: Layout) -> str:
+    return f"zero {layout.zero}, recompute {layout.recompute}, V {layout.chunks}, microbatch {layout.microbatch}"
+
+
+class _Search:
+    """`found`: of each mesh, chunks, microbatch and ZeRO stage the layout that fits with the least recomputation, after the least
+    time and the bytes that it takes; `refused`: meshes without any."""
+
+    def __init__(self, model: Decoder, memory: float, gpu: GPU, fixed: Mapping[str, Any]) -> None:
+        self.model, self.memory, self.gpu, self.fixed = model, memory, gpu, fixed
+        self.found: list[tuple[float, float, Layout]] = []
+        self.refused: list[Refused] = []
+        self.least: tuple[float, Layout] | None = None  # bytes, of what divides and does not fit
+        self.counted = 0
+
+    def mesh(self, mesh: Layout) -> None:
+        problem_of_mesh = mesh_problem(self.model, mesh, self.gpu)
+        if problem_of_mesh is not None:
+            self.refused.append(Refused(mesh, str(problem_of_mesh)))
+            return
+        before, first, least = len(self.found), None, None
+        for chunks, rows in itertools.product(self._chunks(mesh), self._rows(mesh)):
+            shape = dataclasses.replace(mesh, chunks=chunks, microbatch=rows)
+            wrong = problem(self.model, shape, self.gpu)
+            if wrong is not None:
+                first = first or wrong
+                continue
+            smallest = self._variants(shape)
+            if smallest is not None and (least is None or smallest < least):
+                least = smallest
+        if len(self.found) > before:
+            return
+        if least is not None:
+            why = f"memory must be at least {size_of(least[0])}, got {size_of(self.memory)} ({least[1]})"
+            if self.least is None or least[0] < self.least[0]:
+                self.least = least[0], dataclasses.replace(mesh)
+            self.refused.append(Refused(mesh, why))
+        elif first is not None:
+            self.refused.append(Refused(mesh, str(first)))
+
+    def _chunks(self, mesh: Layout) -> list[int]:
+        """Of which each has a layer at least; one that divides is tried first, so that what is said of none is of 1."""
+        if "chunks" in self.fixed:
+            return [self.fixed["chunks"]]
+        most = max(1, (self.model.layers + 2) // mesh.pp) if mesh.pp > 1 else 1
+        divides = [v for v in range(2, most + 1) if layers_of(self.model, dataclasses.replace(mesh, chunks=v)) is not None]
+        return [1, *divides]
+
+    def _rows(self, mesh: Layout) -> list[int]:
+        if "microbatch" in self.fixed:
+            return [self.fixed["microbatch"]]
+        return [rows for rows in _divisors(self.model.batch // mesh.dp) if rows <= MOST_ROWS]
+
+    def _variants(self, shape: Layout) -> tuple[float, str] | None:
+        """Keeps what fits; says what needs fewest bytes where nothing does."""
+        stages = [zero for zero in ([0] if shape.replicas == 1 else range(4)) if self.fixed.get("zero", zero) == zero]
+        ways = [way for way in RECOMPUTE if self.fixed.get("recompute", way) == way]
+        if not stages:
+            return None
+        frugal = dataclasses.replace(shape, zero=stages[-1], recompute=ways[-1])
+        memory = peak(self.model, frugal)[1]
+        if memory.total - memory.workspace > self.memory:  # all others need more
+            self.counted += len(stages) * len(ways)
+            return memory.total, _variant(frugal)
+        before, least = len(self.found), (memory.total, frugal)
+        for zero in stages:
+            for recompute in ways:
+                layout = Layout(shape.dp, shape.tp, shape.pp, shape.cp, shape.chunks, shape.microbatch, zero, recompute)
+                self.counted += 1
+                nbytes = peak(self.model, layout)[1].total
+                if nbytes <= self.memory:
+                    self.found.append((without_communication(self.model, layout, self.gpu), nbytes, layout))
+                    break
+                least = min(least, (nbytes, layout), key=lambda one: one[0])
+        return (least[0], _variant(least[1])) if len(self.found) == before else None
+
+    def nothing(self, where: str, gpus: int) -> None:
+        if self.least is not None:
+            wanted = f"at least {self.least[0]:,.0f} bytes ({size_of(self.least[0])}, {_mesh(self.least[1])})"
+            fail(where, "memory", wanted, f"{self.memory:,.0f}")
+        if not self.refused:
+            fail(where, "fixed", f"sizes whose product divides gpus {gpus}", dict(self.fixed))
+        closest = self.refused[0]
+        fail(where, "gpus", f"a product of sizes that divide the model ({closest})", gpus)
+
+    def fastest(self, count: int) -> list[Predicted]:
+        """The layout with the least time is looked at more closely, and in the end simulated, until nothing that is left can be
+        among the fastest. Of layouts that differ in ZeRO and recomputation alone the fastest stays."""
+        heap: list[tuple[float, float, int, bool, Bound | None]] = []
+        for i, (least, nbytes, _) in enumerate(self.found):
+            heap.append((least, nbytes, i, False, None))
+        heapq.heapify(heap)
+        done: dict[Layout, Predicted] = {}
+        slowest = math.inf
+        while heap and heap[0][0] < slowest:
+            _, nbytes, i, closer, known = heapq.heappop(heap)
+            layout = self.found[i][2]
+            if not closer:
+                heapq.heappush(heap, (without_replicas(self.model, layout, self.gpu), nbytes, i, True, None))
+                continue
+            if known is None:
+                known = bound(self.model, layout, self.gpu)
+                heapq.heappush(heap, (known.time, nbytes, i, True, known))
+                continue
+            shape = dataclasses.replace(layout, zero=0, recompute="none")
+            if shape in done and known.time >= done[shape].time:
+                continue
+            found = simulated(self.model, layout, self.gpu, known)
+            done[shape] = min(found, done.get(shape, found), key=lambda one: one.time)
+            if len(done) >= count:
+                slowest = sorted(one.time for one in done.values())[count - 1]
+        return sorted(done.values(), key=lambda one: (one.time, one.peak_bytes))[:count]

@@ -1,0 +1,213 @@
+"""`predict`: the time of a step and the bytes of each GPU, of a decoder in a layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from funcops.errors import in_html, on_screen, require_type, size_of
+from funcops.schedule.actions import Schedule
+from funcops.schedule.chunked import interleaved_1f1b
+from funcops.schedule.decoder import Decoder
+from funcops.schedule.generators import one_f_one_b
+from funcops.schedule.gpus import GPU, gpu_of
+from funcops.schedule.layout import (
+    STATE,
+    Layout,
+    Memory,
+    Stages,
+    check_layout,
+    layer_times,
+    least_layers,
+    microbatches,
+    network_of,
+    peak,
+    plain_stages,
+    stages_of,
+)
+from funcops.schedule.simulate import Model, Network, Simulated, simulate
+
+UPDATE = 28  # bytes moved of a param by the optimiser: gradient, float32 param and two moments read, those and the param written
+
+
+class Spent(NamedTuple):
+    """Where the seconds of a step go, on the pipeline rank that has most to do."""
+
+    compute: float
+    exposed: float
+    waiting: float
+    update: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Predicted:
+    """A step of `time` seconds and at most `memory.total` bytes a GPU, which are those of pipeline rank `rank`. `simulated`: the
+    pipeline's first microbatches, by `simulate`; the others take as long as the last of these."""
+
+    model: Decoder
+    layout: Layout
+    gpu: GPU
+    time: float
+    rank: int
+    memory: Memory
+    spent: Spent
+    simulated: Simulated
+
+    @property
+    def peak_bytes(self) -> float:
+        return self.memory.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.model.batch * self.model.seq / self.time
+
+    @property
+    def flops(self) -> float:
+        """Of the model, a second and GPU."""
+        return self.model.flops / self.time / self.layout.gpus
+
+    @property
+    def mfu(self) -> float:
+        """The part of the GPU's peak that these are."""
+        return self.flops / self.gpu.flops
+
+    def __str__(self) -> str:
+        layout, memory = self.layout, self.memory
+        parts = ", ".join(f"{name} {size_of(value)}" for name, value in memory._asdict().items() if value)
+        spent = ", ".join(f"{name} {100 * value / self.time:.1f} %" for name, value in self.spent._asdict().items())
+        return "\n".join(
+            [
+                f"{layout} on {layout.gpus:,} {self.gpu.name}",
+                f"{self.time:.4g} s per step: {spent}",
+                f"{self.flops / 1e12:.0f} TFLOP/s a GPU, {100 * self.mfu:.1f} % of its peak, "
+                f"{self.tokens_per_second:,.0f} tokens/s",
+                f"{size_of(memory.total)} on pipeline rank {self.rank}: {parts}",
+            ]
+        )
+
+    def __repr__(self) -> str:
+        return on_screen(str(self), columns=140)
+
+    def _repr_html_(self) -> str:
+        return in_html(repr(self))
+
+
+def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicted:
+    """The time of a step, and the bytes of the GPU that needs most. The pipeline runs 1F1B, interleaved where a rank has several
+    chunks. Raises `ValueError` for a layout that does not divide the model.
+
+        print(predict(Decoder(8192, 28672, 80, 64, 128256, 8192, 512, kv_heads=8), Layout(dp=8, tp=8, pp=4)))
+    """
+    require_type("predict", "model", model, Decoder)
+    require_type("predict", "layout", layout, Layout)
+    kind = gpu_of("predict", gpu)
+    check_layout("predict", model, layout, kind)
+    return simulated(model, layout, kind)
+
+
+class Loads(NamedTuple):
+    """Seconds, with what is exposed in them: of a microbatch, by pipeline rank; of the first stages on the way to each rank,
+    forward and both ways; and once a step, by rank."""
+
+    own: list[float]
+    there: list[float]
+    there_and_back: list[float]
+    after: list[float]
+
+
+def loads_of(layout: Layout, model: Model) -> Loads:
+    p, v = layout.pp, layout.chunks
+    costs, tails = model.costs, model.after
+    both = [c.forward + c.dgrad + c.wgrad for c in costs]
+    own = [sum(both[r::p]) for r in range(p)]
+    after = [sum(tails[r::p][:v]) for r in range(p)]
+    there, back = [0.0], [0.0]
+    for stage in range(p - 1):
+        there.append(there[-1] + costs[stage].forward)
+        back.append(back[-1] + both[stage])
+    return Loads(own, there, back, after)
+
+
+def least_time(count: int, loads: Loads) -> float:
+    """No schedule of the stages takes less; where all stages cost the same, 1F1B and its interleaved form take just that. A rank
+    begins when its first stage's x has come through the ranks before it, and what it does last is on its way back through them."""
+    turn = max(back + count * own for back, own in zip(loads.there_and_back, loads.own, strict=True)) + loads.after[0]
+    rows = zip(loads.there, loads.own, loads.after, strict=True)
+    return max(turn, max(there + count * own + after for there, own, after in rows))
+
+
+class Bound(NamedTuple):
+    """What is known of a layout before it is simulated."""
+
+    time: float
+    update: float
+    stages: Stages
+    network: Network
+    loads: Loads
+
+
+def bound(model: Decoder, layout: Layout, gpu: GPU) -> Bound:
+    """The least time of a step, by a closed form: its work grows neither with microbatches nor with GPUs."""
+    stages, network = stages_of(model, layout, gpu), network_of(layout, gpu)
+    loads = loads_of(layout, _resolved(layout.stages, stages, network))
+    _, memory = peak(model, layout)
+    update = memory.optimiser / STATE * UPDATE / gpu.memory_bandwidth
+    return Bound(least_time(microbatches(model, layout), loads) + update, update, stages, network, loads)
+
+
+def without_communication(model: Decoder, layout: Layout, gpu: GPU) -> float:
+    """Less than `bound`, for less work: the time of layers alone."""
+    layer = layer_times(model, gpu, layout.tp, layout.cp, layout.microbatch, layout.recompute)
+    return least_layers(model, layout) * (layer.forward + layer.dgrad + layer.wgrad)
+
+
+def without_replicas(model: Decoder, layout: Layout, gpu: GPU) -> float:
+    """Less than `bound`, and the same for all ZeRO stages: without what replicas say to each other, and the update."""
+    bare = Layout(1, layout.tp, layout.pp, layout.cp, layout.chunks, layout.microbatch, 0, layout.recompute)
+    return least_time(microbatches(model, layout), _plain_loads(model, bare, gpu))
+
+
+@functools.lru_cache(maxsize=4096)
+def _plain_loads(model: Decoder, layout: Layout, gpu: GPU) -> Loads:
+    return loads_of(layout, _resolved(layout.stages, plain_stages(model, layout, gpu), network_of(layout, gpu)))
+
+
+def _resolved(count: int, stages: Stages, network: Network) -> Model:
+    """As `Model.of` has it, with each of the three sorts of stages looked at once."""
+    links = {link.axis: link for link in network.axes}
+    found = Stages(*(one.resolved("predict", links) for one in stages)).all(count)
+    return Model(tuple(one for one, _ in found), (0.0,) * len(found), tuple(after for _, after in found))
+
+
+@functools.lru_cache(maxsize=32)
+def schedule_of(ranks: int, chunks: int, count: int) -> Schedule:
+    return one_f_one_b(ranks, count) if chunks == 1 else interleaved_1f1b(ranks, count, chunks)
+
+
+def simulate_few(layout: Layout, count: int, stages: Stages, network: Network) -> tuple[Simulated, float]:
+    """The pipeline's first microbatches, and the time of all `count`. After 2 p of them each further one, or each further group of p
+    where a rank has several chunks, takes as long as the one before."""
+    p, chunked = layout.pp, layout.chunks > 1
+    costs = stages.all(layout.stages)
+    found = simulate(schedule_of(p, layout.chunks, few := min(count, 3 * p if chunked else 2 * p)), costs, network)
+    if few == count:
+        return found, found.time
+    before = few - (p if chunked else 1)
+    shorter = simulate(schedule_of(p, layout.chunks, before), costs, network)
+    return found, found.time + (count - few) * (found.time - shorter.time) / (few - before)
+
+
+def simulated(model: Decoder, layout: Layout, gpu: GPU, known: Bound | None = None) -> Predicted:
+    known = known or bound(model, layout, gpu)
+    count = microbatches(model, layout)
+    found, time = simulate_few(layout, count, known.stages, known.network)
+    time += known.update
+    loads = known.loads
+    most = max(loads.own)
+    rank, memory = peak(model, layout)
+    busiest = loads.own.index(most)
+    plain = count * sum(c.forward + c.dgrad + c.wgrad for c in known.stages.all(layout.stages)[busiest :: layout.pp])
+    shown = count * most - plain + loads.after[busiest]
+    spent = Spent(plain, shown, max(0.0, time - plain - shown - known.update), known.update)
+    return Predicted(model, layout, gpu, time, rank, memory, spent, found)
