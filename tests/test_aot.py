@@ -22,7 +22,7 @@ pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
-DRAWN = 2  # for each target
+DRAWN = 4  # for each target
 NUMBERS = itertools.count()
 PROGRAM = """
 import json, random, sys, torch, triton, triton.language as tl
