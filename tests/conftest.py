@@ -3,6 +3,7 @@ import importlib.util
 import os
 
 import pytest
+import quick_torch
 import torch
 from hypothesis import settings
 
@@ -26,6 +27,7 @@ def pytest_configure(config):
             import quick_triton
 
             quick_triton.quicken()
+        quick_torch.quicken()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,7 +45,7 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish(session):
     """The garbage collector, which a tracer's many objects call often, need not look at what was collected each time."""
     gc.freeze()
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(200_000, 20, 100)
     gc.enable()
 
 

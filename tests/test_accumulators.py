@@ -243,6 +243,7 @@ def test_triton_adds_to_accumulators_of_any_strides(layout):
     assert_close(got, want, dtype=torch.float32)
 
 
+@pytest.mark.turns("dtype")
 @pytest.mark.parametrize("implementation", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_accumulators_as_narrow_as_their_gradients_get_them_rounded_once(dtype, implementation):

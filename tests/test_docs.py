@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import linecache
 import os
 import pkgutil
 import re
@@ -50,7 +51,8 @@ def test_there_are_pages():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_doctests(name):
+def test_doctests(name, monkeypatch):
+    monkeypatch.setattr(linecache, "checkcache", lambda *_: None)  # for each docstring it looks at every file that was ever shown
     torch.manual_seed(0)
     found = doctest.testmod(importlib.import_module(name))
     assert found.failed == 0

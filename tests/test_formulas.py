@@ -11,6 +11,7 @@ from tiers import drawn
 
 import funcops.kernels
 from funcops.backend import wide
+from funcops.errors import describe
 from funcops.kernels import glu, norm
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
@@ -216,9 +217,8 @@ def compare(kernel, args, dtype):
     got += tuple(given[name] for name in kernel.mutates)
     found = [(g, w) for g, w in zip(got, wanted, strict=True) if g is not None]
     length = max([t.numel() for t in tensors(args)] + [1])
-    assert_close(
-        *map(list, zip(*found, strict=True)) if found else ([], []), dtype=dtype, length=length, what=f"{kernel.name}{args}"
-    )
+    what = f"{kernel.name}({', '.join(map(describe, args))})"
+    assert_close(*map(list, zip(*found, strict=True)) if found else ([], []), dtype=dtype, length=length, what=what)
 
 
 def run(name, dtype, times, monkeypatch):

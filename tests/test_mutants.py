@@ -57,6 +57,7 @@ def fault(after, test="test_twice", **more):
     return run.Fault("core", "funcops/__init__.py", "x * 2", after, (f"test_it.py::{test}",), **more)
 
 
+@pytest.mark.slow
 def test_the_runner_tells_them_apart(tmp_path, monkeypatch, capsys):
     small(tmp_path / "tree", monkeypatch)
     cases = [

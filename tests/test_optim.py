@@ -16,6 +16,7 @@ from funcops.optim import (
     AdamWConfig,
     AdamWState,
     SGDConfig,
+    _rows,
     adamw_init,
     adamw_update,
     clip_by_global_norm,
@@ -25,7 +26,7 @@ from funcops.optim import (
     sgd_update,
     warmup_cosine,
 )
-from funcops.trees import leaf, leaves, nothing_like, paths, tensors, tree, tree_map, tree_map_tensors
+from funcops.trees import leaf, leaves, nothing_like, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 
 @tree
@@ -388,6 +389,25 @@ def test_an_update_does_not_depend_on_strides(init, update, cfg, in_place, dtype
     for layout in LAYOUTS_OF_A_MATRIX.values():
         for ways in ((layout, rows, rows), (rows, layout, rows), (rows, rows, layout), (layout,) * 3):
             assert equal(steps(*ways), want)
+
+
+@pytest.mark.parametrize(("init", "update", "cfg"), OPTIMISERS)
+def test_models_updated_in_turn_are_told_apart_without_their_values(init, update, cfg, monkeypatch):
+    """Of many structures, some alike but for a part within: to spell a tensor out takes a millisecond, and waits for its device."""
+    t = torch.ones(2)
+    trees = [
+        t, {"a": t}, {"a": t, "b": t}, {"c": t}, {"a": {"b": t}}, {"a": {"c": t}}, {"a": [t, t]}, [t], (t,), (t, t), ([t], [t, t])
+    ]  # fmt: skip
+    trees = [tree_map_tensors(torch.clone, params) for params in trees]  # each leaf a tensor of its own
+    monkeypatch.setattr(_rows, "_SEEN_KEPT", len(trees))
+    states = [init(params, cfg) for params in trees]
+    for params, state in zip(trees, states, strict=True):
+        update(params, params, state, cfg)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__repr__", lambda *_, **__: pytest.fail("a tensor was spelled out"))
+        for params, state in list(zip(trees, states, strict=True)) * 2:
+            new, _ = update(params, params, state, cfg)
+            assert same_structure(new, params)
 
 
 @pytest.mark.turns("betas")

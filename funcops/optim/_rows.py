@@ -16,7 +16,7 @@ from funcops.trees import leaves, paths, same_structure, structure, tensors, tre
 T = TypeVar("T")
 Row = Sequence[Tensor]
 Kind = tuple[torch.device, torch.dtype]
-_seen: list[Any] = []  # structures of params, the latest first
+_seen: list[tuple[Any, Any]] = []  # structures of params, each after its outermost part, the latest first
 _SEEN_KEPT = 8
 _LEAVES = (Tensor, bool, type(None))
 
@@ -55,14 +55,14 @@ def open_trees(where: str, trees: dict[str, Any], decay: Any, in_place: bool) ->
 
 def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
     """The leaves of trees that must have the structure of the first; the error names the paths that differ."""
-    for seen in () if tracing() else _seen:  # reading by a known structure is thrice as fast as finding the structure
+    (first, wanted), *others = trees.items()
+    for seen in () if tracing() else _alike(wanted):  # reading by a known structure is thrice as fast as finding the structure
         try:
             lists = [seen.flatten_up_to(tree) for tree in trees.values()]
         except ValueError:
             continue
         if all([issubclass(kind, _LEAVES) for kind in {type(leaf) for row in lists for leaf in row}]):
             return lists
-    (first, wanted), *others = trees.items()
     for name, other in others:
         if not same_structure(wanted, other):
             have, got = paths(wanted), paths(other)
@@ -70,9 +70,23 @@ def lists_of(where: str, trees: dict[str, Any]) -> list[list[Any]]:
             said = [f"{side} {', '.join(which)}" for side, which in sides.items() if which]
             said = said or [f"other containers, {describe(other)} for {describe(wanted)}"]
             fail(where, name, f"a tree like {first}", "one " + " and ".join(said))
-    if not tracing() and structure(wanted) not in _seen:
-        _seen[:] = [structure(wanted), *_seen][:_SEEN_KEPT]
+    if not tracing() and structure(wanted) not in [seen for _, seen in _seen]:
+        _seen[:] = [(_top(wanted), structure(wanted)), *_seen][:_SEEN_KEPT]
     return [leaves(tree) for tree in trees.values()]
+
+
+def _alike(tree: Any) -> list[Any]:
+    """The structures seen that may be the tree's. To read by another one raises, and spells every tensor out for its message."""
+    top = _top(tree)
+    alike = [seen for known, seen in _seen if known == top]
+    if len(alike) > 1:
+        wanted = structure(tree)
+        return [seen for seen in alike if seen == wanted]
+    return alike
+
+
+def _top(tree: Any) -> tuple[type, int]:
+    return type(tree), len(tree) if isinstance(tree, (dict, list, tuple)) else 0
 
 
 def _traits_of_params(params: Row, grads: Row, *state: Row) -> tuple[list[Any], list[Any]] | None:
