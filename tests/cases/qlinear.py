@@ -35,8 +35,8 @@ class Products(torch.autograd.Function):
         rows, inner = dy.reshape(-1, dy.shape[-1]).mT, x.reshape(-1, x.shape[-1]).mT
         if recipe.wgrad == "low":
             rows, inner = q(dy, recipe.dy, "col", 2), q(x, recipe.x, "col", 0)
-        amaxes = torch.stack([t.abs().max() for t in (x, w, dy)]).float() if ctx.scaled else None
-        return dx, rows @ inner.mT, None, amaxes
+        amaxes = torch.stack([t.abs().max() for t in (x, w, dy)]).float().view(torch.int32) if ctx.scaled else None  # as bits
+        return dx, rows @ inner.mT, None, None if amaxes is None else amaxes.to(x.dtype)
 
 
 def reference(params, x, cfg):
