@@ -25,15 +25,22 @@ TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
 DRAWN = 4  # for each target
 NUMBERS = itertools.count()
 PROGRAM = """
-import json, random, sys, torch, triton, triton.language as tl
+import dataclasses, json, random, sys, torch, triton, triton.language as tl
+from funcops import (
+    ActivationConfig, ChainConfig, LayerNormConfig, LinearConfig, RMSNormConfig, Step, activation, chain, layer_norm, linear,
+    rms_norm,
+)
 from funcops.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
 from funcops.backend.fingerprint import fingerprint
 from funcops.backend import backend
 from funcops.backend.launch import compiled_launches, launcher, planned_launches
 from funcops.bench.aot import never_built, plan, read
-from funcops.bench.choices import norms, scaled_product
-from funcops.kernels.quantize import quantize_both
+from funcops.bench.choices import norms, recipes, scaled_product
+from funcops.kernels import quantize, quantize_after
 from funcops.kernels.triton.matmul import Epilogue, matmul
+from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
+from funcops.random import key
+from funcops.residuals.codec import CODECS
 
 @triton.jit
 def greedy(x_ptr, y_ptr, BLOCK: tl.constexpr):
@@ -68,6 +75,24 @@ def drawn_norms(dtype):
         for norm in norms(dtype, width, rows=draw.choice([3, 4096])):
             norm()
 
+def drawn_recipes():
+    # layers of any size, by recipes of any options, and what each of them reads of the op before it
+    for recipe in [draw.choice(list(recipes())) for _ in range(12)] + [Fp8Delayed(), Fp8Block(keep="input"), NVFP4(hadamard=False)]:
+        recipe = dataclasses.replace(recipe, emulate=True)
+        if recipe.x.turns and not (recipe.delayed or recipe.hadamard):
+            recipe = dataclasses.replace(recipe, keep=draw.choice(["input", "row", "col"]))
+        i, o = (32 * draw.randint(1, 40) for _ in range(2))
+        ops = [(rms_norm, RMSNormConfig(o)), (layer_norm, LayerNormConfig(o)), (activation, ActivationConfig("gelu"))]
+        steps = Step("up", linear, LinearConfig(i, o)), Step("op", *draw.choice(ops)), Step("down", linear, LinearConfig(o, i))
+        cfg = with_recipe(ChainConfig(steps=steps), recipe)
+        params = chain.init(cfg, key=key(0), dtype=torch.float32, device="meta")
+        work = quantize_params(params, cfg, recipe_init(cfg, params), columns=draw.random() < 0.5)
+        y, kept = chain.fwd(work, torch.empty(draw.randint(1, 500), i, dtype=torch.bfloat16, device="meta"), cfg)
+        chain.bwd(kept, y, cfg)
+    for codec in CODECS.values():
+        x = torch.empty(draw.randint(1, 500), draw.randint(1, 500), dtype=torch.bfloat16, device="meta")
+        codec.decode(codec.encode(x), x.dtype)
+
 table, seed, drawn = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 sys.path.insert(0, sys.argv[4])
 from races import memory_of, races
@@ -82,7 +107,7 @@ def built(launched, target):
 
 known = {row.hash for row in read(table) if row.compiler == COMPILER}
 draw = random.Random(seed)
-found = {"compiler": COMPILER, "planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": []}
+found = {"compiler": COMPILER, "planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": [], "recipes": []}
 for target in TARGETS:
     planned = plan(target)
     hashes = [fingerprint(launched, target) for launched in planned]
@@ -98,14 +123,21 @@ for target in TARGETS:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             drawn_norms(dtype)
     found["norms"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in launches]
+    with stubbed(TARGETS[target].gpu), planned_launches() as launches, backend("triton"):
+        drawn_recipes()
+    found["recipes"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in launches]
     found["built"] += [built(launched, target) for launched in new + draw.sample(old, min(drawn, len(old)))]
 with stubbed(), compiled_launches() as launches:
     x = torch.empty(8192, device="meta")
     launcher(greedy)(1, 1, 1, x, x, 8192, num_warps=1)
 with stubbed(), compiled_launches() as quantisers, backend("triton"):
-    for element in ("e4m3", "e5m2"):
-        quantize_both(torch.empty(512, 512, dtype=torch.bfloat16, device="meta"), element, 1, 128, "pow2", None)
-found["ptx"] = [one.compiled.asm["ptx"] for one in quantisers]
+    x, w, one = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((512, 512), 512, 1))
+    codes, scales, *_ = quantize.quantize_both(x, "e4m3", 1, 128, "pow2", None)
+    quantize.retile(codes, scales, "e5m2", 1, 128)
+    quantize.quantize_scaled(x, "e5m2", one.float())
+    quantize_after.rms_norm_quantize(x, w, 1e-5, False, "e4m3", 128, "pow2")
+    quantize_after.glu_quantize(x, "swiglu", True, "e5m2", 128, "pow2")
+found["ptx"] = {f"{name_of(one.kernel)} {config_of(one)}": one.compiled.asm["ptx"] for one in quantisers}
 
 def refused(target, *product):
     with stubbed(TARGETS[target].gpu), planned_launches() as planned, backend("triton"):
@@ -249,6 +281,33 @@ def test_no_norm_takes_rows_in_a_way_without_a_row(found):
     assert len(names) == 8 and len(taken) > 150 and not taken - known
 
 
+def codes_of(kernel, config, target, warps):
+    """How numbers of few bits are made, decoded or multiplied: kernel, dtypes, elements, tiles and scales; not of what size."""
+    sized = ("ROWS", "BLOCK") if kernel == "quantize_after.norm" else ()
+    return kernel, target, *(word for word in config.split() if "%16" not in word and word.split("=")[0] not in sized)
+
+
+def test_no_recipe_makes_a_choice_without_a_row(found):
+    names = "quantize.", "quantize_after.", "scaled_mm."
+    known = {codes_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows()}
+    made = {codes_of(*launch) for launch in found["recipes"] if launch[0].startswith(names)}
+    assert len(made) > 80 and not made - known
+
+
+def test_products_of_codes_are_those_of_tensor_cores():
+    """Every pair of elements and kind of scales, on Hopper and Blackwell."""
+    seen = {}
+    for row in rows():
+        words = dict(word.split("=", 1) for word in row["config"].split() if "=" in word)
+        if row["kernel"] == "scaled_mm.product":
+            seen.setdefault((row["target"], words["KIND"]), set()).add((words["A"], words["B"], row["matrix"]))
+    eights = [(a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
+    want = {("sm_90", kind): {(*pair, "QGMMA") for pair in eights} for kind in ("pow2", "float32")}
+    want |= {("sm_100", kind): {(*pair, "UTCQMMA") for pair in eights} for kind in ("pow2", "float32", "e8m0")}
+    want |= {("sm_90", "e8m0"): {(*pair, "HGMMA") for pair in eights}, ("sm_100", "e4m3"): {("e2m1", "e2m1", "UTCOMMA")}}
+    assert seen == want
+
+
 def test_a_table_that_is_not_of_these_kernels_is_seen():
     table = rows()
     compiler = table[0]["compiler"]
@@ -346,12 +405,12 @@ def before_casts(ptx):
 
 def test_nothing_is_clamped_before_a_cast(found):
     """min and max give the other of a NaN and a number."""
-    assert len(found["ptx"]) == 2
-    for ptx in found["ptx"]:
+    assert {name.split()[0] for name in found["ptx"]} == {"quantize.tiles", "quantize_after.norm", "quantize_after.pointwise"}
+    assert len(found["ptx"]) == 5
+    for name, ptx in found["ptx"].items():
         made = before_casts(ptx)
-        assert len(made) == 128 and set(made) == {"mul.f32"}
-        clamped = ptx.replace("mul.f32", "min.f32", 200)
-        assert "min.f32" in before_casts(clamped)
+        assert len(made) >= 16 and set(made) == {"mul.f32"}, name
+        assert "min.f32" in before_casts(ptx.replace("mul.f32", "min.f32")), name
 
 
 def test_a_device_that_lacks_a_format_says_so(found):

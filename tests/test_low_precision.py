@@ -2,6 +2,7 @@
 step may go."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from funcops.trees import cast, paths, stands_for_one, tensors, tree_map_tensors
 
 D, COUNT = 32, 3
 RECIPE = Fp8Delayed(history=4)
+STATELESS = Fp8Block(), Fp8Current(), MXFP8(), NVFP4()
 FP8_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
 
 
@@ -265,7 +267,7 @@ def test_one_collective_a_step_for_scales_and_none_without(wanted):
     assert [tuple(flat.shape) for flat in calls] == [(sum(a.numel() for a in amaxes.values()),)]
     doubled = recipe_update(state, {path: 2 * a for path, a in amaxes.items()}, RECIPE)
     assert all(torch.equal(t, paths(doubled)[path]) for path, t in paths(found).items())
-    for recipe in (Fp8Block(), Fp8Current(), MXFP8(), NVFP4()):
+    for recipe in STATELESS:
         cfg = with_recipe(config(), recipe)
         params, xs, dys = given(cfg)
         grads, none = split_amaxes(
@@ -360,22 +362,42 @@ def test_a_whole_step_compiles_as_one_graph(recipe):
     assert all(torch.equal(t[..., :2], paths(found_state)[path][..., :2]) for path, t in paths(want_state).items())
 
 
-def test_a_recorded_step_gives_the_same_bits():
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [RECIPE, STATELESS[int(time.time() // 86400) % 4]], ids=lambda r: type(r).__name__)
+def test_a_whole_step_compiles_by_the_default_backend(recipe):
+    """One linear layer, as a compiler is slow; of the recipes without state another each day."""
+    cfg = with_recipe(ChainConfig(steps=(Step("up", fo.linear, fo.LinearConfig(D, D)),)), recipe)
+    params, xs, dys = given(cfg)
+    state = begun(cfg, params)
+    want = paths(whole_step(params, state, xs[:1], dys[:1], cfg, recipe))
+    found = paths(torch.compile(whole_step, fullgraph=True, dynamic=False)(params, state, xs[:1], dys[:1], cfg, recipe))
+    assert set(found) == set(want) and (len(state) == 1) == recipe.delayed
+    for path, t in want.items():
+        if path.startswith("1."):
+            assert torch.equal(found[path], t), path
+        else:
+            torch.testing.assert_close(found[path], t, rtol=1e-5, atol=1e-6 * float(t.abs().max()), msg=path)
+
+
+@pytest.mark.parametrize(
+    "recipe", [RECIPE, *[pytest.param(r, marks=pytest.mark.slow) for r in STATELESS]], ids=lambda r: type(r).__name__
+)
+def test_a_recorded_step_gives_the_same_bits(recipe):
     """The working tree and the update are in the graph, the state is one of its buffers: three replays are three steps."""
-    cfg = with_recipe(mlp(), RECIPE)
+    cfg = with_recipe(mlp(), recipe)
     params, xs, dys = given(cfg)
     state = want_state = recipe_init(cfg, params)
 
     def step(params, state, *batch):
-        grads, new = whole_step(params, state, batch[:2], batch[2:], cfg, RECIPE)
+        grads, new = whole_step(params, state, batch[:2], batch[2:], cfg, recipe)
         for old, now in zip(tensors(state), tensors(new), strict=True):
             old.copy_(now)
         return grads, state
 
-    captured = graphed(step, params, state, *xs[:2], *dys[:2], inputs={"1": "donated"})
+    captured = graphed(step, params, state, *xs[:2], *dys[:2], inputs={"1": "donated"} if state else {})
     for i in range(3):
         batch = [x * (i + 1) for x in xs[:2]], [dy * (i + 1) for dy in dys[:2]]
-        want, want_state = whole_step(params, want_state, *batch, cfg, RECIPE)
+        want, want_state = whole_step(params, want_state, *batch, cfg, recipe)
         found, state = captured(params, state, *batch[0], *batch[1])
         for a, b in zip(tensors((want, want_state)), tensors((found, state)), strict=True):
             assert torch.equal(a, b)
@@ -384,7 +406,7 @@ def test_a_recorded_step_gives_the_same_bits():
 QUANTISERS = ("quantize_row", "quantize_col", "quantize_both", "quantize_scaled")
 
 
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), RECIPE, MXFP8(), NVFP4()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("recipe", [RECIPE, *STATELESS], ids=lambda r: type(r).__name__)
 def test_weights_are_quantised_once_a_step(recipe, monkeypatch):
     """Calls of the quantisers' kernels by what they read: of each weight one a step, for 1 microbatch and for 8."""
     cfg = with_recipe(mlp(), recipe)

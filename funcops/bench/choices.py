@@ -6,15 +6,17 @@ all, so that none is met first by a user.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format
-from funcops.kernels import add_norm, norm, quantize, scaled_mm
+from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, quantize_sides, quantize_tensor, turned
+from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
 from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
+from funcops.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
 
 SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of the output
 SHORT, ODD = 256, 3
@@ -37,9 +39,9 @@ def choices(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
         yield from norms(dtype, width)
     if dtype is torch.bfloat16:
         for format in FORMATS:
-            if format.scales != "float32" or format.element == "e4m3" or format.whole:
-                yield from quantisers(format)
+            yield from quantisers(format)
         yield from _scaled_products()
+        yield from _quantised_outputs()
 
 
 def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable[[], object]]:
@@ -51,30 +53,46 @@ def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable
 
 
 def quantisers(format: Format) -> Iterator[Callable[[], object]]:
-    """Of activations as the recipes quantise them, and of a weight in float32."""
-    rows, width = 512, 1024
-    x, whole = torch.empty(rows, width, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
+    """Of activations by rows, by columns and both, decoded, and tiled anew; and of a weight in float32."""
+    x, whole = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
     amax, args = whole if format.whole else None, format.args()
-    yield lambda: quantize.quantize_row(x, *args, amax, None)
     if format.square:
         yield lambda: quantize.quantize_row(x.float(), *args, amax, None)
-    elif format.tile[1]:  # the columns of rows with one scale are rows of a copy
-        yield lambda: quantize.quantize_both(x, *args, amax)
+    yield lambda: quantize_tensor(x, format, amax=amax).dequantize()
+    yield lambda: quantize_tensor(x, format, side="col", amax=amax)
+    yield lambda: quantize_sides(x, format)
+    if format.turns:
+        yield lambda: turned(quantize_tensor(x, format, amax=amax))
     if format in (E4M3_BLOCK, E5M2_BLOCK):
-        codes, scales = quantize.quantize_row.kernel.torch_impl(x, *args, None, None)
-        yield lambda: quantize.retile(codes, scales, format.element, *format.tile)
         yield lambda: quantize.quantize_scaled(x, format.element, whole)
 
 
+def recipes() -> Iterator[Recipe]:
+    """One of each recipe for all elements and scales that it can have; those of delayed scaling are those of `Fp8Current`."""
+    for fwd, bwd in itertools.product(FP8, FP8):
+        yield from (Fp8Block(fwd=fwd, bwd=bwd, scales=scales, keep="col") for scales in ("pow2", "float32"))
+        yield from (Fp8Current(fwd=fwd, bwd=bwd, pow2=pow2, keep="col") for pow2 in (False, True))
+        yield MXFP8(fwd=fwd, bwd=bwd)
+    yield NVFP4()
+
+
 def _scaled_products() -> Iterator[Callable[[], object]]:
-    """Elements, and tiles of A and B, that the samples lack."""
-    for a, b, kind, of_a, of_b in (
-        ("e5m2", "e4m3", "pow2", (1, 128), (128, 128)), ("e5m2", "e4m3", "pow2", (1, 128), (1, 128)),
-        ("e4m3", "e4m3", "float32", (1, 128), (128, 128)), ("e4m3", "e5m2", "float32", (0, 0), (0, 0)),
-        ("e5m2", "e4m3", "e8m0", (1, 32), (1, 32)), ("e4m3", "e4m3", "e8m0", (1, 32), (32, 32)),
-        ("e2m1", "e2m1", "e4m3", (1, 16), (16, 16)),
-    ):  # fmt: skip
-        yield lambda a=a, b=b, kind=kind, of_a=of_a, of_b=of_b: scaled_product(a, b, kind, of_a, of_b)  # type: ignore[misc]
+    """The three products of every recipe, and one of a weight with tiles as high as wide."""
+    pairs = [pair for r in recipes() for pair in ((r.x, r.w), (r.dy, r.w), (r.dy, r.x))]
+    pairs += [(Format("e4m3", (1, 32), "e8m0"), Format("e4m3", (32, 32), "e8m0")), (NVFP4().x, NVFP4().x)]
+    for a, b in dict.fromkeys(pairs):
+        yield lambda a=a, b=b: scaled_product(a.element, b.element, a.scales, a.tile, b.tile)  # type: ignore[misc]
+
+
+def _quantised_outputs() -> Iterator[Callable[[], object]]:
+    """What a recipe's linear layer reads of the op before it."""
+    x, w = torch.empty(512, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    for format in dict.fromkeys(recipe.x for recipe in recipes() if recipe.x.tile[0] == 1 and recipe.x.element != "e2m1"):
+        how = format.element, format.tile[1], format.scales
+        yield lambda how=how: quantize_after.rms_norm_quantize(x, w, 1e-5, False, *how)  # type: ignore[misc]
+        yield lambda how=how: quantize_after.layer_norm_quantize(x, w, w, 1e-5, False, *how)  # type: ignore[misc]
+        yield lambda how=how: quantize_after.glu_quantize(x, "swiglu", True, *how)  # type: ignore[misc]
+        yield lambda how=how: quantize_after.activation_quantize(x, "gelu", *how)  # type: ignore[misc]
 
 
 def scaled_product(a: str, b: str, kind: str, of_a: tuple[int, int], of_b: tuple[int, int], emulate: bool = True) -> object:

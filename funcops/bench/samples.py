@@ -304,6 +304,16 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     tiles = make.codes(rows, -(-width // 16))
     few = make.codes(rows, -(-width // 2)), tiles, whole, *nv, width, make.dtype
     yield Sample(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", few, dtype=make.dtype)
+    yield from _codecs(make, x)
+
+
+def _codecs(make: Maker, x: Tensor) -> Iterator[Sample]:
+    """What kept tensors are compressed to: e4m3 with a scale of 8 bits a block."""
+    rows, width = x.shape
+    yield Sample(quantize.quantize_row, f"e4m3 1x128 e8m0 {rows}x{width}", (x, "e4m3", 1, 128, "e8m0", None, None))
+    for block in (32, 128):
+        given = make.codes(rows, width), make.codes(rows, -(-width // block), about=124), None, "e4m3", 1, block, "e8m0", width
+        yield Sample(quantize.dequantize, f"e4m3 1x{block} e8m0 {rows}x{width}", (*given, make.dtype), dtype=make.dtype)
 
 
 def _quantised_outputs(make: Maker) -> Iterator[Sample]:

@@ -182,7 +182,7 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
         dw = _dw(pending, cfg.recipe, dtype)
         gradient: Any = Scaled(dw, bits_of(pending.amaxes), None) if scaled else dw
         return LinearParams(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
-    sums = _sums(into, scaled)
+    sums = _sums(into, pending.amaxes)
     db = None if pending.db is None else pending.db.to(dtype)
     check_into("qlinear_wgrad", sums, LinearParams(_like_dw(pending, cfg), db))
     out = wide(dtype) if takes_sums(sums.weight, dtype) else dtype
@@ -348,14 +348,15 @@ def _like_dw(pending: QLinearPending, cfg: QLinearConfig) -> Any:
     return codes.new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
 
 
-def _sums(into: LinearParams, scaled: bool) -> LinearParams:
+def _sums(into: LinearParams, amaxes: Tensor | None) -> LinearParams:
     """The accumulators of gradients, without those of amaxes, which are checked here."""
-    if not scaled:
+    if amaxes is None:
         return into
     if not isinstance(into.weight, Scaled):
         wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
         fail("qlinear_wgrad", "into.weight", wanted, describe(into.weight), TypeError)
-    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.uint32)
+    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.uint32, amaxes)
+    require(into.weight.scale.is_contiguous(), "qlinear_wgrad", "into.weight.scale", "contiguous", "one with other strides")
     return LinearParams(into.weight.value, into.bias)
 
 

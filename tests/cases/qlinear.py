@@ -24,7 +24,7 @@ class Products(torch.autograd.Function):
             decoded = codes.double() * (1.0 / scale[which]).double()
             return decoded if side == "row" else decoded.reshape(-1, t.shape[-1]).mT
 
-        ctx.q, ctx.recipe = q, recipe
+        ctx.q, ctx.recipe, ctx.scaled = q, recipe, scale is not None
         ctx.save_for_backward(x, w)
         return q(x, recipe.x, "row", 0) @ q(w, recipe.w, "row", 1).mT
 
@@ -35,17 +35,20 @@ class Products(torch.autograd.Function):
         rows, inner = dy.reshape(-1, dy.shape[-1]).mT, x.reshape(-1, x.shape[-1]).mT
         if recipe.wgrad == "low":
             rows, inner = q(dy, recipe.dy, "col", 2), q(x, recipe.x, "col", 0)
-        return dx, rows @ inner.mT, None, None
+        amaxes = torch.stack([t.abs().max() for t in (x, w, dy)]).float().view(torch.int32) if ctx.scaled else None  # as bits
+        return dx, rows @ inner.mT, None, None if amaxes is None else amaxes.to(x.dtype)
 
 
 def reference(params, x, cfg):
     weight, scale = (params.weight.value, params.weight.scale) if cfg.recipe.delayed else (params.weight, None)
-    y = Products.apply(x, weight, cfg.recipe, None if scale is None else scale.float())
+    y = Products.apply(x, weight, cfg.recipe, scale)
     return y if params.bias is None else y + params.bias
 
 
 # straight-through gradients are not those of a step function; a float32 scale is no weight, and its gradient an amax
 EXEMPT = ("finite_differences",)
+# amaxes join by their maximum, not by a sum; and their place is inside that of the weight
+OF_SCALES = ("split", "mirror", "frugal")
 
 
 def working(i, o, recipe, bias, columns):
@@ -58,14 +61,19 @@ def working(i, o, recipe, bias, columns):
     return params
 
 
+def scaled(i, o, bias):
+    """Params of delayed scaling, where scales are other than 1; in their gradient's place are amaxes."""
+    return lambda d: LinearParams(Scaled(d.randn(o, i), torch.tensor([4.0, 0.5, 32.0]), None), d.randn(o) if bias else None)
+
+
 def case(rows, i, o, recipe, bias=True, columns=None):
     return Case(
-        params=None if columns is None else working(i, o, recipe, bias, columns),
+        params=scaled(i, o, bias) if recipe.delayed else None if columns is None else working(i, o, recipe, bias, columns),
         op=op_of(recipe),
         cfg=QLinearConfig(i, o, recipe, bias=bias),
         x=lambda d: d.randn(*rows, i),
         reference=reference,
-        exempt=EXEMPT,
+        exempt=EXEMPT + (OF_SCALES if recipe.delayed else ()),
         name=f"qlinear-{rows}-{i}-{o}-{type(recipe).__name__}-{recipe.keep}-{bias}-{columns}",
     )
 
@@ -78,6 +86,7 @@ CASES = [
     case((2, 5), 9, 3, Fp8Current()),
     case((5, 7), 32, 16, NVFP4()),
     case((4,), 32, 32, MXFP8(keep="input"), columns=True),
+    case((3, 2), 9, 5, Fp8Delayed()),
 ]
 
 RECIPES = [

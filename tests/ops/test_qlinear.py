@@ -36,6 +36,7 @@ BARS = [  # recipe; relative errors of y, dx and dw on normal data
     (Fp8Block(keep="input", wgrad="high"), 0.05, 0.05),
     (Fp8Current(bwd="e4m3"), 0.05, 0.05),
     (Fp8Current(), 0.05, 0.08),
+    (Fp8Delayed(), 0.05, 0.08),
     (MXFP8(), 0.05, 0.05),
     (NVFP4(), 0.22, 0.22),
     (NVFP4(hadamard=False), 0.22, 0.22),
@@ -55,8 +56,14 @@ def test_errors_beside_the_plain_layer(recipe, of_y, of_gradients):
     x, dy = draw(2, TOKENS // 2, WIDE), draw(2, TOKENS // 2, OUT, seed=1)
     y, kept = chain.fwd(params, x, plain)
     exact = y, *chain.bwd(kept, dy, plain)
-    y, kept = chain.fwd(quantize_params(params, low, dtype=torch.float32, key=random.key(1)), x, low)
-    found = y, *chain.bwd(kept, dy, low)
+    state = None
+    for _ in range(1 + recipe.delayed):  # once for the scales of the tensors as they are
+        work = quantize_params(params, low, state or recipe_init(low, params), dtype=torch.float32, key=random.key(1))
+        y, kept = chain.fwd(work, x, low)
+        dparams, dx = chain.bwd(kept, dy, low)
+        dparams, amaxes = split_amaxes(dparams)
+        state = recipe_init(low, params, amaxes=amaxes)
+    found = y, dparams, dx
     names = ("y", "dw", "db", "dx")
     for name, got, want in zip(names, leaves(found), leaves(exact), strict=True):
         error = float((got - want).norm() / want.norm())
@@ -203,6 +210,16 @@ BAD = {
         "qlinear_wgrad: into.weight must be Scaled, with a place for amaxes",
         TypeError,
     ),
+    "amaxes on another device": (
+        lambda: _into(lambda work: _with_scale(gradients_like(work), lambda scale: scale.to("meta"))),
+        "down: qlinear_wgrad: into.weight.scale must be on device cpu, got meta",
+        ValueError,
+    ),
+    "amaxes that share memory": (
+        lambda: _into(lambda work: _with_scale(gradients_like(work), lambda scale: scale[:1].expand(3))),
+        "down: qlinear_wgrad: into.weight.scale must be contiguous",
+        ValueError,
+    ),
     "sizes": (
         lambda: lambda: _chain(MXFP8(), (256, 100)),
         "QLinearConfig: out_features must be a multiple of 32 (MXFP8), got 100",
@@ -223,6 +240,11 @@ BAD = {
         lambda: _kept(Fp8Block(), {"format": E4M3_TENSOR}), "format must be e4m3 1x128 pow2, got e4m3 allxall float32", ValueError,
     ),
 }  # fmt: skip
+
+
+def _with_scale(into, change):
+    scaled = into["down"].weight
+    return into | {"down": replace(into["down"], weight=replace(scaled, scale=change(scaled.scale)))}
 
 
 def _into(made):
