@@ -138,8 +138,9 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(norm.l2_norm_fwd, shape, (x, 1e-6), direct(lambda x, _: F.normalize(x, dim=-1)))
     yield Sample(norm.l2_norm_bwd, shape, (dy, x, rstd), gradient(lambda x, _: F.normalize(x, dim=-1), wrt=1))
     yield Sample(norm.row_sums, shape, (dy,), direct(lambda dy: dy.sum(0)))
-    yield Sample(norm.sum_parts, f"256x{width}", (make.wide(256, width), make.dtype))
-    yield Sample(norm.sum_two_parts, f"256x{width}", (make.wide(256, width), make.wide(256, width), make.dtype))
+    parts, others = (make.wide(256, -(-width // 16) * 16)[:, :width] for _ in range(2))  # as kernels lay them out
+    yield Sample(norm.sum_parts, f"256x{width}", (parts, make.dtype))
+    yield Sample(norm.sum_two_parts, f"256x{width}", (parts, others, make.dtype))
     yield from _add_norms(make, rows, width)
 
 

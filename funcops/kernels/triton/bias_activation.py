@@ -13,7 +13,7 @@ from funcops.backend.launch import launcher
 from funcops.kernels import bias_activation as declared
 from funcops.kernels.triton.activation import activate, derivative
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, store_rounded, warps_of
-from funcops.kernels.triton.norm import row_sums, sums_tile
+from funcops.kernels.triton.norm import row_sums, sums_like
 from funcops.kernels.triton.norm_kernels import dropped
 from funcops.kernels.triton.pointwise import add_repeated, dropout, threshold_and_factor
 
@@ -141,6 +141,5 @@ def dropout_bwd_sums(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]
 @declared.dropout_bwd_sums.fake
 def _dropout_bwd_sums_fake(dy: Tensor, key: Tensor, p: float) -> tuple[Tensor, Tensor]:
     if dy.shape[-1] % 4:
-        rows, width = dy.numel() // dy.shape[-1], dy.shape[-1]
-        return torch.empty_like(dy), dy.new_empty((sums_tile(rows, width, dy.itemsize)[0], width), dtype=torch.float32)
+        return torch.empty_like(dy), sums_like(dy)
     return torch.empty_like(dy), _room(dy)

@@ -9,15 +9,16 @@ from torch import Tensor
 
 from funcops.kernels import norm as declared
 from funcops.kernels.triton import norm_kernels as kernels
+from funcops.kernels.triton import norm_odd
 from funcops.kernels.triton.aligned import GROUP
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, copies_by_itself, flat_rows, most_warps, warps_of
 from funcops.kernels.triton.pointwise import dropout_add, threshold_and_factor
 
-LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of rows at odd addresses each element takes registers
+LONGEST, ODD_LONGEST = 32768, 8192  # rows that a forward keeps in registers; of odd ones a weight and a bias, too
 LONGEST_BYTES = 32768  # of the rows that a backward takes whole
 CHUNK = 2048  # elements of a longer row
 FORWARD_TILE = 2048  # elements that a program takes at a time, of several rows where they are short
-ODD_WHOLE = 4096  # elements of such a row at odd addresses
+ODD_PROGRAMS = 256  # of a forward of odd rows: 32 rows of 8,192 share a load of weight and bias; a multiple of GROUP, as PARTS is
 PIECES = 4  # of a 16-bit row that takes a program's tile more than once
 TILE_BYTES, ODD_TILE_BYTES = 16384, 8192  # of a backward: what a program loads at a time, of dy and of x
 PARTS = 128  # programs, and so partial rows, of a backward; a constant, so that sums do not depend on the device
@@ -50,16 +51,24 @@ class Whole(NamedTuple):
     parts: int
 
 
+def odd(width: int) -> bool:
+    """Whether the kernels of `norm_odd` take the rows. Shorter ones are several to a tile."""
+    return width % 16 != 0 and width > FORWARD_TILE
+
+
 def whole_rows(width: int, itemsize: int) -> Optional[Whole]:
     """None where rows are too long to be taken whole."""
-    odd = width % 16 != 0
-    tile = (ODD_TILE_BYTES if odd else TILE_BYTES) // itemsize
+    if odd(width):
+        block = block_of(width // GROUP * GROUP, ODD_LONGEST)
+        fits = width <= ODD_LONGEST and block * itemsize <= TILE_BYTES
+        return Whole(1, block, False, min(8, warps_of(block)), PARTS) if fits else None
+    tile = (TILE_BYTES if width % 16 == 0 else ODD_TILE_BYTES) // itemsize
     block = block_of(width, 2 * LONGEST_BYTES)
-    if block > ODD_WHOLE if odd else block * itemsize > LONGEST_BYTES:
+    if block * itemsize > LONGEST_BYTES:
         return None
     at_once = max(1, tile // block)
     warps, share, times = max(8, warps_of(at_once * block)), 1, 1
-    if itemsize == 2 and not odd:
+    if itemsize == 2 and width % 16 == 0:
         warps, share, times = MEASURED.get(block, (warps, share, times))
     return Whole(at_once // share, block, block > tile, warps, PARTS * times)
 
@@ -78,8 +87,35 @@ def number_of_parts(rows: int, width: int, whole: Optional[Whole]) -> int:
 def parts_like(x: Tensor) -> Tensor:
     """Room for the partial sums of `gradients`, for x [*, D]."""
     width = x.shape[-1]
-    parts = number_of_parts(x.numel() // width, width, whole_rows(width, x.itemsize))
+    whole = whole_rows(width, x.itemsize)
+    return room(x, number_of_parts(x.numel() // width, width, whole), whole is not None and odd(width))
+
+
+def stride_of(width: int) -> int:
+    """Of parts in room of their own, each of which begins with 16 bytes."""
+    return cdiv(width, 16) * 16
+
+
+def room(x: Tensor, parts: int, apart: bool) -> Tensor:
+    """For partial sums of x [*, D]; with `apart` `stride_of` between them."""
+    width = x.shape[-1]
+    if apart:
+        return x.new_empty((parts, stride_of(width)), dtype=torch.float32)[:, :width]
     return x.new_empty((parts, width), dtype=torch.float32)
+
+
+def rows_of(*parts: Tensor) -> tuple[tuple[Tensor, ...], int]:
+    """Parts, all [P, D], and the stride to which each may be read: beyond D where they are from `room`."""
+    count, width = parts[0].shape
+    stride = stride_of(width)
+    if stride != width and all(p.stride() == (stride, 1) and _holds(p, count * stride) for p in parts):
+        return parts, stride
+    return tuple([p.contiguous() for p in parts]), width
+
+
+def _holds(t: Tensor, size: int) -> bool:
+    """Whether memory has so many elements from t's first on."""
+    return (t.storage_offset() + size) * t.itemsize <= t.untyped_storage().nbytes()
 
 
 def normalise(
@@ -106,10 +142,11 @@ def normalise(
         kernels.launch_forward_long(
             rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, CHUNK, num_warps=warps_of(CHUNK)
         )  # fmt: skip
-    elif width % 16 and width > FORWARD_TILE:
+    elif odd(width):
         block = block_of(width // GROUP * GROUP, ODD_LONGEST)
-        kernels.launch_forward_odd(
-            rows, 1, 1, x, residual, *tensors, width, how.alpha, how.eps, *flags, block, num_warps=warps_of(block // 2)
+        norm_odd.launch_forward(
+            min(rows, ODD_PROGRAMS), 1, 1, x, residual, *tensors, rows, width, how.alpha, how.eps, *flags, stages(), block,
+            num_warps=warps_of(block),
         )  # fmt: skip
     else:
         block = block_of(width, LONGEST)
@@ -132,13 +169,19 @@ def gradients(
     mean, rstd = contiguous(mean), rstd.contiguous()
     d_x = torch.empty_like(x) if dx else None
     whole = whole_rows(width, x.itemsize)
-    parts = number_of_parts(rows, width, whole)
-    d_w = x.new_empty((parts, width), dtype=torch.float32) if dw else None
-    d_b = x.new_empty((parts, width), dtype=torch.float32) if db else None
+    parts, apart = number_of_parts(rows, width, whole), whole is not None and odd(width)
+    d_w, d_b = room(x, parts, apart) if dw else None, room(x, parts, apart) if db else None
     flags = add is not None, how.centre, w is not None, how.shifted
     tensors, normed = (mean, rstd, add), (b is not None, again is not None)
     if not rows:
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
+    if whole is not None and apart:
+        norm_odd.launch_backward(
+            parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, stride_of(width), how.alpha, *flags, *normed,
+            dx, dw, db, min(stages(), 3 if add is None else 2),  # of more tensors fewer rows are on their way
+            whole.block, num_warps=whole.warps,
+        )  # fmt: skip
+        return d_x, d_w, d_b
     if whole is not None and whole.again and x.itemsize == 2 and (dw or db or how.centre):
         kernels.launch_backward_row(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, how.alpha, *flags, *normed, dx, dw, db,
@@ -212,25 +255,34 @@ def sums_tile(rows: int, width: int, itemsize: int) -> tuple[int, int, int]:
     """Of the sums of columns: parts, and rows and columns that a program takes at a time."""
     block = block_of(width, SUM_COLUMNS)
     at_once = (TILE_BYTES if width % 16 == 0 else ODD_TILE_BYTES) // itemsize // block
+    if odd(width):  # a multiple of GROUP, or a row each
+        return min(max(1, rows), cdiv(SUM_PROGRAMS // cdiv(width // GROUP * GROUP, block), GROUP) * GROUP), at_once, block
     return max(1, min(SUM_PROGRAMS // cdiv(width, block), cdiv(rows, at_once))), at_once, block
 
 
 @declared.row_sums.fake
-def _row_sums_fake(dy: Tensor) -> Tensor:
+def sums_like(dy: Tensor) -> Tensor:
+    """Room for the sums of columns of dy [*, D]."""
     width = dy.shape[-1]
-    return dy.new_empty((sums_tile(dy.numel() // width, width, dy.itemsize)[0], width), dtype=torch.float32)
+    return room(dy, sums_tile(dy.numel() // width, width, dy.itemsize)[0], odd(width))
 
 
 @declared.row_sums.triton
 def row_sums(dy: Tensor) -> Tensor:
     width = dy.shape[-1]
     dy = dy.reshape(-1, width) if width else dy
-    dy = dy if dy.stride(-1) == 1 else dy.contiguous()
+    dy = dy.contiguous() if dy.stride(-1) != 1 or odd(width) else dy
     rows = dy.shape[0]
     count, at_once, block = sums_tile(rows, width, dy.itemsize)
-    parts = dy.new_empty((count, width), dtype=torch.float32)
+    parts = sums_like(dy)
     if not rows:
         return parts.zero_()
+    if odd(width):
+        across = cdiv(width // GROUP * GROUP, block) + 1  # the last: both ends of the rows
+        norm_odd.launch_column_sums(
+            count, across, 1, dy, parts, rows, width, stride_of(width), stages(), at_once, block, num_warps=4
+        )  # fmt: skip
+        return parts
     kernels.launch_column_sums(
         count, cdiv(width, block), 1, dy, parts, rows, width, dy.stride(0), stages(), at_once, block, num_warps=4
     )
@@ -248,7 +300,8 @@ def add_parts(parts: Tensor, total: Tensor, add: bool) -> None:
     """total [D] = the sum of parts [P, D], with `add` to what is there."""
     rows, block = 32, 64
     grid = cdiv(parts.shape[1], block), 1, 1
-    kernels.launch_sum_parts(*grid, parts.contiguous(), None, total, None, *parts.shape, add, False, rows, block, num_warps=4)
+    (found,), stride = rows_of(parts)
+    kernels.launch_sum_parts(*grid, found, None, total, None, *parts.shape, stride, add, False, rows, block, num_warps=4)
 
 
 @declared.sum_two_parts.triton
@@ -258,8 +311,8 @@ def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Ten
     totals = a.new_empty(a.shape[1], dtype=dtype), a.new_empty(a.shape[1], dtype=dtype)
     rows, block = 32, 64
     grid = cdiv(a.shape[1], block), 2, 1
-    tensors = a.contiguous(), b.contiguous(), *totals
-    kernels.launch_sum_parts(*grid, *tensors, *a.shape, False, True, rows, block, num_warps=4)
+    found, stride = rows_of(a, b)
+    kernels.launch_sum_parts(*grid, *found, *totals, *a.shape, stride, False, True, rows, block, num_warps=4)
     return totals
 
 

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from funcops.backend.launch import launcher
-from funcops.kernels.triton.aligned import ends, whole_groups
 from funcops.kernels.triton.common import load_wide, rounded, store_rounded
 from funcops.kernels.triton.pointwise import philox_words
 
@@ -55,46 +54,6 @@ def dropped(x, first, key_ptr, threshold, factor, ROWS: tl.constexpr, BLOCK: tl.
     block = first[:, None] + tl.arange(0, BLOCK // 4)[None, :]
     words = tl.reshape(philox_words(block, tl.load(key_ptr), tl.load(key_ptr + 1)), [ROWS, BLOCK])
     return tl.where(words >= tl.cast(threshold, tl.uint32), x * factor, x * 0.0)
-
-
-@triton.jit
-def _forward_odd(
-    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, stream_ptr, mean_ptr, rstd_ptr, width, alpha: tl.float32, eps: tl.float32,
-    ADD: tl.constexpr, CENTRE: tl.constexpr, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As `_forward`, one row that may begin anywhere: its whole groups of 16 bytes, and its two ends."""
-    row = tl.program_id(0).to(tl.int64)
-    x_ptr, before, size = whole_groups(x_ptr, row * width, width, False)
-    y_ptr, _, _ = whole_groups(y_ptr, row * width, width, False)
-    i = tl.arange(0, BLOCK)
-    inside = i < size
-    j, at_end = ends(before, size, width)
-    x, x_end = load_wide(x_ptr + i, inside), load_wide(x_ptr + j, at_end)
-    if ADD:
-        residual_ptr, _, _ = whole_groups(residual_ptr, row * width, width, False)
-        stream_ptr, _, _ = whole_groups(stream_ptr, row * width, width, False)
-        x = add_rounded(x, residual_ptr, stream_ptr, i, inside)
-        x_end = add_rounded(x_end, residual_ptr, stream_ptr, j, at_end)
-    mean = 0.0
-    if CENTRE:
-        mean = (tl.sum(x, 0) + tl.sum(x_end, 0)) / width
-        tl.store(mean_ptr + row, mean)
-    x, x_end = tl.where(inside, x - mean, 0.0), tl.where(at_end, x_end - mean, 0.0)
-    rstd = 1.0 / tl.sqrt((tl.sum(x * x, 0) + tl.sum(x_end * x_end, 0)) * alpha + eps)
-    tl.store(rstd_ptr + row, rstd)
-    store_rounded(y_ptr + i, _scaled(x * rstd, w_ptr, b_ptr, before + i, inside, WEIGHT, SHIFTED, BIAS), inside)
-    store_rounded(y_ptr + j, _scaled(x_end * rstd, w_ptr, b_ptr, before + j, at_end, WEIGHT, SHIFTED, BIAS), at_end)
-
-
-@triton.jit
-def _scaled(n, w_ptr, b_ptr, i, inside, WEIGHT: tl.constexpr, SHIFTED: tl.constexpr, BIAS: tl.constexpr):
-    """n * (w or 1 + w) + b."""
-    if WEIGHT:
-        n *= _weight(w_ptr, i, inside, SHIFTED)
-    if BIAS:
-        n += load_wide(b_ptr + i, inside)
-    return n
 
 
 @triton.jit
@@ -385,11 +344,11 @@ def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, R
 
 @triton.jit
 def _sum_parts(
-    parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, ADD: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, stride, ADD: tl.constexpr, TWO: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every program sums a few columns: there are many parts, and few columns. With ADD to what is there; with TWO programs of a
-    second row sum the others."""
+    second row sum the others. Parts are read to their `stride`: beyond the width is room that nobody wrote."""
     if TWO:
         if tl.program_id(1) == 1:
             parts_ptr = others_ptr
@@ -398,15 +357,15 @@ def _sum_parts(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
-        inside = (row < parts)[:, None] & (i < width)[None, :]
-        total += tl.load(parts_ptr + row[:, None] * width + i[None, :], mask=inside, other=0.0)
+        inside = (row < parts)[:, None] & (i < stride)[None, :]
+        total += tl.load(parts_ptr + row[:, None] * stride + i[None, :], mask=inside, other=0.0)
     found = tl.sum(total, 0)
     if ADD:
         found += load_wide(total_ptr + i, i < width)
     store_rounded(total_ptr + i, found, i < width)
 
 
-launch_forward, launch_forward_odd, launch_forward_long = launcher(_forward), launcher(_forward_odd), launcher(_forward_long)
+launch_forward, launch_forward_long = launcher(_forward), launcher(_forward_long)
 launch_backward, launch_backward_row, launch_backward_long = launcher(_backward), launcher(_backward_row), launcher(_backward_long)
 launch_row_sums = launcher(_row_sums)
 launch_column_sums, launch_sum_parts = launcher(_column_sums), launcher(_sum_parts)
