@@ -255,7 +255,7 @@ def forward(
                 check_needs(where, needs, params, x)
             return fn(params, x, cfg, needs=needs)
 
-        return _with_raw(fwd, fn)
+        return with_raw(fwd, fn)
 
     return decorate
 
@@ -302,7 +302,7 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
             return result
 
         dgrad.opens = node_class  # type: ignore[attr-defined]
-        return _with_raw(dgrad, fn)
+        return with_raw(dgrad, fn)
 
     return decorate
 
@@ -322,7 +322,7 @@ def again_of(node_class: Any) -> Callable[[F], F]:
                     raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
             return fn(residuals, cfg)
 
-        return _with_raw(again, fn)
+        return with_raw(again, fn)
 
     return decorate
 
@@ -351,7 +351,7 @@ def bwd_of(
                 node.empty()
             return result
 
-        return _with_raw(bwd, fn)
+        return with_raw(bwd, fn)
 
     return decorate
 
@@ -387,7 +387,7 @@ def wgrad_of(
     return decorate
 
 
-def _with_raw(checked: Any, raw: Any) -> Any:
+def with_raw(checked: Any, raw: Any) -> Any:
     """Note on a function what it runs after its checks. It notes itself, too: what others wrap it in copies its attributes."""
     checked.raw = checked, raw
     return checked
@@ -419,7 +419,7 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
             return wgrad(None, cfg, into=into), dx
         return raw_wgrad(pending, cfg, into=into), dx
 
-    return _with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, raw_wgrad))
+    return with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, raw_wgrad))
 
 
 def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
@@ -441,7 +441,7 @@ def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
             node.empty()
         return None, dx
 
-    return _with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, None))
+    return with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, None))
 
 
 _BWD_DOC = "The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgrad`. Returns `(dparams, dx)`."

@@ -93,9 +93,11 @@ def doubled(kind, x):
 def test_activations(kind, name, dtype):
     x, (f, derivative) = ends(dtype), FORMULAS[kind]
     y, slope, one = wanted(f, x), wanted(derivative, x), torch.ones_like(x)
+    rows, ones = x.view(-1, 2), one.view(-1, 2)
     with backend(name):
-        got = activation_fwd(x, kind), bias_activation_fwd(x, torch.zeros_like(x), kind)
-        found = activation_bwd(one, x, kind), bias_activation_bwd(one, x, None, kind, False)[0]
+        got = activation_fwd(x, kind), activation_fwd(rows, kind).view(-1), bias_activation_fwd(x, torch.zeros_like(x), kind)
+        found = activation_bwd(one, x, kind), activation_bwd(ones, rows, kind).view(-1)
+        found += (bias_activation_bwd(one, x, None, kind, False)[0],)
     for a, b in zip(got, found, strict=True):
         known = ~doubled(kind, x)
         check(a[known], y[known], x[known], "y")

@@ -12,7 +12,7 @@ from tiers import drawn
 import funcops.kernels
 from funcops.backend import wide
 from funcops.errors import describe
-from funcops.kernels import glu, norm
+from funcops.kernels import activation, glu, norm
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
@@ -238,3 +238,16 @@ def test_a_body_is_its_formula(name, monkeypatch):
 @pytest.mark.parametrize(("name", "dtype"), drawn(DRAW, DTYPES))
 def test_a_body_is_its_formula_but_for_roundings(name, dtype, monkeypatch):
     run(name, dtype, DRAWN // 4, monkeypatch)
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of the switch itself
+@pytest.mark.parametrize("seed", range(20))
+def test_gelu_of_few_elements_is_torchs_own_loop(seed):
+    """oneDNN takes longer to begin. Its bits are others: so one sees whose they are. Results are contiguous as ever."""
+    draw, generator = draws.Random(seed), torch.Generator().manual_seed(seed)
+    shape = [draw.randint(2, 6) for _ in range(draw.randint(1, 3))] + [draw.randint(8, 60)]
+    x, dy = torch.randn(2, *shape, generator=generator) * 3
+    with torch.backends.mkldnn.flags(enabled=False):
+        y, dx = torch.nn.functional.gelu(x), torch.ops.aten.gelu_backward(dy, x)
+    got = activation.activation_fwd(x, "gelu"), activation.activation_bwd(dy, x, "gelu")
+    assert torch.equal(got[0], y) and torch.equal(got[1], dx) and got[0].is_contiguous() and got[1].is_contiguous()

@@ -15,6 +15,7 @@ from funcops.backend import kernel, wide
 
 _aten = torch.ops.aten
 _QUICK = 1.702
+FEW = 1 << 14  # elements
 SATURATED = 1e4  # from here on exp(-|x|) is 0 in every dtype, and x^3 no infinity in any that is wide
 
 
@@ -49,6 +50,20 @@ def _gelu_tanh_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
     return _gelu_backward(dy, x, approximate="tanh")
 
 
+def _few(x: Tensor) -> bool:
+    """Whether oneDNN, which torch asks for the erf of contiguous tensors, takes longer to begin than torch's own loop takes in all:
+    that gets a transposed view, which is not contiguous but as dense."""
+    return x.is_cpu and x.dim() > 1 and x.numel() < FEW
+
+
+def _gelu_erf(x: Tensor) -> Tensor:
+    return _gelu(x.mT).mT if _few(x) else _gelu(x)
+
+
+def _gelu_erf_backward(dy: Tensor, x: Tensor, y: Optional[Tensor]) -> Tensor:
+    return _gelu_backward(dy.mT, x.mT).mT if _few(x) else _gelu_backward(dy, x)
+
+
 def saturated_(t: Tensor) -> Tensor:
     """t, which is written to, within the range beyond which the derivatives of sigmoids do not change."""
     return t.clamp_(-SATURATED, SATURATED)
@@ -63,7 +78,7 @@ _tanh_backward, _sigmoid_backward = _aten.tanh_backward.default, _aten.sigmoid_b
 ACTIVATIONS = {
     "relu": Activation(torch.relu, lambda dy, x, y: _relu_backward(dy, x, 0)),
     "squared_relu": Activation(lambda x: torch.relu(x).square_(), _squared_relu_backward),
-    "gelu": Activation(_gelu, lambda dy, x, y: _gelu_backward(dy, x)),
+    "gelu": Activation(_gelu_erf, _gelu_erf_backward),
     "gelu_tanh": Activation(lambda x: _gelu(x, approximate="tanh"), _gelu_tanh_backward),
     "quick_gelu": Activation(_quick_gelu, _quick_gelu_backward),
     "silu": Activation(_silu, lambda dy, x, y: _silu_backward(dy, x)),

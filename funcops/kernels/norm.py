@@ -12,7 +12,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from funcops.backend import kernel, wants_triton, wide
+from funcops.backend import kernel, select, wants_triton, wide
 
 _vector_norm = torch.linalg.vector_norm
 FEW = 1 << 14  # below it the number of operators counts, above it the passes over memory
@@ -54,7 +54,7 @@ def plain_rms_norm_fwd(x: Tensor, w: Tensor, eps: float, centred: bool) -> tuple
 
 def rms_norm_again(x: Tensor, w: Tensor, rstd: Tensor, eps: float, centred: bool) -> Tensor:
     """y of `rms_norm_fwd` once more, the same bits: of rstd, where its kernel does not run."""
-    if wants_triton(x):
+    if (select.chosen_anywhere or not x.is_cpu) and wants_triton(x):
         return rms_norm_fwd(x, w, eps, centred)[0]
     narrow, dtype = x.dtype, rstd.dtype
     y = (x if narrow is dtype else x.to(dtype)) * rstd

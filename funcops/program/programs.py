@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import linecache
 import weakref
@@ -10,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend import wants_triton
+from funcops.backend import select, wants_triton
 from funcops.errors import describe, fail
 from funcops.memo import reading, remember
 from funcops.needs import Mask, Needs
-from funcops.op import Op
+from funcops.op import Op, with_raw
 from funcops.program import rules, run, traced
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
@@ -29,23 +30,23 @@ _compiling = torch.compiler.is_dynamo_compiling
 
 
 def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
-    return _found("forward", op, cfg, needs, *_asked(main))
+    return _found("forward", op, cfg, needs, main)
 
 
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
     """The whole backward or, where `which` is "dgrad", its first half."""
-    return _found(which, op, cfg, needs, *_asked(dy[0] if type(dy) is tuple and dy else dy))
+    return _found(which, op, cfg, needs, dy[0] if type(dy) is tuple and dy else dy)
 
 
-def _asked(main: Any) -> tuple[str | None, Any]:
-    """Of which device and dtype rules are asked for; on the CPU they hold for what is not small."""
-    if type(main) is not Tensor:
-        return None, None
-    device_type = "cuda" if wants_triton(main) else "cpu" if main.numel() >= rules.FEW else None
-    return device_type, main.dtype if device_type else None
-
-
-def _found(which: str, op: Op, cfg: Any, needs: Needs, device_type: str | None, dtype: Any) -> Any:
+def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
+    """Rules are asked for the device and dtype of `main`; on the CPU they hold for what is not small."""
+    device_type = dtype = None
+    if type(main) is Tensor:
+        if (select.chosen_anywhere or not main.is_cpu) and wants_triton(main):
+            device_type = "cuda"
+        elif main.numel() >= rules.FEW:
+            device_type = "cpu"
+        dtype = main.dtype if device_type else None
     if _compiling():
         id(cfg)  # the tracer guards on it: a method that it runs has no guard on its object
         return getattr(traced, cfg.program_while_tracing(which, needs.x, needs.params, device_type, dtype))
@@ -70,8 +71,11 @@ def program_while_tracing(cfg: Any, which: str, x: Mask, params: Mask, device_ty
 
 
 def lowers(config: Any, op: Op) -> None:
-    """Note on the config of a combinator that `op` writes it down as a program."""
+    """Note on the config of a combinator that `op` writes it down as a program; and on the bwd of a scope what it runs after its
+    checks of residuals."""
     config.lowered_by, config.program_while_tracing = op, program_while_tracing
+    if op.residuals is not None:
+        with_raw(op.bwd, functools.partial(_raw_bwd, op))
 
 
 # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
@@ -109,6 +113,12 @@ def bwd(op: Op, residuals: Any, dy: Any, cfg: Any, into: Any) -> tuple[Any, Any]
     return (dparams if into is None else into), dx
 
 
+def _raw_bwd(op: Op, node: Any, dy: Any, cfg: Any, *, into: Any = None) -> tuple[Any, Any]:
+    sums = None if into is None else accumulators(f"{op.name}_bwd", op, into, node, cfg, dy)
+    dparams, dx = backward("backward", op, cfg, node.needs, dy)(node, dy, sums)
+    return (dparams if into is None else into), dx
+
+
 def dgrad(op: Op, residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
     """The `dgrad` of such an op."""
     if op.residuals is None and not needs_of(residuals):
@@ -138,7 +148,7 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
         fail(where, "cfg", op.config.__name__, describe(cfg), TypeError)
     node = None if pending is None else open_node(where, pending, cls, cfg)
     sums = None if into is None else accumulators(where, op, into, node, cfg)
-    found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None, None)(node, sums)
+    found = _found(which, op, cfg, Needs.NONE if node is None else node.needs, None)(node, sums)
     if node is not None and node is not pending:
         node.empty()
     return found if into is None or which == "products" else into

@@ -9,10 +9,10 @@ where it goes straight into another op and is not small.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class _Node(Function):
             slots = bound.made(params, residuals)
         if slots:
             found = slots.take(residuals)
-            if type(x) is Tensor and large(x):
+            if type(x) is Tensor and x.numel() >= recompute.FEW:
                 found, again = left_out(x, found)
             try:
                 ctx.save_for_backward(*found)
@@ -111,18 +111,15 @@ class _Node(Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
-        backward_of: Any = _once if torch.is_grad_enabled() else _backward
-        if ctx.call[0].choice is not None:  # autograd's threads for devices have contexts of their own
-            backward_of = functools.partial(_chosen, ctx.call[0].choice, backward_of)
-        if not any_autocast():
-            return backward_of(ctx, *dys)
-        with without_autocast(dys):  # the forward had none
-            return backward_of(ctx, *dys)
-
-
-def _chosen(choice: Any, backward_of: Any, *args: Any) -> Any:
-    with select.chosen(choice):
-        return backward_of(*args)
+        choice = ctx.call[0].choice
+        if choice is None and not any_autocast() and not _grad_enabled():
+            return _backward(ctx, *dys)
+        with contextlib.ExitStack() as stack:
+            if choice is not None:  # autograd's threads for devices have contexts of their own
+                stack.enter_context(select.chosen(choice))
+            if any_autocast():  # the forward had none
+                stack.enter_context(without_autocast(dys))
+            return _once(ctx, *dys) if _grad_enabled() else _backward(ctx, *dys)
 
 
 def _backward(ctx: Any, *dys: Any) -> Any:
@@ -155,7 +152,7 @@ def _backward(ctx: Any, *dys: Any) -> Any:
 _calls = 0
 
 
-@contextmanager
+@contextlib.contextmanager
 def backward_calls() -> Iterator[Callable[[], int]]:
     """Inside the block, the function that it gives says how many backwards of ops autograd has run since the block began."""
     before = _calls

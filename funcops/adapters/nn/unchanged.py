@@ -16,14 +16,13 @@ from torch.nn.modules import module as hooks
 Same = Callable[[Any, Any], bool]
 
 
+GLOBAL_HOOKS = "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks"
+WATCHED = " or ".join([f"hooks.{name}" for name in GLOBAL_HOOKS])
+
+
 def watched() -> bool:
     """Whether hooks are set on all modules."""
-    return bool(
-        hooks._global_forward_hooks
-        or hooks._global_forward_pre_hooks
-        or hooks._global_backward_hooks
-        or hooks._global_backward_pre_hooks
-    )
+    return any([getattr(hooks, name) for name in GLOBAL_HOOKS])
 
 
 def parameters_of(module: Any, fields: Sequence[str]) -> tuple[Any, ...]:
@@ -56,7 +55,7 @@ def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
     if fields not in _written:
         heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
         lines = [
-            f"    if len(modules) != {len(fields)} or watched(): return False",
+            f"    if len(modules) != {len(fields)} or {WATCHED}: return False",
             *_unpacked([n for head in heads for n in head]),
         ]
         lines.append(f"    {''.join(f'a{i}, ' for i in range(len(fields)))} = modules.values()")
@@ -94,6 +93,6 @@ def _compiled(arguments: str, lines: list[str]) -> Same:
     text = f"def same({arguments}):\n" + "\n".join(lines) + "\n"
     file = f"<funcops unchanged {len(_written)}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
-    scope: dict[str, Any] = {"watched": watched, "s_": object()}
+    scope: dict[str, Any] = {"hooks": hooks, "s_": object()}
     exec(compile(text, file, "exec"), scope)
     return scope["same"]  # type: ignore[no-any-return]
