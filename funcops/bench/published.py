@@ -3,9 +3,8 @@
 What the tables say is in `layout` and `published`. What they do not say, and is assumed here:
 
 - Korthikanti et al. write scores out (no fused attention) and compute them again in the backward: selective recomputation.
-- Llama 3 405B: eight stages a rank (V = 8), each of one layer; the embedding and the head take the place of one layer each, as the
-  paper's 126 layers on 16 ranks suggest; ZeRO-1. Tokens per step: 16,777,216, as batch and data parallel sizes give. FLOPs are those
-  of `Decoder.flops`: half of the pairs of attention.
+- Llama 3 405B: eight stages a rank (V = 8), each of one layer; the embedding and the head take the place of one layer each, as 126
+  layers on 16 ranks suggest; ZeRO-1. FLOPs are those of `Decoder.flops`: half of the pairs of attention.
 
 One efficiency a kind of GPU is fitted, `GPU.efficiency`: that, in steps of 0.01, whose largest error over the kind's rows is least.
 """

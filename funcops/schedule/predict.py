@@ -186,8 +186,8 @@ def schedule_of(ranks: int, chunks: int, count: int) -> Schedule:
 
 
 def simulate_few(layout: Layout, count: int, stages: Stages, network: Network) -> tuple[Simulated, float]:
-    """The pipeline's first microbatches, and the time of all `count`. After 2 p of them each further one, or each further group of p
-    where a rank has several chunks, takes as long as the one before."""
+    """The pipeline's first microbatches, and the time of all `count`. After 2 p of them each further one, or each further group of
+    p where a rank has several chunks, takes as long as the one before."""
     p, chunked = layout.pp, layout.chunks > 1
     costs = stages.all(layout.stages)
     found = simulate(schedule_of(p, layout.chunks, few := min(count, 3 * p if chunked else 2 * p)), costs, network)

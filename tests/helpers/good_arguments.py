@@ -115,6 +115,14 @@ def sgd() -> dict[str, Any]:
     return {**adamw(), "state": optim.sgd_init(tree(), cfg), "cfg": cfg}
 
 
+def a_collective() -> schedule.Collective:
+    return schedule.Collective("all_gather", "tp", 8.0, during="W")
+
+
+def a_decoder() -> schedule.Decoder:
+    return schedule.Decoder(8, 16, 2, 2, 32, 8, 4, kv_heads=1, residual_bytes=100.0)
+
+
 def sizes() -> dict[str, Any]:
     return {"ranks": 2, "microbatches": 4}
 
@@ -206,11 +214,25 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "optim.ema_update": Row(lambda: {"average": tree(), "params": grads(), "decay": 0.5, "in_place": True}, {"decay": (1.5,)}),
     "optim.warmup_cosine": Row(lambda: {"step": 3, "peak": 0.1, "warmup": 2, "total": 9, "final": 0.01}, {"warmup": (10,)},
         {("step", "1.5"): "between two steps"}),
-    "schedule.Costs": Row(lambda: {f.name: 1.0 for f in dataclasses.fields(schedule.Costs)}),
+    "schedule.Costs": Row(lambda: {**{f.name: 1.0 for f in dataclasses.fields(schedule.Costs)}, "collectives": (a_collective(),)}),
     "schedule.Network": Row(lambda: {"latency": 1.0, "bandwidth": 2.0, "ranks_per_node": 2, "near_latency": 1.0,
-        "near_bandwidth": 2.0},
-        {"bandwidth": (0.0,), "near_bandwidth": (0.0,)},
+        "near_bandwidth": 2.0, "axes": (schedule.Link("tp", 2),)},
+        {"bandwidth": (0.0,), "near_bandwidth": (0.0,), "axes": ((3,), (schedule.Link("tp", 2), schedule.Link("tp", 3)))},
         {("bandwidth", "inf"): "no time", ("near_bandwidth", "inf"): "no time"}),
+    "schedule.Collective": Row(lambda: {"kind": "all_gather", "axis": "tp", "nbytes": 8.0, "hidden_under": 1.0, "during": "I",
+        "times": 2}, {"times": (0,)}, {("axis", "'no such'"): "any name", ("hidden_under", "inf"): "always hidden"}),
+    "schedule.Link": Row(lambda: {"axis": "tp", "size": 2, "latency": 1.0, "bandwidth": 2.0}, {"size": (0,), "bandwidth": (0.0,)},
+        {("axis", "'no such'"): "any name", ("bandwidth", "inf"): "no time"}),
+    "schedule.GPU": Row(lambda: {**vars(schedule.GPUS["H100"])}, {name: (0.0,) for name in ("flops", "efficiency", "attention",
+        "memory_bandwidth", "near_bandwidth", "bandwidth")} | {"sms": (0,), "per_node": (0,)}, NAME),
+    "schedule.Decoder": Row(lambda: {**vars(a_decoder())}, {"hidden": (0, 9), "heads": (0, 5), "kv_heads": (0, 3)}),
+    "schedule.Layout": Row(lambda: {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "chunks": 2, "microbatch": 2, "zero": 1,
+        "recompute": "mlp"}, {"zero": (4,), "dp": (0,)}),
+    "schedule.predict": Row(lambda: {"model": a_decoder(), "layout": schedule.Layout(tp=2), "gpu": "A100"},
+        {"layout": (schedule.Layout(tp=3), schedule.Layout(dp=3))}),
+    "schedule.plan_parallel": Row(lambda: {"model": a_decoder(), "gpus": 2, "memory": 1e9, "gpu": "A100", "fixed": {"tp": 2},
+        "show": 1}, {"gpus": (0,), "memory": (0.0, 1.0), "show": (0,), "fixed": ({"ep": 2}, {"tp": 3}, {"tp": 0})},
+        {("fixed", "[]"): "nothing is fixed"}),
     "schedule.Schedule": Row(lambda: {"name": "mine", "ranks": one_step().ranks, "together": frozenset()},
         {"ranks": ((), ((1,),), (("0F0",),))}, NAME),
     "schedule.simulate": Row(lambda: {"schedule": one_step(), "costs": schedule.Costs(), "network": schedule.Network()},
@@ -218,7 +240,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "schedule.delay_w": Row(lambda: {"schedule": one_step(), "budget_bytes": 9.0, "costs": schedule.Costs(),
         "network": schedule.Network()},
         {"budget_bytes": (0.0,)}, {("budget_bytes", "inf"): "no limit"}),
-    "schedule.fold": Row(lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs()}, {"ranks": (0, 3)}),
+    "schedule.fold": Row(lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs(), "network": schedule.Network()},
+        {"ranks": (0, 3)}),
     "schedule.draw": Row(lambda: {"simulated": schedule.simulate(one_step()), "path": None}, {"path": (["a"],)},
         {("path", "'x'"): "a file of that name"}),
     "schedule.interleaved_1f1b": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
@@ -480,5 +503,5 @@ def is_called(value: Any) -> bool:
     return value.__name__ not in MADE and value not in {type(cfg) for cfg in CONFIGS} and value.__init__ is not Prepared.__init__
 
 
-MADE = {"Graphed", "GraphedOp", "InFlight", "Simulated", "OpModule"}  # by functions, or to be derived from
+MADE = {"Graphed", "GraphedOp", "InFlight", "Plan", "Predicted", "Simulated", "OpModule"}  # by functions, or to be derived from
 ROWS = OWN | of_the_ops()

@@ -72,8 +72,8 @@ COLLECTIVE = st.builds(
 )
 
 
-@settings(max_examples=50)
-@given(st.sampled_from(GENERATORS), st.integers(1, 4), st.integers(1, 6), st.data())
+@settings(max_examples=25)
+@given(st.sampled_from(GENERATORS), st.integers(1, 3), st.integers(1, 4), st.data())
 def test_what_nothing_hides_is_time_of_the_action(generator, p, m, data):
     """So the schedule is that of costs to which it was added by hand; what comes once a step comes after the rank's last action."""
     made = generator(p, m)
@@ -187,10 +187,11 @@ def test_products_fill_tiles_and_waves():
 @pytest.mark.parametrize("row", published.PUBLISHED, ids=lambda row: row.name)
 def test_published_steps_are_predicted(row):
     """Within 15 %, with one efficiency a kind of GPU; the figures of the page are these."""
-    assert abs(row.error()) <= 0.15
+    said = row.predicted()
+    assert abs(said.time / row.seconds - 1.0) <= 0.15
     committed = {(one["case"], one["provider"], one["metric"]): one["value"] for one in json.loads(COMMITTED.read_text())["rows"]}
-    assert row.predicted().time == pytest.approx(committed[row.name, "funcops.schedule.predict", "seconds per step"], rel=1e-3)
-    assert row.predicted().peak_bytes < 80e9, "it ran"
+    assert said.time == pytest.approx(committed[row.name, "funcops.schedule.predict", "seconds per step"], rel=1e-3)
+    assert said.peak_bytes < 80e9, "it ran"
 
 
 @pytest.mark.parametrize("gpu", GPUS)
@@ -209,7 +210,10 @@ def every_layout(model, gpus):
                     yield layout
 
 
-@pytest.mark.parametrize(("gpus", "memory"), [(4, 2e9), (6, 0.5e9), (8, 0.3e9), (8, 20e9)])
+PLANNED = [(6, 0.5e9), *(pytest.param(*case, marks=pytest.mark.slow) for case in [(4, 2e9), (8, 0.3e9), (8, 20e9)])]
+
+
+@pytest.mark.parametrize(("gpus", "memory"), PLANNED)
 def test_a_plan_is_the_best_of_all_layouts(gpus, memory):
     """Tried one by one: its rows are the fastest that fit, and a mesh is out where no layout of it does."""
     model = Decoder(256, 640, 4, 4, 4096, 512, 8, kv_heads=2)
@@ -231,17 +235,16 @@ def test_a_plan_is_the_best_of_all_layouts(gpus, memory):
 
 
 def test_a_plan_says_why_a_mesh_is_out():
-    model = Decoder(768, 2048, 10, 12, 50257, 1024, 24)
+    model = Decoder(768, 2048, 10, 12, 50257, 1008, 24)
     plan = plan_parallel(model, 16, 2e9, "A100")
-    why = {mesh: plan.why_not(**mesh_of)[0].why for mesh, mesh_of in {
-        "tp": {"tp": 8}, "tp16": {"tp": 16}, "pp": {"pp": 16}, "cp": {"cp": 16}, "dp": {"dp": 16},
-    }.items()}  # fmt: skip
+    why = {f"{name} {size}": plan.why_not(**{name: size})[0].why for name, size in
+           (("tp", 8), ("tp", 16), ("pp", 16), ("cp", 16), ("dp", 16))}  # fmt: skip
     assert why == {
-        "tp": "tp must be a divisor of heads 12, got 8",
-        "tp16": "tp must be a divisor of heads 12, got 16",
-        "pp": "pp must be at most layers 10, got 16",
-        "cp": why["cp"],
-        "dp": "dp must be a divisor of batch 24, got 16",
+        "tp 8": "tp must be a divisor of heads 12, got 8",
+        "tp 16": "tp must be a divisor of heads 12, got 16",
+        "pp 16": "pp must be at most layers 10, got 16",
+        "cp 16": "cp must be a divisor of half of seq 1008, got 16",
+        "dp 16": "dp must be a divisor of batch 24, got 16",
     }
     four = plan.why_not(pp=8)
     assert four and all(
@@ -269,7 +272,7 @@ BAD = {
         SMALL, 8, 80e9, fixed={"tp": 3}
     ),
     "tp 3: tp must be a divisor of heads 8, got 3), got 9": lambda: plan_parallel(SMALL, 9, 80e9, fixed={"tp": 3}),
-    "plan_parallel: memory must be at least 1": lambda: plan_parallel(SMALL, 8, 1e6),
+    "plan_parallel: memory must be at least 505,075,712 bytes": lambda: plan_parallel(SMALL, 8, 1e6),
     "Decoder: heads must be a divisor of hidden 10, got 3": lambda: Decoder(10, 8, 1, 3, 8, 8, 8),
     "Decoder: kv_heads must be a divisor of heads 2, got 3": lambda: Decoder(8, 8, 1, 2, 8, 8, 8, kv_heads=3),
     "Layout: zero must be 0, 1, 2 or 3, got 4": lambda: Layout(zero=4),
@@ -292,9 +295,10 @@ def tokens(rows, seq):
     return WithExtras(ids, {"positions": torch.arange(seq), "labels": ids})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(64, 3, 4, 2, 96, 128), (48, 5, 3, 3, 80, 50), (32, 2, 4, 1, 64, 64)])
 def test_a_decoder_of_ours_is_counted(sizes):
-    """Its params, and what a layer keeps, are those of a forward of it; so is what is said of one that is described by its sizes."""
+    """Its params, and what a layer keeps, are those of a forward of it; so is what is said of one described by its sizes."""
     dim, layers, heads, kv_heads, hidden, vocab = sizes
     named = Sizes(dim=dim, layers=layers, heads=heads, kv_heads=kv_heads, hidden=hidden, vocab=vocab)
     cfg, x = decoder_config(named), tokens(2, 16)
@@ -309,10 +313,11 @@ def test_a_decoder_of_ours_is_counted(sizes):
 
 def test_the_best_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    plan = plan_parallel(SMALL, 8, 80e9, fixed={"pp": 2, "chunks": 3}, show=1)
+    few = dataclasses.replace(SMALL, batch=4)
+    plan = plan_parallel(few, 8, 80e9, fixed={"pp": 2, "tp": 4, "chunks": 2, "microbatch": 1}, show=1)
     figure = plan.draw(tmp_path / "best.svg")
     assert (tmp_path / "best.svg").stat().st_size > 1_000
-    assert len(figure.axes[0].collections) == sum(map(len, plan.best.simulated.starts)) == 2 * 3 * 2 * 6
+    assert len(figure.axes[0].collections) == sum(map(len, plan.best.simulated.starts)) == 2 * 4 * 4
 
 
 def counted(monkeypatch):
