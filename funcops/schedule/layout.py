@@ -135,12 +135,16 @@ class Layers(NamedTuple):
 
 
 def layers_of(model: Decoder, layout: Layout) -> Layers | None:
+    return split_layers(model.layers, layout.pp * layout.chunks)
+
+
+@functools.lru_cache(maxsize=4096)
+def split_layers(layers: int, stages: int) -> Layers | None:
     """As many layers a stage; or, where that does not divide, with the embedding and the head in the place of a layer each."""
-    stages = layout.stages
-    if model.layers % stages == 0:
-        return Layers(*[model.layers // stages] * 3)
-    each = (model.layers + 2) // stages
-    return Layers(each - 1, each, each - 1) if (model.layers + 2) % stages == 0 and layout.pp > 1 else None
+    if layers % stages == 0:
+        return Layers(*[layers // stages] * 3)
+    each = (layers + 2) // stages
+    return Layers(each - 1, each, each - 1) if (layers + 2) % stages == 0 else None
 
 
 def least_layers(model: Decoder, layout: Layout) -> int:
@@ -173,8 +177,12 @@ def in_flight(layout: Layout, rank: int, count: int) -> int:
 
 def peak(model: Decoder, layout: Layout) -> tuple[int, Memory]:
     """The pipeline rank that needs most, and its bytes."""
-    ranks = sorted({0, min(1, layout.pp - 1), layout.pp - 1})  # those between hold what the second holds, or less
-    return max(((rank, rank_memory(model, layout, rank)) for rank in ranks), key=lambda found: found[1].total)
+    most = 0, rank_memory(model, layout, 0)
+    for rank in range(1, layout.pp) if layout.pp < 3 else (1, layout.pp - 1):  # those between hold what the second holds, or less
+        found = rank_memory(model, layout, rank)
+        if found.total > most[1].total:
+            most = rank, found
+    return most
 
 
 def rank_memory(model: Decoder, layout: Layout, rank: int) -> Memory:

@@ -14,7 +14,7 @@ from funcops.errors import fail, in_html, on_screen, require, require_count, req
 from funcops.schedule.decoder import Decoder
 from funcops.schedule.draw import draw
 from funcops.schedule.gpus import GPU, gpu_of
-from funcops.schedule.layout import RECOMPUTE, Layout, layers_of, mesh_problem, peak, problem
+from funcops.schedule.layout import RECOMPUTE, Layout, mesh_problem, peak, problem, split_layers
 from funcops.schedule.predict import Bound, Predicted, bound, simulated, without_communication, without_replicas
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -158,7 +158,7 @@ class _Search:
             return
         before, first, least = len(self.found), None, None
         for chunks, rows in itertools.product(self._chunks(mesh), self._rows(mesh)):
-            shape = dataclasses.replace(mesh, chunks=chunks, microbatch=rows)
+            shape = Layout(mesh.dp, mesh.tp, mesh.pp, mesh.cp, chunks, rows)
             wrong = problem(self.model, shape, self.gpu)
             if wrong is not None:
                 first = first or wrong
@@ -181,7 +181,7 @@ class _Search:
         if "chunks" in self.fixed:
             return [self.fixed["chunks"]]
         most = max(1, (self.model.layers + 2) // mesh.pp) if mesh.pp > 1 else 1
-        divides = [v for v in range(2, most + 1) if layers_of(self.model, dataclasses.replace(mesh, chunks=v)) is not None]
+        divides = [v for v in range(2, most + 1) if split_layers(self.model.layers, mesh.pp * v) is not None]
         return [1, *divides]
 
     def _rows(self, mesh: Layout) -> list[int]:
