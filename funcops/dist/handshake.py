@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.dist import comm
 from funcops.dist.mesh import Axis, Mesh
-from funcops.errors import require_callable, require_type, short
+from funcops.errors import require, require_callable, require_type, short
 from funcops.trees import tree_map_tensors
 
 NAMES = {
@@ -140,6 +140,9 @@ def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: 
 
     Raises `ValueError` for the first fault."""
     require_callable("check_program", step=step)
+    if ranks is not None:
+        require_type("check_program", "ranks", ranks, Sequence)
+        require(len(ranks) > 0, "check_program", "ranks", "at least one rank", ranks)
     meshes = [Mesh.abstract(sizes, rank) for rank in (range(math.prod(sizes.values())) if ranks is None else ranks)]
     programs, groups = {}, {}
     for mesh in meshes:

@@ -52,6 +52,7 @@ class Mesh:
         require(right, "Mesh", "axes", "a tuple of Axis", repr(self.axes))
         names = [axis.name for axis in self.axes]
         require(len(set(names)) == len(names), "Mesh", "axes", "of different names", ", ".join(names))
+        _device("Mesh", self.device)
 
     @staticmethod
     def of(sizes: Mapping[str, int], device: str | None = None) -> Mesh:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops.dist.mesh import Axis, Mesh
-from funcops.errors import fail, require, require_callable, require_count, require_type
+from funcops.errors import describe, fail, require, require_callable, require_count, require_number, require_type
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals.donate import donate
@@ -111,10 +111,14 @@ def check_dist(
     `twin`, bit for bit; what must be the same on all ranks is, in bits; x and params kept as the very same objects, in 1/n of their
     bytes where all are shared out; nothing left in flight. Raises `AssertionError` with the case and the number of ranks."""
     require_type("check_dist", "op", op, Op)
-    require(bool(sizes), "check_dist", "sizes", "at least one size", repr(sizes))
+    given = [cases] if isinstance(cases, DistCase) else cases
+    right = isinstance(given, (list, tuple)) and all(isinstance(case, DistCase) for case in given)
+    require(right, "check_dist", "cases", "a DistCase, or a list of them", describe(cases))
+    require(isinstance(sizes, tuple) and bool(sizes), "check_dist", "sizes", "a tuple of at least one size", describe(sizes))
     for n in sizes:
         require_count("check_dist", size=n)
-    for case in [cases] if isinstance(cases, DistCase) else cases:
+    require_number("check_dist", 0.0, tolerance=tolerance)
+    for case in given:
         single = _bytes_of_one(op, case)
         for n in sizes:
             try:

@@ -92,7 +92,7 @@ WRONG = {  # in what is sent, by what it is instead, and who must notice
     "the other way": ("shift", lambda x, axis, by, own=comm.shift: own(x, axis, -by if axis.size > 2 else 0),
         {"shift": "differs"}),
     "a sum that nobody sends": ("start_scatter_sum", lambda x, axis: x[: x.shape[0] // axis.size].clone(), {"column": "differs"}),
-    "not waited for": ("wait", lambda t, axis: t.clone(), {"column": "be finished", "row": "be finished", "gather": "be finished"}),
+    "not waited for": ("wait", lambda t, axis: t.clone(), {"column": "be finished", "row": "differs", "gather": "be finished"}),
 }  # fmt: skip
 
 
