@@ -1,7 +1,7 @@
 """Programs: what a rank will send, as data; and the handshake, in which the ranks compare theirs before they run.
 
-A rank that sends another shape, or in another order, ends a process group of Gloo in an abort and one of NCCL in a hang. A program is
-had by running the step on the meta device, where nothing is computed or sent, and compared by group.
+A rank that sends another shape, or in another order, ends a process group of Gloo in an abort and one of NCCL in a hang. A program
+is had by running the step on the meta device, where nothing is computed or sent, and compared by group.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NAMES = {
 
 
 class Collective(NamedTuple):
-    """A collective as its group must agree on it. `shape` is of what this rank gives; None where ranks may give different ones (parts
-    of an all_to_all). `how`: of what kind a sum is."""
+    """A collective as its group must agree on it. `shape` is of what this rank gives; None where ranks may give different ones
+    (parts of an all_to_all). `how`: of what kind a sum is."""
 
     op: str
     group: str
@@ -135,8 +135,8 @@ def _known_to_all(fault: str, mesh: Mesh) -> str:
 
 
 def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: Sequence[int] | None = None) -> dict[int, Program]:
-    """The programs of all ranks of a mesh of these sizes (or of `ranks` alone), recorded in this process and compared as `handshake`
-    does: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device.
+    """The programs of all ranks of a mesh of these sizes (or of `ranks` alone), recorded in this process and compared as
+    `handshake` does: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device.
 
     Raises `ValueError` for the first fault."""
     require_callable("check_program", step=step)
@@ -144,7 +144,8 @@ def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: 
         require_type("check_program", "ranks", ranks, Sequence)
         require(len(ranks) > 0, "check_program", "ranks", "at least one rank", ranks)
     meshes = [Mesh.abstract(sizes, rank) for rank in (range(math.prod(sizes.values())) if ranks is None else ranks)]
-    programs, groups = {}, {}
+    programs: dict[int, Program] = {}
+    groups: dict[tuple[str, str], dict[int, list[Collective]]] = {}
     for mesh in meshes:
         with torch.device("meta"):
             programs[mesh.rank] = program = _recorded(step, mesh)
@@ -180,7 +181,9 @@ def _compare(mesh: Mesh, axis: Axis, sent: list[Collective]) -> str:
     if len(set(digests)) == 1:
         return ""
     texts = _all_texts(text, axis, mesh.device)
-    return _difference("handshake", axis.name, dict(zip(mesh.peers(axis), [t.split("\n") if t else [] for t in texts], strict=True)))
+    return _difference(
+        "handshake", axis.name, dict(zip(mesh.peers(axis), [t.split("\n") if t else [] for t in texts], strict=True))
+    )
 
 
 def _difference(where: str, name: str, members: Mapping[int, Sequence[Any]]) -> str:
@@ -192,9 +195,8 @@ def _difference(where: str, name: str, members: Mapping[int, Sequence[Any]]) -> 
             length = max(len(mine), len(theirs))
             at = next(i for i in range(length) if mine[i : i + 1] != theirs[i : i + 1])
             a, b = (str(one[at]) if at < len(one) else "nothing" for one in (mine, theirs))
-            return (
-                f"{where}: collective {at} over axis {name!r} must be the same on all ranks, got {a} on rank {first}, {b} on rank {rank}"
-            )
+            got = f"{a} on rank {first}, {b} on rank {rank}"
+            return f"{where}: collective {at} over axis {name!r} must be the same on all ranks, got {got}"
     return ""
 
 

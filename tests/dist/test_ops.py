@@ -117,42 +117,58 @@ def bad_calls(tp):
     params = LinearParams(torch.ones(3, 4), torch.ones(3))
     rows = LinearParams(torch.ones(6, 2), torch.ones(6))
     x, fwd = torch.ones(2, 4), dist.column_linear.fwd
-    yield "ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7", lambda: (
-        dist.ColumnLinearConfig(4, 7, axis=tp)
+    yield (
+        "ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7",
+        lambda: dist.ColumnLinearConfig(4, 7, axis=tp),
     )
-    yield "RowLinearConfig: in_features must be a multiple of 2, the size of axis 'tp', got 5", lambda: (
-        dist.RowLinearConfig(5, 6, axis=tp)
+    yield (
+        "RowLinearConfig: in_features must be a multiple of 2, the size of axis 'tp', got 5",
+        lambda: dist.RowLinearConfig(5, 6, axis=tp),
     )
-    yield "column_linear_fwd: x must be a plain tensor (pass its to_local(), and the axis in the config), got DTensor", lambda: fwd(
-        params, x.as_subclass(DTensor), column
+    yield (
+        "column_linear_fwd: x must be a plain tensor (pass its to_local(), and the axis in the config), got DTensor",
+        lambda: fwd(params, x.as_subclass(DTensor), column),
     )
-    yield "column_linear_fwd: params.weight must be a plain tensor", lambda: fwd(
-        LinearParams(params.weight.as_subclass(DTensor), params.bias), x, column
+    yield (
+        "column_linear_fwd: params.weight must be a plain tensor",
+        lambda: fwd(LinearParams(params.weight.as_subclass(DTensor), params.bias), x, column),
     )
-    yield "gather_fwd: x must be a plain tensor (wait for it first (.wait()), or use funcops.dist.gather_start), got Async", lambda: (
-        dist.gather.fwd(None, x.as_subclass(AsyncCollectiveTensor), dist.GatherConfig(tp))
+    yield (
+        "gather_fwd: x must be a plain tensor (wait for it first (.wait()), or use funcops.dist.gather_start), got Async",
+        lambda: dist.gather.fwd(None, x.as_subclass(AsyncCollectiveTensor), dist.GatherConfig(tp)),
     )
-    yield "column_linear_fwd: params.weight must be [3, 4], got [6, 4]", lambda: fwd(linear.init(LinearConfig(4, 6), device="meta"), x, column)
-    yield "column_linear_fwd: x must be [m, ..., 4], of a first dimension to share out, got float32[4]", lambda: fwd(
-        params, torch.ones(4), column
+    yield (
+        "column_linear_fwd: params.weight must be [3, 4], got [6, 4]",
+        lambda: fwd(linear.init(LinearConfig(4, 6), device="meta"), x, column),
     )
-    yield "row_linear_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got float32[3, 2]", lambda: (
-        dist.row_linear.fwd(rows, torch.ones(3, 2), row)
+    yield (
+        "column_linear_fwd: x must be [m, ..., 4], of a first dimension to share out, got float32[4]",
+        lambda: fwd(params, torch.ones(4), column),
+    )
+    yield (
+        "row_linear_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got float32[3, 2]",
+        lambda: dist.row_linear.fwd(rows, torch.ones(3, 2), row),
     )
     yield "row_linear_fwd: x must be [..., 2], got [2, 4]", lambda: dist.row_linear.fwd(rows, x, row)
-    yield "gather_fwd: x must be of more dimensions (cfg.dim is 2), got float32[2, 4]", lambda: dist.gather.fwd(
-        None, x, dist.GatherConfig(tp, dim=2)
+    yield (
+        "gather_fwd: x must be of more dimensions (cfg.dim is 2), got float32[2, 4]",
+        lambda: dist.gather.fwd(None, x, dist.GatherConfig(tp, dim=2)),
     )
-    yield "all_to_all_fwd: x must be of more dimensions (cfg.split and cfg.cat are one), got float32[4]", lambda: (
-        dist.all_to_all.fwd(None, torch.ones(4), dist.AllToAllConfig(tp))
+    yield (
+        "all_to_all_fwd: x must be of more dimensions (cfg.split and cfg.cat are one), got float32[4]",
+        lambda: dist.all_to_all.fwd(None, torch.ones(4), dist.AllToAllConfig(tp)),
     )
     yield "ChainConfig: x of step 'down' must be [..., 3], got [..., 4] of step 'up'", lambda: ChainConfig(
         steps=(Step("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
                Step("down", dist.row_linear, dist.RowLinearConfig(6, 4, axis=tp)))
     )  # fmt: skip
-    for name, op, cfg in (("scatter_sum", dist.scatter_sum, dist.ScatterSumConfig(tp)), ("slice_of", dist.slice_of, dist.SliceOfConfig(tp))):
-        yield f"{name}_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got float32[5, 2]", lambda op=op, cfg=cfg: (
-            op.fwd(None, torch.ones(5, 2), cfg)
+    for name, op, cfg in (
+        ("scatter_sum", dist.scatter_sum, dist.ScatterSumConfig(tp)),
+        ("slice_of", dist.slice_of, dist.SliceOfConfig(tp)),
+    ):
+        yield (
+            f"{name}_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got float32[5, 2]",
+            lambda op=op, cfg=cfg: op.fwd(None, torch.ones(5, 2), cfg),
         )
 
 

@@ -107,7 +107,7 @@ def column_linear_fwd(
 def column_linear_dgrad(
     residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig
 ) -> tuple[Tensor, ColumnLinearPending | None]:
-    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending weight gradient: dy and x, aliases."""
+    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     dx = comm.wait(_send_dx(kernels.linear_dgrad(dy, weight), cfg), cfg.axis) if needs.x else NO_GRADIENT

@@ -4,12 +4,12 @@
 
     dx_r = dy w_r        dw_r = dy^T x_r        db = sum over rows of dy
 
-r: a rank of the axis, of n. x_r, dx_r: [*, I/n], of all rows; w_r: [O, I/n]; b: [O] or None, the same on all ranks; one float dtype.
-In sequence parallelism y is shared out along its first dimension: of a sum that is scattered a rank has 1/n of it, and so dy, which is
-gathered. The gradient of w_r is whole. That of b is of this rank's rows alone, as it is for the weights of a norm between such
-layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are whole.
+r: a rank of the axis, of n. x_r, dx_r: [*, I/n], of all rows; w_r: [O, I/n]; b: [O] or None, the same on all; one float dtype.
+In sequence parallelism y is shared out along its first dimension: a rank has 1/n of it, of a sum that is scattered, and 1/n of dy,
+which is gathered. The gradient of w_r is whole. That of b is of this rank's rows alone, as it is for the weights of a norm between
+such layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are whole.
 
-Kept: x_r and w_r, both aliases. `overlap="bulk"` orders the whole backward so that dy is on its way while db is summed: the same bits.
+Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is on its way while db is summed, for the same bits.
 """
 
 from __future__ import annotations
