@@ -15,7 +15,7 @@ SIZES = {"dp": 2, "tp": 2}
 def mlp(mesh, x, overlap="none"):
     """Forward and backward of a column-parallel layer."""
     cfg = dist.ColumnLinearConfig(4, 8, axis=mesh["tp"], overlap=overlap)
-    params = LinearParams(x.new_ones(4, 4), x.new_ones(4))
+    params = LinearParams(x.new_ones(cfg.weight_shape), x.new_ones(cfg.bias_shape))
     y, residuals = dist.column_linear.fwd(params, x, cfg)
     return dist.column_linear.bwd(residuals, y, cfg)
 
