@@ -21,12 +21,13 @@ Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
-                     testing, fused
+                     testing, fused, dist
 """
 
 from types import ModuleType as _ModuleType
 
 from funcops import checkpoint as checkpoint
+from funcops import dist as dist
 from funcops import fused as fused
 from funcops import graphs as graphs
 from funcops import low_precision as low_precision
@@ -109,7 +110,20 @@ from funcops.vjp import vjp as vjp
 
 __version__ = "0.1.0"
 
-_ROOMS = ["checkpoint", "fused", "graphs", "low_precision", "nn", "optim", "precision", "random", "schedule", "testing", "trees"]
+_ROOMS = [
+    "checkpoint",
+    "dist",
+    "fused",
+    "graphs",
+    "low_precision",
+    "nn",
+    "optim",
+    "precision",
+    "random",
+    "schedule",
+    "testing",
+    "trees",
+]
 # one name a concept; the rest of an operator (linear_fwd, LinearResiduals) is imported from here all the same
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Residuals", "Pending")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]

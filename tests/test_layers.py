@@ -22,6 +22,7 @@ LAYERS = (
     "recipes",
     "residuals",
     "ops",
+    "dist",
     "program",
     "compose",
     "memory",

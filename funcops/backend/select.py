@@ -123,3 +123,8 @@ def _left_on_the_cpu() -> bool:
 
 
 _left_on_the_cpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def launched() -> int:
+    """How many processes a launcher such as torchrun says that it started; 1 where none did."""
+    return int(os.environ.get("WORLD_SIZE") or 1)

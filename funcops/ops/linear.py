@@ -131,9 +131,7 @@ def linear_wgrad(pending: LinearPending, cfg: LinearConfig, *, into: LinearParam
     bias = cfg.bias and (needs.params is True or needs.param("bias"))
     if bias and pending.sums is not None:
         return _of_sums(pending, into)
-    if into is not None:
-        return _wgrad_into("linear_wgrad", pending.dy, pending.x, bias, into)
-    return LinearParams(*kernels.linear_wgrad(pending.dy, pending.x, bias))
+    return linear_gradients("linear_wgrad", pending.dy, pending.x, bias, into)
 
 
 @bwd_of(LinearResiduals, LinearParams)
@@ -152,11 +150,18 @@ def linear_bwd(
     return LinearParams(*kernels.linear_wgrad(dy, x, bias)), NO_GRADIENT
 
 
+def linear_gradients(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams | None) -> LinearParams:
+    """dw of rows x (None without) and db (None unless `bias`), added to `into` where that is given."""
+    if into is not None:
+        return _wgrad_into(where, dy, x, bias, into)
+    return LinearParams(*kernels.linear_wgrad(dy, x, bias))
+
+
 def _wgrad_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> LinearParams:
     """The gradients added to `into`: in the product itself, unrounded, where the accumulators are as wide as its sums."""
     if x is None:
         return accumulate(where, LinearParams(*kernels.linear_wgrad(dy, None, bias)), into)
-    _check_into(where, dy, x, bias, into)
+    check_linear_into(where, dy, x, bias, into)
     db = into.bias if bias else None
     if takes_sums(into.weight, dy.dtype) and takes_sums(db, dy.dtype):
         fused_linear.fused_linear_wgrad_into(dy, x, 1.0, into.weight, db)
@@ -170,7 +175,7 @@ def _of_sums(pending: LinearPending, into: LinearParams | None) -> LinearParams:
     assert sums is not None
     if into is None:
         return LinearParams(kernels.linear_wgrad(dy, x, False)[0], sum_parts(sums, dy.dtype))
-    _check_into("linear_wgrad", dy, x, True, into)
+    check_linear_into("linear_wgrad", dy, x, True, into)
     if x is not None:
         _wgrad_into("linear_wgrad", dy, x, False, LinearParams(into.weight, None))
     return _add_db(pending, into)
@@ -184,7 +189,7 @@ def _add_db(pending: LinearPending, into: LinearParams) -> LinearParams:
     return into
 
 
-def _check_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> None:
+def check_linear_into(where: str, dy: Tensor, x: Tensor | None, bias: bool, into: LinearParams) -> None:
     shape = dy.new_empty(()).expand(dy.shape[-1], dy.shape[-1] if x is None else x.shape[-1])
     check_into(where, into, LinearParams(NO_GRADIENT if x is None else shape, shape[:, 0] if bias else None))
 
@@ -195,7 +200,7 @@ def linear_products(pending: LinearPending, cfg: LinearConfig, *, into: LinearPa
         linear_wgrad(pending, cfg, into=into)
         return []
     bias = cfg.bias and (pending.needs.params is True or pending.needs.param("bias"))
-    _check_into("linear_wgrad", pending.dy, pending.x, bias, into)
+    check_linear_into("linear_wgrad", pending.dy, pending.x, bias, into)
     if bias and pending.sums is not None:
         _add_db(pending, into)
         bias = False

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from dist_cases import ONE as ALONE
+from dist_cases import PLAIN
 from test_laws import CONFIGS, FIRST
 
 import funcops
@@ -27,6 +29,7 @@ from funcops import (
     chain,
     checkpoint,
     cross_entropy,
+    dist,
     formats,
     graphs,
     linear,
@@ -37,6 +40,7 @@ from funcops import (
     random,
     report,
     schedule,
+    testing,
     trees,
 )  # fmt: skip
 from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
@@ -46,7 +50,20 @@ from funcops.schema import Saved
 from funcops.testing.checks import float_like
 from funcops.trees import tree_map_tensors
 
-ROOMS = ("checkpoint", "fused", "graphs", "low_precision", "nn", "optim", "precision", "random", "schedule", "testing", "trees")
+ROOMS = (
+    "checkpoint",
+    "dist",
+    "fused",
+    "graphs",
+    "low_precision",
+    "nn",
+    "optim",
+    "precision",
+    "random",
+    "schedule",
+    "testing",
+    "trees",
+)
 
 
 class Row(NamedTuple):
@@ -301,8 +318,9 @@ OWN = {  # by "module.name", or "name" of funcops itself
 def of_the_ops() -> dict[str, Row]:
     """A row for each function of each op, from the op's first case."""
     found = {}
-    for case in FIRST:
+    for case in [*FIRST, *PLAIN.values()]:
         op, cfg = case.op, case.cfg
+        name = f"dist.{op.name}" if op.name in PLAIN else op.name
 
         def given(case: Any = case) -> dict[str, Any]:
             params, x = case.make(torch.float32)
@@ -337,11 +355,11 @@ def of_the_ops() -> dict[str, Row]:
         def zeros(given: dict[str, Any]) -> dict[str, Any]:
             return {"into": tree_map_tensors(torch.zeros_like, given["params"])}
 
-        found[f"{op.name}_fwd"] = part(("params", "x"), lambda given: {"needs": Needs.ALL})
-        found[f"{op.name}_dgrad"] = part(("residuals", "dy"), lambda given: {})
-        found[f"{op.name}_bwd"] = part(("residuals", "dy"), zeros)
-        found[f"{op.name}_wgrad"] = part(("pending",), zeros)
-        found[f"{op.name}_init"] = Row(
+        found[f"{name}_fwd"] = part(("params", "x"), lambda given: {"needs": Needs.ALL})
+        found[f"{name}_dgrad"] = part(("residuals", "dy"), lambda given: {})
+        found[f"{name}_bwd"] = part(("residuals", "dy"), zeros)
+        found[f"{name}_wgrad"] = part(("pending",), zeros)
+        found[f"{name}_init"] = Row(
             lambda cfg=cfg: {"cfg": cfg, "key": random.key(0), "device": "cpu", "dtype": torch.float32},
             accepts={
                 **({} if tensors_of(op, cfg) else dict.fromkeys(("key", "device", "dtype"), "no params are made")),
@@ -371,6 +389,11 @@ def case_good() -> dict[str, Any]:
         "cancels": (),
         "unrounded": (),
     }
+
+
+def dist_case() -> dict[str, Any]:
+    return {"cfg": dist.GatherConfig, "x": lambda d: d.randn(4), "reference": lambda params, x, n: 1.0 * x, "params": None,
+            "placed_x": testing.Placed("shard"), "placed_y": testing.Placed("replicate")}  # fmt: skip
 
 
 def rule() -> dict[str, Any]:
@@ -460,6 +483,22 @@ OWN |= {
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
     "nn.quantize_weights": Row(lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
+    **{f"dist.{name}_start": Row(lambda: {"x": x(), "axis": ALONE}, accepts={"x": "any tensor, but one without dimensions"})
+       for name in ("gather", "scatter_sum", "sum_over", "all_to_all")},
+    "dist.Axis": Row(lambda: {"name": "tp", "size": 2, "rank": 1, "group": "a"}, {"size": (0,), "rank": (2,)},
+        {("group", "'no such'"): "looked up where it is used"}),
+    "dist.Mesh": Row(lambda: {"axes": (ALONE,), "device": "cpu"}),
+    "dist.finish": Row(lambda: {"h": dist.gather_start(x(), ALONE)}),
+    "dist.record": Row(lambda: {"step": lambda: None}),
+    "dist.handshake": Row(lambda: {"mesh": dist.Mesh(axes=(ALONE,)), "step": lambda: None}),
+    "dist.check_program": Row(lambda: {"step": lambda mesh: None, "sizes": {"tp": 2}, "ranks": (0, 1)}, {"sizes": ({"tp": 0},),
+        "ranks": ((2,), (1.5,))}),
+    "testing.Placed": Row(lambda: {"kind": "shard", "dim": 1}, accepts={("dim", "-1"): "the last"}),
+    "testing.DistCase": Row(lambda: {**dist_case(), "placed_params": None, "name": "a", "twin": None}, {}, {**NAME,
+        **{name: "looked at where it is used" for name in ("placed_x", "placed_y", "placed_params")}}),
+    "testing.check_dist": Row(lambda: {"op": dist.gather, "cases": testing.DistCase(**dist_case()), "sizes": (1,),
+        "tolerance": 1e-12}, {"sizes": ((), (0,), 3)}, {("cases", "[]"): "none"}),
+    "testing.run_ranks": Row(lambda: {"sizes": {"tp": 2}, "fn": lambda mesh: mesh.rank}, {"sizes": ({"tp": 0},)}),
     "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu"}, {"dtypes": ((3,),), "free": ((3,),)},
         {**NAME, ("reference", "None"): "for laws that compare with none", ("device", "None"): "torch's own"}),
     "testing.Draw": Row(lambda: {"dtype": torch.float32, "seed": 3}),
@@ -500,7 +539,11 @@ def is_called(value: Any) -> bool:
         return True
     if issubclass(value, (BaseException, tuple, Saved, Nested)) or value in trees.FIELDS:  # results, and trees, which hold anything
         return False
-    return value.__name__ not in MADE and value not in {type(cfg) for cfg in CONFIGS} and value.__init__ is not Prepared.__init__
+    return (
+        value.__name__ not in MADE
+        and value not in {type(cfg) for cfg in (*CONFIGS, *[case.cfg for case in PLAIN.values()])}
+        and value.__init__ is not Prepared.__init__
+    )
 
 
 MADE = {"Graphed", "GraphedOp", "InFlight", "Plan", "Predicted", "Simulated", "OpModule"}  # by functions, or to be derived from

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.adapters.graphs.statics import refuse_in_flight
 from funcops.adapters.graphs.timeline import Place
 from funcops.errors import BorrowedError, fail
 from funcops.trees import nbytes, paths, structure, unflatten
@@ -71,6 +72,7 @@ class Outputs:
     def __init__(self, where: str, tree: Any, statics: list[Any], policy: str, debug: bool, place: Place) -> None:
         if policy not in POLICIES:
             fail(where, "outputs", " or ".join(map(repr, POLICIES)), repr(policy))
+        refuse_in_flight(where, "output", tree)
         self.policy, self.debug = policy, debug
         self.generation = Generation(place)
         inputs = {id(t): i for i, t in enumerate(statics) if isinstance(t, Tensor)}

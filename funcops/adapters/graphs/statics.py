@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.dist.in_flight import InFlight
 from funcops.errors import CaptureError, GradModeError, describe, fail
 from funcops.marks import Versions
 from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
@@ -52,6 +53,7 @@ class Inputs:
     tensor."""
 
     def __init__(self, where: str, examples: tuple[Any, ...], policies: str | Mapping[str, str]) -> None:
+        refuse_in_flight(where, "input", examples)
         self.where, self.structure = where, structure(examples)
         self._check_grad_mode(leaves(examples))
         chosen = policies_of(where, examples, policies)
@@ -102,6 +104,13 @@ class Inputs:
     def nbytes(self) -> int:
         """Bytes of the buffers of copied leaves."""
         return sum(leaf.static.nbytes for leaf in self.leaves if leaf.policy == "copy" and isinstance(leaf.static, Tensor))
+
+
+def refuse_in_flight(where: str, what: str, tree: Any) -> None:
+    """Communication begins and ends in one graph: what is sent in one and waited for elsewhere, a replay knows nothing of."""
+    for path, node in paths(tree, is_leaf=lambda node: type(node) is InFlight).items():
+        if type(node) is InFlight:
+            fail(where, f"{what} {path}", "finished", f"an InFlight ({node.what})", TypeError)
 
 
 def _leaf(path: str, policy: str, value: Any) -> Leaf:

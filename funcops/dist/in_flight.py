@@ -1,0 +1,94 @@
+"""Communication in flight, as a value.
+
+    h = gather_start(x, axis)      # the ranks begin to talk
+    ...                            # anything but a write to x
+    whole = finish(h)              # once
+
+An `InFlight` is a node of a tree and no tensor, so that no op takes it by mistake; `finish` alone reads it. A `Ledger` keeps one as
+it keeps a pending weight gradient, and names what was never finished. On an axis of size 1 nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.plain import check_divides, check_tensor
+from funcops.errors import DonatedError, describe, fail, require_type, stale
+from funcops.marks import Gone
+from funcops.needs import Needs
+from funcops.schema import WGRAD, Pending, saved, static
+
+
+class InFlight(Pending):
+    """What a `*_start` gives and `finish` takes. `value` must not be read before; `source` is the x that is sent."""
+
+    value: Tensor = saved("[*]", needed_by=WGRAD)
+    source: Tensor = saved("[*]", alias="x", needed_by=WGRAD)
+    what: str = static("")
+
+    def unused(self, where: str) -> None:
+        if isinstance(self._marks, Gone):
+            raise DonatedError(f"{where}: h must be in flight, got an InFlight that was finished, or given away with donate()")
+
+    def complain(self, where: str) -> None:
+        self.unused(where)
+        path = self.stale() or "source"
+        hint = f"Finish the {self.what} first, or start it of a clone"
+        stale(where, f"h.{path}", by=f"{self.what}_start", hint=hint, aliases="its x")
+
+
+InFlight.kind = "in flight"
+
+
+def finish(h: InFlight) -> Tensor:
+    """Wait for what a `*_start` began, and give its value. Raises `DonatedError` for one that was finished before,
+    `StaleResidualError` where x was written to since the start: what arrived may be anything."""
+    if type(h) is not InFlight:
+        fail("finish", "h", "an InFlight, as gather_start and its like give it", describe(h), TypeError)
+    if not h.fresh():
+        h.complain("finish")
+    value, axis = h.value, h.cfg
+    h.empty()
+    return comm.wait(value, axis)
+
+
+def gather_start(x: Tensor, axis: Axis) -> InFlight:
+    """[m, *] -> [n m, *]: the x of all ranks of the axis, one after the other."""
+    _check("gather_start", x, axis, 1)
+    return _started("gather", x, axis, comm.start_gather)
+
+
+def scatter_sum_start(x: Tensor, axis: Axis) -> InFlight:
+    """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis."""
+    _check("scatter_sum_start", x, axis, 1)
+    check_divides("scatter_sum_start", "x", x, 0, axis)
+    return _started("scatter_sum", x, axis, comm.start_scatter_sum)
+
+
+def sum_over_start(x: Tensor, axis: Axis) -> InFlight:
+    """The sum of x over the axis."""
+    _check("sum_over_start", x, axis)
+    return _started("sum_over", x, axis, comm.start_sum)
+
+
+def all_to_all_start(x: Tensor, axis: Axis) -> InFlight:
+    """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there."""
+    _check("all_to_all_start", x, axis, 1)
+    check_divides("all_to_all_start", "x", x, 0, axis)
+    return _started("all_to_all", x, axis, comm.start_all_to_all)
+
+
+def _check(where: str, x: Any, axis: Any, dims: int = 0) -> None:
+    require_type(where, "axis", axis, Axis)
+    check_tensor(where, "x", x, (...,))
+    if x.dim() < dims:
+        fail(where, "x", f"of at least {dims} dimension", describe(x))
+
+
+def _started(what: str, x: Tensor, axis: Axis, start: Any) -> InFlight:
+    made: Any = InFlight.keep(axis, Needs.ALL, value=start(x, axis), source=x, what=what)
+    return made  # type: ignore[no-any-return]

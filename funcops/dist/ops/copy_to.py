@@ -1,0 +1,67 @@
+"""Copy to an axis: what is the same on all its ranks, for each to use in its own way.
+
+    y = x        dx = sum of dy over the axis
+
+x, y, dy, dx: [*]; any float dtype. Kept: nothing. x must be the same on all ranks. y is x itself.
+The pair of `sum_over` (Megatron's f).
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.plain import check_tensor, require_axis
+from funcops.errors import FLOATS
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
+
+__all__ = [
+    "CopyToConfig",
+    "CopyToResiduals",
+    "copy_to",
+    "copy_to_bwd",
+    "copy_to_dgrad",
+    "copy_to_fwd",
+    "copy_to_init",
+    "copy_to_wgrad",
+]
+
+
+@config
+class CopyToConfig:
+    """`axis`: over whose ranks the gradient is summed."""
+
+    axis: Axis = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require_axis("CopyToConfig", self.axis)
+
+    widths = same_width
+
+
+class CopyToResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(CopyToConfig)
+def copy_to_fwd(params: None, x: Tensor, cfg: CopyToConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, CopyToResiduals | None]:
+    """`y = x`, the same tensor."""
+    check_tensor("copy_to_fwd", "x", x, (...,), FLOATS)
+    return x, CopyToResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
+
+
+@dgrad_of(CopyToResiduals)
+def copy_to_dgrad(residuals: CopyToResiduals, dy: Any, cfg: CopyToConfig) -> tuple[Tensor, None]:
+    """The sum of dy, on every rank. There is no weight gradient: pending is None."""
+    check_tensor("copy_to_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return comm.sum_over(dy, cfg.axis) if residuals.needs.x else NO_GRADIENT, None
+
+
+copy_to = make_op("copy_to", CopyToConfig, fwd=copy_to_fwd, dgrad=copy_to_dgrad, view=True)
+copy_to_init, copy_to_bwd, copy_to_wgrad = no_params(copy_to, copy_to_dgrad)

@@ -1,0 +1,70 @@
+"""Gather: the parts of all ranks of an axis, put together on each.
+
+    y = x of rank 0, 1, ... n - 1, along dim        dx = this rank's part of the sum of dy over the axis
+
+x, dx: [*]; y, dy: the same with n times the size along `dim`; any float dtype. Kept: nothing. The ranks may use y in
+different ways, so that each has a part of its gradient: their sum is scattered. `scatter_sum` is the pair of this op; where all
+ranks have the same dy, that is `gather_same`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.plain import check_part, check_tensor, require_axis
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import NO_GRADIENT, Residuals
+
+__all__ = [
+    "GatherConfig",
+    "GatherResiduals",
+    "gather",
+    "gather_bwd",
+    "gather_dgrad",
+    "gather_fwd",
+    "gather_init",
+    "gather_wgrad",
+]
+
+
+@config
+class GatherConfig:
+    """`axis` of n ranks; `dim`: the dimension that they share out."""
+
+    axis: Axis = field(kw_only=False)
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        require_axis("GatherConfig", self.axis)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, width * self.axis.size if width and self.dim == -1 else None
+
+
+class GatherResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(GatherConfig)
+def gather_fwd(params: None, x: Tensor, cfg: GatherConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GatherResiduals | None]:
+    """x: [..., m, ...] -> y: [..., n m, ...]."""
+    check_part("gather_fwd", "x", x, cfg.dim)
+    y = comm.gather(x, cfg.axis, cfg.dim)
+    return y, GatherResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(GatherResiduals)
+def gather_dgrad(residuals: GatherResiduals, dy: Any, cfg: GatherConfig) -> tuple[Tensor, None]:
+    """The sum of dy over the axis, and of that this rank's part. There is no weight gradient: pending is None."""
+    check_tensor("gather_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return comm.scatter_sum(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
+
+
+gather = make_op("gather", GatherConfig, fwd=gather_fwd, dgrad=gather_dgrad, view=True)
+gather_init, gather_bwd, gather_wgrad = no_params(gather, gather_dgrad)

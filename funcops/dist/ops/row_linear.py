@@ -1,0 +1,184 @@
+"""Linear layer whose inputs an axis shares out: each rank has some columns of w (rows of w^T, hence the name).
+
+    y = sum over r of x_r w_r^T + b
+
+    dx_r = dy w_r        dw_r = dy^T x_r        db = sum over rows of dy
+
+r: a rank of the axis, of n. x_r, dx_r: [*, I/n], of all rows; w_r: [O, I/n]; b: [O] or None, the same on all; one float dtype.
+In sequence parallelism y is shared out along its first dimension: a rank has 1/n of it, of a sum that is scattered, and 1/n of dy,
+which is gathered. The gradient of w_r is whole. That of b is of this rank's rows alone, as it is for the weights of a norm between
+such layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are whole.
+
+Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is on its way while db is summed, for the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.ops._linear import check_params, check_x, init_part, require_overlap
+from funcops.dist.plain import check_divides, check_tensor, require_axis, require_shares
+from funcops.errors import require
+from funcops.kernels import linear as kernels
+from funcops.kernels import pointwise
+from funcops.needs import Needs
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+
+__all__ = [
+    "RowLinearConfig",
+    "RowLinearPending",
+    "RowLinearResiduals",
+    "row_linear",
+    "row_linear_bwd",
+    "row_linear_dgrad",
+    "row_linear_fwd",
+    "row_linear_init",
+    "row_linear_wgrad",
+]
+
+
+@config
+class RowLinearConfig:
+    """`in_features` (I) and `out_features` (O) of the whole layer, I a multiple of the size of `axis`; `bias` adds b.
+    `sequence_parallel`: y is shared out along its first dimension. `overlap`: "none", or "bulk"."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    axis: Axis
+    bias: bool = True
+    sequence_parallel: bool = True
+    overlap: str = "none"
+
+    def __post_init__(self) -> None:
+        require(self.in_features >= 1, "RowLinearConfig", "in_features", "at least 1", self.in_features)
+        require(self.out_features >= 1, "RowLinearConfig", "out_features", "at least 1", self.out_features)
+        require_axis("RowLinearConfig", self.axis)
+        require_shares("RowLinearConfig", "in_features", self.in_features, self.axis)
+        require_overlap("RowLinearConfig", self.overlap)
+        object.__setattr__(self, "weight_shape", (self.out_features, self.in_features // self.axis.size))
+        object.__setattr__(self, "bias_shape", (self.out_features,) if self.bias else None)
+
+    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
+    bias_shape: ClassVar[tuple[int] | None]
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.weight_shape[1], self.out_features
+
+
+class RowLinearResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Tensor = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD)
+    y_shape: torch.Size = static()
+
+
+class RowLinearPending(Pending):
+    x: Tensor = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
+    rows: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.weight",))  # dy of all ranks
+    dy: Tensor | None = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.bias",))
+
+
+@init_of(RowLinearConfig)
+def row_linear_init(
+    cfg: RowLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearParams:
+    """This rank's columns of what `linear_init` draws with the same key, on every mesh, and the whole bias."""
+    return init_part(cfg, 1, key, device, dtype)
+
+
+@forward(RowLinearConfig, LinearParams)
+def row_linear_fwd(
+    params: LinearParams, x: Tensor, cfg: RowLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RowLinearResiduals | None]:
+    """`y = sum of x_r w_r^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*, O])."""
+    axis = cfg.axis
+    check_x("row_linear_fwd", x, cfg.weight_shape[1], cfg.sequence_parallel)
+    check_params("row_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
+    if axis.size == 1:
+        y = kernels.linear_fwd(x, params.weight, params.bias)
+    else:
+        part = kernels.linear_fwd(x, params.weight, None)
+        if cfg.sequence_parallel:
+            check_divides("row_linear_fwd", "x", x, 0, axis)
+        y = comm.scatter_sum(part, axis) if cfg.sequence_parallel else comm.sum_over(part, axis)
+        y = y if params.bias is None else pointwise.add(y, params.bias)
+    return y, RowLinearResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(RowLinearResiduals)
+def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig) -> tuple[Tensor, RowLinearPending | None]:
+    """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending weight gradient: x,
+    and dy of all ranks, as it was gathered."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check_tensor("row_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    rows = dy
+    if _gathers(cfg) and (needs.x or x is not None):
+        rows = comm.gather(dy, cfg.axis)
+        dy = comm.own_slice(rows, cfg.axis)
+    dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
+    return dx, RowLinearPending.keep(cfg, needs, x=x, rows=rows, dy=dy if cfg.bias else None)
+
+
+@wgrad_of(RowLinearPending, LinearParams)
+def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+    """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` where that is given."""
+    x, rows, dy = pending.x, pending.rows, pending.dy
+    some = dy if rows is None else rows
+    assert some is not None
+    if into is not None:
+        check_linear_into("row_linear_wgrad", some, x, dy is not None, into)
+    if not _gathers(cfg) or x is None:
+        return linear_gradients("row_linear_wgrad", some, x, dy is not None, into)
+    db = None if dy is None else _db("row_linear_wgrad", dy, into)
+    return _with_db(linear_gradients("row_linear_wgrad", rows, x, False, _weight_of(into)), db, into)
+
+
+@bwd_of(RowLinearResiduals, LinearParams)
+def row_linear_bwd(
+    residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig, *, into: LinearParams | None = None
+) -> tuple[LinearParams, Tensor]:
+    """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check_tensor("row_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    if into is not None:  # before anything is sent
+        check_linear_into("row_linear_bwd", dy, x, bias, into)
+    if not _gathers(cfg) or not (needs.x or x is not None):
+        dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
+        return linear_gradients("row_linear_bwd", dy, x, bias, into), dx
+    dy = dy.contiguous()
+    sent = comm.start_gather(dy, cfg.axis)
+    rows = comm.wait(sent, cfg.axis) if cfg.overlap == "none" else None
+    db = _db("row_linear_bwd", dy, into) if bias else None
+    rows = comm.wait(sent, cfg.axis) if rows is None else rows
+    dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
+    return _with_db(linear_gradients("row_linear_bwd", rows, x, False, _weight_of(into)), db, into), dx
+
+
+def _gathers(cfg: RowLinearConfig) -> bool:
+    return cfg.sequence_parallel and cfg.axis.size > 1
+
+
+def _db(where: str, dy: Tensor, into: LinearParams | None) -> Tensor | None:
+    return linear_gradients(where, dy, None, True, None if into is None else LinearParams(NO_GRADIENT, into.bias)).bias
+
+
+def _weight_of(into: LinearParams | None) -> LinearParams | None:
+    return None if into is None else LinearParams(into.weight, None)
+
+
+def _with_db(dparams: LinearParams, db: Tensor | None, into: LinearParams | None) -> LinearParams:
+    return LinearParams(dparams.weight, db) if into is None else into
+
+
+row_linear = make_op(
+    "row_linear", RowLinearConfig, init=row_linear_init, fwd=row_linear_fwd, dgrad=row_linear_dgrad, wgrad=row_linear_wgrad,
+    bwd=row_linear_bwd,
+)  # fmt: skip

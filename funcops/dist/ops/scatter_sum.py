@@ -1,0 +1,70 @@
+"""Scatter of a sum: what the ranks of an axis have added up, a part to each.
+
+    y = this rank's part, along dim, of the sum of x over the axis        dx = dy of rank 0, 1, ... n - 1, along dim
+
+x, dx: [*]; y, dy: the same with 1/n of the size along `dim`; any float dtype. Kept: nothing. The pair of `gather`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.plain import check_divides, check_part, check_tensor, require_axis
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import NO_GRADIENT, Residuals
+
+__all__ = [
+    "ScatterSumConfig",
+    "ScatterSumResiduals",
+    "scatter_sum",
+    "scatter_sum_bwd",
+    "scatter_sum_dgrad",
+    "scatter_sum_fwd",
+    "scatter_sum_init",
+    "scatter_sum_wgrad",
+]
+
+
+@config
+class ScatterSumConfig:
+    """`axis` of n ranks; `dim`: the dimension that they will share out."""
+
+    axis: Axis = field(kw_only=False)
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        require_axis("ScatterSumConfig", self.axis)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, width // self.axis.size if width and self.dim == -1 else None
+
+
+class ScatterSumResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(ScatterSumConfig)
+def scatter_sum_fwd(
+    params: None, x: Tensor, cfg: ScatterSumConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ScatterSumResiduals | None]:
+    """x: [..., n m, ...] -> y: [..., m, ...]."""
+    check_divides("scatter_sum_fwd", "x", x, check_part("scatter_sum_fwd", "x", x, cfg.dim), cfg.axis)
+    y = comm.scatter_sum(x, cfg.axis, cfg.dim)
+    return y, ScatterSumResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(ScatterSumResiduals)
+def scatter_sum_dgrad(residuals: ScatterSumResiduals, dy: Any, cfg: ScatterSumConfig) -> tuple[Tensor, None]:
+    """The dy of all ranks. There is no weight gradient: pending is None."""
+    check_tensor("scatter_sum_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return comm.gather(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
+
+
+scatter_sum = make_op("scatter_sum", ScatterSumConfig, fwd=scatter_sum_fwd, dgrad=scatter_sum_dgrad, view=True)
+scatter_sum_init, scatter_sum_bwd, scatter_sum_wgrad = no_params(scatter_sum, scatter_sum_dgrad)

@@ -1,0 +1,71 @@
+"""Slice: of what is the same on all ranks of an axis, a part to each.
+
+    y = this rank's part of x, along dim        dx = dy of rank 0, 1, ... n - 1, along dim
+
+x, dx: [*]; y, dy: the same with 1/n of the size along `dim`; any float dtype. Kept: nothing. x must be the same on all
+ranks. y is a view of it. The pair of `gather_same`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.plain import check_divides, check_part, check_tensor, require_axis
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import NO_GRADIENT, Residuals
+
+__all__ = [
+    "SliceOfConfig",
+    "SliceOfResiduals",
+    "slice_of",
+    "slice_of_bwd",
+    "slice_of_dgrad",
+    "slice_of_fwd",
+    "slice_of_init",
+    "slice_of_wgrad",
+]
+
+
+@config
+class SliceOfConfig:
+    """`axis` of n ranks; `dim`: the dimension that they will share out."""
+
+    axis: Axis = field(kw_only=False)
+    dim: int = 0
+
+    def __post_init__(self) -> None:
+        require_axis("SliceOfConfig", self.axis)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, width // self.axis.size if width and self.dim == -1 else None
+
+
+class SliceOfResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(SliceOfConfig)
+def slice_of_fwd(
+    params: None, x: Tensor, cfg: SliceOfConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, SliceOfResiduals | None]:
+    """x: [..., n m, ...] -> y: [..., m, ...], a view."""
+    check_divides("slice_of_fwd", "x", x, check_part("slice_of_fwd", "x", x, cfg.dim), cfg.axis)
+    y = comm.own_slice(x, cfg.axis, cfg.dim)
+    return y, SliceOfResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(SliceOfResiduals)
+def slice_of_dgrad(residuals: SliceOfResiduals, dy: Any, cfg: SliceOfConfig) -> tuple[Tensor, None]:
+    """The dy of all ranks. There is no weight gradient: pending is None."""
+    check_tensor("slice_of_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return comm.gather(dy, cfg.axis, cfg.dim) if residuals.needs.x else NO_GRADIENT, None
+
+
+slice_of = make_op("slice_of", SliceOfConfig, fwd=slice_of_fwd, dgrad=slice_of_dgrad, view=True)
+slice_of_init, slice_of_bwd, slice_of_wgrad = no_params(slice_of, slice_of_dgrad)

@@ -1,0 +1,70 @@
+"""Sum over an axis: what its ranks have a part of each, added up on all of them.
+
+    y = sum of x over the axis        dx = dy
+
+x, y, dy, dx: [*]; any float dtype. Kept: nothing. y is the same on all ranks, and so must dy be: dx is dy itself. The pair of
+`copy_to` (Megatron's g).
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.plain import check_tensor, require_axis
+from funcops.errors import FLOATS
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import NO_GRADIENT, Residuals
+
+__all__ = [
+    "SumOverConfig",
+    "SumOverResiduals",
+    "sum_over",
+    "sum_over_bwd",
+    "sum_over_dgrad",
+    "sum_over_fwd",
+    "sum_over_init",
+    "sum_over_wgrad",
+]
+
+
+@config
+class SumOverConfig:
+    """`axis`: over whose ranks to sum."""
+
+    axis: Axis = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require_axis("SumOverConfig", self.axis)
+
+    widths = same_width
+
+
+class SumOverResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(SumOverConfig)
+def sum_over_fwd(
+    params: None, x: Tensor, cfg: SumOverConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, SumOverResiduals | None]:
+    """y: the sum, on every rank."""
+    check_tensor("sum_over_fwd", "x", x, (...,), FLOATS)
+    y = comm.sum_over(x, cfg.axis)
+    return y, SumOverResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(SumOverResiduals)
+def sum_over_dgrad(residuals: SumOverResiduals, dy: Any, cfg: SumOverConfig) -> tuple[Tensor, None]:
+    """`dx = dy`, the same tensor. There is no weight gradient: pending is None."""
+    check_tensor("sum_over_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return dy if residuals.needs.x else NO_GRADIENT, None
+
+
+sum_over = make_op("sum_over", SumOverConfig, fwd=sum_over_fwd, dgrad=sum_over_dgrad, view=True)
+sum_over_init, sum_over_bwd, sum_over_wgrad = no_params(sum_over, sum_over_dgrad)

@@ -1,0 +1,194 @@
+"""`run_ranks`: the ranks of a mesh as threads of this process, without a process group.
+
+Each rank runs under a mode that takes torch's functional collectives to a board that all share. It is stricter than a network: what
+is in flight is NaN until it is waited for; a source that was written to in flight, a collective that its group does not agree on,
+one that nobody waits for, and ranks that wait for one another raise at once. Sums are in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from funcops.dist.handshake import Collective
+from funcops.dist.mesh import Axis, Mesh
+from funcops.errors import describe, fail, require_callable
+
+T = TypeVar("T")
+
+
+class _Stopped(BaseException):
+    """Ends the other ranks once one has raised."""
+
+
+class _Given(NamedTuple):
+    """What a rank put up: how it names it, a copy of what it sends, and further arguments."""
+
+    what: Collective
+    sent: Tensor
+    args: tuple[Any, ...]
+
+
+class _Board:
+    """What is in flight between all ranks: by group and place in the group's order, what each member gave."""
+
+    def __init__(self, size: int) -> None:
+        self.changed = threading.Condition()
+        self.given: dict[tuple[str, int], dict[int, _Given]] = {}
+        self.waiting: dict[int, tuple[str, int, Axis]] = {}
+        self.running = size
+        self.error: tuple[int, BaseException] | None = None
+
+    def put(self, mesh: Mesh, axis: Axis, place: int, given: _Given) -> None:
+        with self.changed:
+            others = self.given.setdefault((axis.group, place), {})
+            for rank, other in others.items():
+                if other.what != given.what:
+                    fail(f"collective {place} over {axis}", "it", "the same on all ranks",
+                         f"{other.what} on rank {rank}, {given.what} on rank {mesh.rank}")  # fmt: skip
+            others[mesh.rank] = given
+            self.changed.notify_all()
+
+    def take(self, mesh: Mesh, axis: Axis, place: int) -> list[_Given]:
+        """What all ranks of the axis gave, in their order; waits for it."""
+        peers = mesh.peers(axis)
+        with self.changed:
+            self.waiting[mesh.rank] = axis.group, place, axis
+            while len(self.given[axis.group, place]) < axis.size:
+                if self.error is not None:
+                    raise _Stopped
+                self._check_progress()
+                self.changed.wait()
+            del self.waiting[mesh.rank]
+            return [self.given[axis.group, place][rank] for rank in peers]
+
+    def leave(self, rank: int, error: BaseException | None) -> None:
+        with self.changed:
+            self.running -= 1
+            if error is not None and self.error is None and not isinstance(error, _Stopped):
+                self.error = rank, error
+            self.changed.notify_all()
+
+    def _check_progress(self) -> None:
+        stuck = [(rank, *w) for rank, w in self.waiting.items() if len(self.given[w[0], w[1]]) < w[2].size]
+        if len(stuck) == self.running:
+            said = [
+                f"rank {rank} for {self.given[group, place][rank].what} ({place} over {axis})" for rank, group, place, axis in stuck
+            ]
+            fail("run_ranks", "every rank", "able to go on", f"all that still run waiting: {'; '.join(sorted(said))}", RuntimeError)
+
+
+class _Rank(TorchDispatchMode):
+    """Runs every operator as it is, but for collectives."""
+
+    runs = True  # see funcops.backend.declare.tracing
+
+    def __init__(self, mesh: Mesh, board: _Board) -> None:
+        super().__init__()
+        self.mesh, self.board = mesh, board
+        self.axes = {axis.group: axis for axis in mesh.axes if axis.size > 1}
+        self.places = dict.fromkeys(self.axes, 0)
+        self.flying: dict[int, tuple[Tensor, Tensor, Axis, int, Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "namespace", "") != "_c10d_functional" or args[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        what = Collective.of(func, args)
+        if what is None:
+            return self._wait(args[0])
+        axis = self.axes.get(what.group)
+        if axis is None:
+            fail(what.op, "group", f"of an axis of the mesh ({', '.join(self.axes)})", repr(what.group))
+        x, place = args[0], self.places[axis.group]
+        if not x.is_contiguous():
+            fail(what.op, "x", "contiguous", describe(x))
+        self.places[axis.group] += 1
+        self.board.put(self.mesh, axis, place, _Given(what, x.clone(), args[1:]))
+        out = _RESULTS[what.op](x, axis, args)
+        self.flying[id(out)] = out, x, axis, place, what
+        return out
+
+    def _wait(self, t: Tensor) -> Tensor:
+        if id(t) not in self.flying:
+            return t
+        out, x, axis, place, what = self.flying.pop(id(t))
+        given = self.board.take(self.mesh, axis, place)
+        if not torch.equal(_bits(x), _bits(given[axis.rank].sent)):
+            fail(what.op, "x", "left alone until it is waited for", "one that was written to", AssertionError)
+        return out.copy_(_VALUES[what.op](given, axis))
+
+    def check_finished(self) -> None:
+        for _, _, axis, place, what in self.flying.values():
+            fail(
+                f"collective {place} over {axis}",
+                "it",
+                "finished",
+                f"{what} that nobody waits for on rank {self.mesh.rank}",
+                AssertionError,
+            )
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.flatten().view(torch.uint8)
+
+
+def _empty(x: Tensor, *shape: int) -> Tensor:
+    return x.new_full(shape, float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min)
+
+
+_RESULTS: dict[str, Callable[[Tensor, Axis, Any], Tensor]] = {
+    "all_gather": lambda x, axis, args: _empty(x, axis.size * x.shape[0], *x.shape[1:]),
+    "reduce_scatter": lambda x, axis, args: _empty(x, x.shape[0] // axis.size, *x.shape[1:]),
+    "all_reduce": lambda x, axis, args: _empty(x, *x.shape),
+    "all_to_all": lambda x, axis, args: _empty(x, sum(args[1]), *x.shape[1:]),
+}
+
+
+def _sum(given: list[_Given]) -> Tensor:
+    return functools.reduce(torch.add, [one.sent for one in given])
+
+
+_VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
+    "all_gather": lambda given, axis: torch.cat([one.sent for one in given]),
+    "reduce_scatter": lambda given, axis: _sum(given).chunk(axis.size)[axis.rank],
+    "all_reduce": lambda given, axis: _sum(given),
+    "all_to_all": lambda given, axis: torch.cat([one.sent.split(one.args[1])[axis.rank] for one in given]),
+}
+
+
+def run_ranks(sizes: Mapping[str, int], fn: Callable[[Mesh], T]) -> list[T]:
+    """`fn(mesh)` on every rank of a mesh of these sizes, each a thread: what the ranks return, in their order.
+
+    Raises what a rank raises, with a note that names the rank; the others end."""
+    require_callable("run_ranks", fn=fn)
+    first = Mesh.abstract(sizes, 0)
+    meshes = [first, *[Mesh.abstract(sizes, rank) for rank in range(1, first.size)]]
+    board, results = _Board(len(meshes)), [None] * len(meshes)
+
+    def run(mesh: Mesh) -> None:
+        error: BaseException | None = None
+        try:
+            with _Rank(mesh, board) as mode:
+                results[mesh.rank] = fn(mesh)  # type: ignore[call-overload]
+            mode.check_finished()
+        except BaseException as caught:
+            error = caught
+        board.leave(mesh.rank, error)
+
+    threads = [threading.Thread(target=run, args=(mesh,), daemon=True) for mesh in meshes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if board.error is not None:
+        rank, error = board.error
+        if hasattr(error, "add_note"):
+            error.add_note(f"on rank {rank}")
+        raise error
+    return results  # type: ignore[return-value]

@@ -1,0 +1,39 @@
+"""The ops on two Gloo processes: what threads give, on real groups, and in one graph."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+ROOT = SCRIPT.parents[2]
+FAULT = (
+    "handshake: collective 0 over axis 'tp' must be the same on all ranks, got all_gather of float32[2, 6] on rank 0, "
+    "all_gather of float32[3, 6] on rank 1"
+)
+
+
+@pytest.mark.slow
+def test_two_processes_are_two_threads(tmp_path):
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(SCRIPT), str(tmp_path)], env=env, capture_output=True, text=True, timeout=600
+    )
+    texts = [(tmp_path / f"rank{rank}{suffix}").read_text() for rank in range(2) for suffix in (".out", ".err")]
+    assert done.returncode == 0 and json.loads(done.stdout) == {"rank0": 0, "rank1": 0}, (done.stderr, texts)
+    for rank, text in enumerate(texts[::2]):
+        said = dict(line.split("| ", 1) for line in text.splitlines() if "| " in line)
+        error = float(said.pop("compiled"))
+        assert error < 1e-14
+        assert said == {
+            "wrong product": "Mesh.of: sizes must be of product 2, the number of processes, got dp 2 x tp 2 = 4",
+            "place": f"{rank} {rank} ",
+            "ops": "True",
+            "steps": "True",
+            "handshake": "5",  # x, y; dy, x again, dx
+            "disagreement": str((FAULT, True)),
+            "finish": "[0.0, 1.0]",
+        }
