@@ -50,14 +50,14 @@ def pytest_collection_finish(session):
 
 
 def _take_turns(items):
-    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone prove much the same, so one of them, each in its
-    turn, is in the first tier, and the others are in the second."""
+    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone, or in those, prove much the same, so one of them, each
+    in its turn, is in the first tier, and the others are in the second."""
     groups = {}
     for item in items:
         marker = item.get_closest_marker("turns")
         if marker is not None:
             of = item.callspec.params
-            key = item.function, *[repr(value) for name, value in of.items() if name != marker.args[0]]
+            key = item.function, *[repr(value) for name, value in of.items() if name not in marker.args]
             groups.setdefault(key, []).append(item)
     for turn, group in enumerate(groups.values()):
         for i, item in enumerate(group):

@@ -151,7 +151,7 @@ def test_dropout_add(name, dtype, shape, bias):
     assert_close(y, want, dtype=dtype)
 
 
-@pytest.mark.turns("p")
+@pytest.mark.turns("dtype", "p")
 @pytest.mark.parametrize("shape", [(0, 8), (1, 2), (3, 8), (7, 5), (2, 3, 2100), (3, 8300)], ids=str)
 @pytest.mark.parametrize("p", [0.3, 1.0 - 2.0**-40])
 def test_dropout_add_norm_is_both_kernels(name, dtype, shape, p):
