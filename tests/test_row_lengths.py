@@ -10,8 +10,9 @@ import triton.language as tl
 
 from funcops import random
 from funcops.backend import backend
-from funcops.kernels import bias_activation, cross_entropy, embedding, glu, pointwise, qkv_split, rope
+from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, qkv_split, rope
 from funcops.kernels.activation import activation_bwd, activation_fwd
+from funcops.kernels.triton import norm as launches
 from funcops.kernels.triton.aligned import GROUP, spans
 from funcops.kernels.triton.pointwise import words_from
 from funcops.testing.laws import poisoned_empties
@@ -86,6 +87,49 @@ def test_rows_of_any_length(kernels, dtype):
     for rows, width in [(7, 5), *((rng.randint(1, 5), lengths(rng)) for _ in range(DRAWN))]:
         for got, want in kernels(rng, rows, width, dtype):
             assert_close(got, want, dtype=dtype, length=width)
+
+
+@pytest.mark.turns("dtype")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_odd_rows_of_norms_share_programs(dtype, monkeypatch):
+    """A program has rows that begin alike, at every place of 16 bytes. How many programs a forward has changes no bit."""
+    rng = draws.Random(str(dtype))
+    for name in ("PARTS", "ODD_PROGRAMS"):
+        assert getattr(launches, name) % GROUP == 0
+        monkeypatch.setattr(launches, name, GROUP)
+    rows, width = rng.randint(9, 12), rng.choice([2 * rng.randint(1024, 1100) + 1, 4099, 5001, 2056])
+    x, residual, dy, ds = (floats(rows, width, dtype=dtype) for _ in range(4))
+    w, b = floats(width, dtype=dtype), floats(width, dtype=dtype)
+    got, want = both(add_norm.add_layer_norm_fwd, x, residual, w, b, 1e-5, False)
+    assert_close(got, want, dtype=dtype, length=width)
+    with monkeypatch.context() as patch, backend("triton"):
+        patch.setattr(launches, "ODD_PROGRAMS", 2 * GROUP)
+        again = add_norm.add_layer_norm_fwd(x, residual, w, b, 1e-5, False)
+    assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
+    args = dy, ds, want[1], w, b, *want[2:], False, True, True
+    (dx, y, *parts), (want_dx, _, *totals) = both(add_norm.add_layer_norm_bwd_again, *args)
+    assert_close((dx, y), (want_dx, want[0]), dtype=dtype, length=width)
+    sums, total = both(norm.row_sums, dy)
+    for part, whole in zip([*parts, sums], [*totals, total], strict=True):
+        assert part.stride(0) % 16 == 0
+        assert_close(part.sum(0), whole.sum(0), dtype=dtype, length=rows)
+    with backend("triton"):
+        found = norm.sum_two_parts(*parts, torch.float32)
+        assert torch.equal(found[0], norm.sum_parts(parts[0].contiguous(), torch.float32))
+
+
+def test_parts_are_read_no_further_than_their_memory():
+    """Of rows in memory that ends with the last of them nothing beyond is read; where there is room, what lies there is no part."""
+    for width in (5, 333):
+        whole = launches.room(torch.empty(1, width), 3, True)
+        assert launches.rows_of(whole) == ((whole,), whole.stride(0)) and whole.stride(0) % 16 == 0
+        cut = torch.empty(2 * whole.stride(0) + width).as_strided(whole.shape, whole.stride())
+        found, stride = launches.rows_of(cut)
+        assert stride == width and found[0].is_contiguous()
+        base = torch.full((3, whole.stride(0)), torch.nan)
+        base[:, :width] = torch.randn(3, width)
+        with backend("triton"):
+            assert_close(norm.sum_parts(base[:, :width], torch.float32), base[:, :width].sum(0), dtype=torch.float32)
 
 
 @pytest.mark.turns("dtype")

@@ -33,20 +33,6 @@ REASONS = (
         "thread. Rows loaded twice instead: on an H100 230 us where these take 235, and with a mean 564 where these take 237",
     ),
     Reason(
-        "((rms|layer|l2|add_rms)_norm_bwd|add_(rms|layer)_norm_bwd_again)", "x4099$", "moved",
-        "of rows at odd addresses each element takes registers for itself and its address: over 4,096 their two sums take a pass "
-        "of their own. Whole rows spill; on an H100 they and these take 182 and 193 us (rms), 174 and 202 (layer), "
-        "232 and 229 (added to)",
-    ),
-    Reason(
-        "(rms|layer|add_rms|add_layer)_norm_fwd", "x4099$", "wide",
-        "rows go by 16 bytes; weight and bias, which lie otherwise to each row, by 16 bits, from the cache",
-    ),
-    Reason(
-        ".*norm_bwd(_again)?|row_sums|sum_(two_)?parts", "x4099$", "wide",
-        "each row begins at another odd address, apart from weight and partial sums; the others' accesses are as narrow",
-    ),
-    Reason(
         "add_layer_norm_bwd_again", "x16384$", "moved",
         "rows of 32 KB with sums for weight and bias leave no registers: x and dy are loaded again, not all from the cache",
     ),

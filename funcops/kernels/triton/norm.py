@@ -105,7 +105,8 @@ def room(x: Tensor, parts: int, apart: bool) -> Tensor:
 
 
 def rows_of(*parts: Tensor) -> tuple[tuple[Tensor, ...], int]:
-    """Parts, all [P, D], and the stride to which each may be read: beyond D where they are from `room`."""
+    """Parts, all [P, D], and the stride up to which all are summed: beyond D where they are from `room`, so that each begins with
+    16 bytes."""
     count, width = parts[0].shape
     stride = stride_of(width)
     if stride != width and all(p.stride() == (stride, 1) and _holds(p, count * stride) for p in parts):
@@ -178,7 +179,7 @@ def gradients(
     if whole is not None and apart:
         norm_odd.launch_backward(
             parts, 1, 1, dy, x, w, b, *tensors, d_x, again, d_w, d_b, rows, width, stride_of(width), how.alpha, *flags, *normed,
-            dx, dw, db, min(stages(), 3 if add is None else 2),  # of more tensors fewer rows are on their way
+            dx, dw, db, min(stages(), 2 if db or add is not None else 3),  # which leaves registers
             whole.block, num_warps=whole.warps,
         )  # fmt: skip
         return d_x, d_w, d_b
@@ -291,29 +292,34 @@ def row_sums(dy: Tensor) -> Tensor:
 
 @declared.sum_parts.triton
 def sum_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    total = parts.new_empty(parts.shape[1], dtype=dtype)
-    add_parts(parts, total, False)
-    return total
+    (parts,), stride, width = *rows_of(parts), parts.shape[1]
+    total = parts.new_empty(stride, dtype=dtype)
+    _launch_sum(parts, None, total, None, stride, False)
+    return total if stride == width else total[:width]
 
 
 def add_parts(parts: Tensor, total: Tensor, add: bool) -> None:
     """total [D] = the sum of parts [P, D], with `add` to what is there."""
+    _launch_sum(parts.contiguous(), None, total, None, parts.shape[1], add)
+
+
+def _launch_sum(
+    parts: Tensor, others: Optional[Tensor], total: Tensor, other_total: Optional[Tensor], width: int, add: bool
+) -> None:
     rows, block = 32, 64
-    grid = cdiv(parts.shape[1], block), 1, 1
-    (found,), stride = rows_of(parts)
-    kernels.launch_sum_parts(*grid, found, None, total, None, *parts.shape, stride, add, False, rows, block, num_warps=4)
+    grid = cdiv(width, block), 1 if others is None else 2, 1
+    tensors = parts, others, total, other_total
+    kernels.launch_sum_parts(*grid, *tensors, parts.shape[0], width, add, others is not None, rows, block, num_warps=4)
 
 
 @declared.sum_two_parts.triton
 def sum_two_parts(a: Tensor, b: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if a.shape != b.shape:
         return sum_parts(a, dtype), sum_parts(b, dtype)
-    totals = a.new_empty(a.shape[1], dtype=dtype), a.new_empty(a.shape[1], dtype=dtype)
-    rows, block = 32, 64
-    grid = cdiv(a.shape[1], block), 2, 1
-    found, stride = rows_of(a, b)
-    kernels.launch_sum_parts(*grid, *found, *totals, *a.shape, stride, False, True, rows, block, num_warps=4)
-    return totals
+    (a, b), stride, width = *rows_of(a, b), a.shape[1]
+    totals = a.new_empty(stride, dtype=dtype), a.new_empty(stride, dtype=dtype)
+    _launch_sum(a, b, *totals, stride, False)
+    return totals if stride == width else (totals[0][:width], totals[1][:width])
 
 
 @declared.l2_norm_fwd.triton

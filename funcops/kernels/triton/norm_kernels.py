@@ -344,11 +344,11 @@ def _column_sums(dy_ptr, parts_ptr, rows, width, stride, STAGES: tl.constexpr, R
 
 @triton.jit
 def _sum_parts(
-    parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, stride, ADD: tl.constexpr, TWO: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    parts_ptr, others_ptr, total_ptr, other_total_ptr, parts, width, ADD: tl.constexpr, TWO: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every program sums a few columns: there are many parts, and few columns. With ADD to what is there; with TWO programs of a
-    second row sum the others. Parts are read to their `stride`: beyond the width is room that nobody wrote."""
+    second row sum the others."""
     if TWO:
         if tl.program_id(1) == 1:
             parts_ptr = others_ptr
@@ -357,8 +357,8 @@ def _sum_parts(
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, parts, ROWS):
         row = start + tl.arange(0, ROWS)
-        inside = (row < parts)[:, None] & (i < stride)[None, :]
-        total += tl.load(parts_ptr + row[:, None] * stride + i[None, :], mask=inside, other=0.0)
+        inside = (row < parts)[:, None] & (i < width)[None, :]
+        total += tl.load(parts_ptr + row[:, None] * width + i[None, :], mask=inside, other=0.0)
     found = tl.sum(total, 0)
     if ADD:
         found += load_wide(total_ptr + i, i < width)
