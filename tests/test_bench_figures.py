@@ -1,6 +1,7 @@
 """The bench's arithmetic, on known samples and clocks: what it divides by what, in which order things run, and what is counted."""
 
 import contextlib
+import csv
 import json
 import math
 import re
@@ -353,6 +354,19 @@ def test_the_figures_of_a_device_are_committed_ones():
     assert len(times) > 200
     for call, of in times.items():
         assert of["funcops"] <= 1.02 * min(of.get(rival, math.inf) for rival in ("torch", "liger")), call
+
+
+def test_every_recipe_learns_as_well_as_bfloat16():
+    """Of the example at its own sizes: the held-out loss is at most 2.5 % above that without a recipe."""
+    with (COMMITTED / "low-precision.csv").open() as file:
+        rows = {row["recipe"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"none", "fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"}
+    assert {(row["steps"], row["seed"], row["flags"]) for row in rows.values()} == {("200", "0", "--dtype bfloat16")}
+    page = (COMMITTED.parent / "low-precision.md").read_text()
+    for name, row in rows.items():
+        ratio = float(row["held-out loss"]) / float(rows["none"]["held-out loss"])
+        assert ratio <= 1.025 and row["ratio to none"] == f"{ratio:.4f}", name
+        assert f"| {row['held-out loss']} | {ratio:.3f} |" in page, name
 
 
 def test_the_figures_of_the_first_page_are_committed_ones():
