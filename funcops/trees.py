@@ -50,6 +50,7 @@ _stand_ins: set[type] = set()
 def stands_in(cls: type[T]) -> type[T]:
     """Class decorator of a node that counts as the one leaf that it stands for. It has `zero_gradient(dtype)`, where gradients of
     that leaf are summed, and `cast(dtype)`, what `cast` makes of it."""
+    require_type("stands_in", "cls", cls, type)
     _stand_ins.add(cls)
     return cls
 

@@ -295,7 +295,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {("aside", value): "any attribute" for value in ("'no such'", "''")}),
     "trees.register_node": Row(lambda: dict(cls=type("Fresh", (), {}), children=vars, context=vars, rebuild=lambda v, c: None,
         entries=vars)),
-    "trees.tree": Row(lambda: {"cls": type("Fresh", (), {})}),
+    **{f"trees.{name}": Row(lambda: {"cls": type("Fresh", (), {})}) for name in ("tree", "stands_in")},
+    "trees.stands_for_one": Row(lambda: {"node": params()}, accepts={"node": ANY}),
     **{f"trees.{name}": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}) for name in
        ("flatten", "nbytes", "nothing_like", "structure", "tensors")},
     "low_precision.with_recipe": Row(lambda: {"cfg": CHAIN, "recipe": low_precision.Fp8Block(), "only": ("*",), "skip": ()},
