@@ -245,6 +245,7 @@ TAKES_A_TREE = ("tree", "node", "kept", "stowed", "residuals", "pending", "pendi
 READS_NOTHING = {  # of what was given away, and why
     ("trees.show", "node"): "a repr says so",
     ("trees.has", "tree"): "names alone",
+    ("trees.stands_for_one", "node"): "its class alone",
     ("trees.at", "tree"): "the field of a node, which says so when it is used",
     ("donate", "kept"): "a cell is given away once and for all",
 }

@@ -201,16 +201,17 @@ def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:
     """All weight gradients, last layer first; added to `into` where that is given."""
-    return _collect(_by_layer(cfg.op.wgrad, pending, cfg, into), into, cfg)
+    return _collect(_by_layer("wgrad", pending, cfg, into), into, cfg)
 
 
 def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
-    return [product for layer in reversed(_by_layer(cfg.op.products, pending, cfg, into)) for product in layer]
+    return [product for layer in reversed(_by_layer("products", pending, cfg, into)) for product in layer]
 
 
-def _by_layer(run: Any, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
-    """What `run`, a wgrad of the body, gives for each layer, called for the last first."""
+def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
+    """What the body's "wgrad" or "products" gives for each layer, called for the last first."""
     _check_cfg("repeat_wgrad", cfg)
+    run = getattr(cfg.op, part_of_op)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
     found: list[Any] = [None for _ in range(cfg.times)]

@@ -295,7 +295,7 @@ def _dgrad(
     where: str, residuals: Any, dy: Tensor, cfg: QLinearConfig, amaxes: Tensor | None
 ) -> tuple[Tensor, QLinearPending | None]:
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
-    check(where, "dy", dy, residuals.y_shape, residuals.dtype)
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype, _a_tensor(weight if residuals.x is None else residuals.x))
     low = recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))  # also where x is computed again later
     row = col = None
     if amaxes is not None or isinstance(weight, Scaled):
@@ -311,6 +311,13 @@ def _dgrad(
     db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
     kept = col if low else dy
     return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db, amaxes=amaxes, dtype=dy.dtype)
+
+
+def _a_tensor(kept: Any) -> Tensor | None:
+    """One that stands for the device of what was kept; None where nothing was."""
+    kept = kept.value if isinstance(kept, Scaled) else kept
+    kept = kept.row if isinstance(kept, QWeight) else kept
+    return kept.codes if isinstance(kept, QTensor) else kept
 
 
 def _of_gradient(dy: Tensor, recipe: Recipe, weight: Any, rows: bool, columns: bool) -> tuple[QTensor | None, QTensor | None]:
