@@ -50,8 +50,8 @@ def pytest_collection_finish(session):
 
 
 def _take_turns(items):
-    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone, or in those, prove much the same, so one of them,
-    each in its turn, is in the first tier, and the others are in the second."""
+    """`pytest.mark.turns("dtype")`: cases that differ in that parameter alone, or in several such, prove much the same, so one of
+    them, each in its turn, is in the first tier, and the others are in the second."""
     groups = {}
     for item in items:
         marker = item.get_closest_marker("turns")

@@ -44,13 +44,13 @@ def reached(function, seen):
     if id(function) in seen:
         return
     seen.add(id(function))
-    codes = [function.__code__]
+    codes, modules = [function.__code__], modules_of(function)
     while codes:
         code = codes.pop()
         codes += [value for value in code.co_consts if isinstance(value, types.CodeType)]
         yield from (value for value in code.co_consts if isinstance(value, str))
         for name in code.co_names:
-            for value in (function.__globals__.get(name), *(getattr(v, name, None) for v in modules_of(function))):
+            for value in (function.__globals__.get(name), *(getattr(v, name, None) for v in modules)):
                 yield from expanded(value, function.__module__, seen)
 
 
