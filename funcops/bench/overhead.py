@@ -5,7 +5,9 @@ The rows "nn" are modules, ours and torch's, both driven by autograd. A chain ke
 
 The rows "fp8" are of bfloat16 against FP8 on a device, where a quantiser is a launch, and not a dozen operators as on the CPU: all
 that our host does before the driver's launch call, for both by our launcher, products too, with the driver stubbed. What torch does
-(memory, views, attention) is done. The step's working tree is there. Time is the process's. They need Triton, not interpreted.
+(memory, views, attention) is done. The step's working tree is there. They need Triton, not interpreted.
+
+Time is the process's: other work on the machine moves a ratio of clocks by far more.
 """
 
 from __future__ import annotations
@@ -106,7 +108,7 @@ def _measure_modules(name: str, ours: nn.Module, theirs: nn.Module) -> list[Row]
         ours(x).backward(dy)
     assert count() == 1, "one node, whose backward is an op's"
     samples = interleaved(
-        {"funcops": lambda: ours(x).backward(dy), "torch.nn": lambda: theirs(x).backward(dy)}, rounds=25, calls=100
+        {"funcops": lambda: ours(x).backward(dy), "torch.nn": lambda: theirs(x).backward(dy)}, rounds=25, calls=100, cpu=True
     )
     return summary("overhead", name, samples, "funcops")
 
@@ -136,5 +138,5 @@ def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
         return torch.autograd.grad(module(leaf), inputs, dy)
 
     calls = 400 if name in ("linear", "rms_norm") else 60
-    samples = interleaved({"funcops": ours, ".backward()": backward, "autograd.grad": grad}, rounds=25, calls=calls)
+    samples = interleaved({"funcops": ours, ".backward()": backward, "autograd.grad": grad}, rounds=25, calls=calls, cpu=True)
     return summary("overhead", name, samples, "funcops")
