@@ -79,7 +79,7 @@ def test_every_row_is_within_the_limits_or_says_why(rows):
 @pytest.mark.parametrize(
     "fault",
     [
-        {"ratio": 1.9},
+        {"ratio": 3.9},
         {"wide": 0.4},
         {"per_byte": 19.0},
         {"spills": 9999},
