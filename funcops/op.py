@@ -19,7 +19,6 @@ by `funcops.testing.check_op`:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import pickle
@@ -29,10 +28,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from typing_extensions import dataclass_transform
 
 from funcops import random
-from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype, require_type
+from funcops.configs import config as config
+from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
 from funcops.needs import Needs
 from funcops.schema import Field, open_node
 from funcops.signatures import (
@@ -67,58 +66,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
 any_autocast = torch._C._is_any_autocast_enabled
-
-
-@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
-def config(cls: type[T]) -> type[T]:
-    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
-    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN."""
-    _check_types(cls)
-    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    compute = made.__hash__
-
-    def __hash__(self: Any) -> int:
-        try:
-            return self._hash
-        except AttributeError:
-            object.__setattr__(self, "_hash", compute(self))
-            return self._hash
-
-    made.__hash__ = __hash__
-    # A copy is the config itself; a pickled one is made anew, as hashes and what is computed from fields hold in one process.
-    made.__copy__ = lambda self: self
-    made.__deepcopy__ = lambda self, memo: self
-    names = [f.name for f in dataclasses.fields(made) if f.init]
-    made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
-    return made
-
-
-def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
-    return cls(**fields)
-
-
-_TYPES = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (NoneType,)}
-
-
-def _check_types(cls: Any) -> None:
-    """Put a check of plain fields before the class's own checks."""
-    wanted: dict[str, tuple[type, ...]] = {}
-    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
-        words = (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))).split(" | ")
-        if all([word in _TYPES for word in words]):
-            wanted[name] = tuple([t for word in words for t in _TYPES[word]])
-    given = getattr(cls, "__post_init__", None)
-
-    def __post_init__(self: Any) -> None:
-        for name, types in wanted.items():
-            value = getattr(self, name)
-            require_type(type(self).__name__, name, value, *types)
-            if value != value:
-                fail(type(self).__name__, name, "a number", value)
-        if given is not None:
-            given(self)
-
-    cls.__post_init__ = __post_init__
 
 
 def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:

@@ -17,6 +17,7 @@ LAYERS = (
     "random",
     "kernels",
     "accumulators",
+    "configs",
     "op",
     "formats",
     "recipes",
