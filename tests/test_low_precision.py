@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import funcops as fo
-from funcops import ChainConfig, Step, batch_wgrads, chain, donate, random, remat, with_policy
+from funcops import ChainConfig, LinearConfig, Needs, Step, batch_wgrads, chain, donate, linear, random, remat, with_policy
 from funcops.adapters.graphs import graphed
 from funcops.checkpoint import load, save
 from funcops.kernels import quantize as kernels
@@ -425,3 +425,23 @@ def test_weights_are_quantised_once_a_step(recipe, monkeypatch):
     assert counts[1][0] == counts[8][0] and sorted(counts[1][0]) == [(D, 2 * D), (2 * D, D)]
     weights = len(counts[1][0])
     assert counts[8][1] - weights == 8 * (counts[1][1] - weights) > 0
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Fp8Delayed(), Fp8Delayed(keep="col"), NVFP4(stochastic=True), NVFP4(stochastic=True, keep="input"), Fp8Block()],
+    ids=str,
+)
+def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
+    """dy is rounded by a scale or a key that stand beside the weight, which is not kept where no dx is asked."""
+    layer = ChainConfig(steps=(Step("a", linear, LinearConfig(16, 32)),))
+    cfg = with_recipe(layer, recipe)
+    params, x, dy = chain.init(layer, key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
+    state = recipe_init(cfg, params) if recipe.delayed else None
+    work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)
+    whole, dx = chain.bwd(chain.fwd(work, x, cfg)[1], dy, cfg)
+    for needs in (Needs(x=False), Needs(params=False), Needs(params=("a.weight",), x=False), Needs(params=("a.bias",), x=False)):
+        some, found = chain.bwd(chain.fwd(work, x, cfg, needs=needs)[1], dy, cfg)
+        assert found is None or torch.equal(found, dx)
+        for path, gradient in paths(some).items():
+            assert gradient is None or torch.equal(gradient, paths(whole)[path]), (needs, path)

@@ -96,9 +96,10 @@ def test_recipes_train_resume_and_say_what_they_round(text, tmp_path):
     exact = losses(tmp_path / "none")
     for recipe in RECIPES:
         said = run(*sizes, "--out", tmp_path / recipe, "--recipe", recipe)
-        assert said.count("blocks.1.mlp.down ") == 1 and "mlp.down.x " in said and "sample:" in said
+        assert said.count("blocks.1.mlp.up ") == 1 and "mlp.up.x " in said and "sample:" in said
         errors = [float(e) for e in re.findall(r"(\d+\.\d\d)%\n", said.partition("relative error of rounding")[2])]
-        assert len(errors) == 2 * 6 and all(5 < e < 20 if recipe == "nvfp4" else 1 < e < 5 for e in errors), said
+        layers, least, most = (5, 5, 20) if recipe == "nvfp4" else (6, 1, 5)
+        assert len(errors) == 2 * layers and all(least < e < most for e in errors), said
         for row, want in zip(losses(tmp_path / recipe), exact, strict=True):
             assert row[1] != want[1] and float(row[1]) == pytest.approx(float(want[1]), rel=0.02)
     folder = tmp_path / "resumed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from funcops.low_precision import Format, quantize_params, quantize_tensor
 from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast, paths
-from lm.model import model, rotation
+from lm.model import left_out, model, rotation
 from lm.step import NEEDS, Settings, inputs
 
 DEFAULT = "recompute_elementwise"
@@ -69,6 +70,8 @@ def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) 
     for path, weight in paths(wide).items():
         if path.startswith("blocks.") and weight is not None and weight.dim() == 2:
             layer = path.removesuffix(".weight")
+            if any(fnmatch.fnmatchcase(layer, glob) for glob in left_out(s.recipe)):
+                continue
             print(f"{layer:{width}} {_rounding(weight, s.recipe.w):6.2%} {_rounding(kept[f'{layer}.x'], s.recipe.x):6.2%}")
 
 

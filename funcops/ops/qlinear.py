@@ -87,12 +87,14 @@ class QLinearResiduals(Residuals, static=("dtype",)):
     x: QTensor = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
     weight: Any = saved("[O, I]", alias="params.weight", needed_by=DGRAD, tree=True)
     amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
+    rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
     y_shape: torch.Size = static()
 
 
 class QLinearOfInputResiduals(Residuals, static=("dtype",)):
     x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
     weight: Any = saved("[O, I]", alias="params.weight", needed_by=DGRAD, tree=True)
+    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
     y_shape: torch.Size = static()
 
 
@@ -127,7 +129,14 @@ def qlinear_fwd(
     (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), _scaled_weight(weight, cfg.recipe)
     kept = turned(row) if cfg.recipe.keep == "col" and needs.param("weight") else row
     y, amaxes = _y(row, w, params.bias, cfg.recipe.emulate), torch.cat((amax_x, amax_w))
-    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=weight, amaxes=amaxes, y_shape=y.shape, dtype=y.dtype)
+    return y, QLinearResiduals.keep(
+        cfg, needs, x=kept, weight=weight, amaxes=amaxes, rounding=weight.scale, y_shape=y.shape, dtype=y.dtype
+    )
+
+
+def _rounding(weight: Any, recipe: Recipe) -> Tensor | None:
+    """What dy is rounded by beside itself: the key, where that is stochastic. It is kept where the weight is not."""
+    return weight.key if recipe.stochastic else None
 
 
 def operands(x: Tensor, recipe: Recipe, needs: Needs) -> tuple[QTensor, QTensor]:
@@ -143,7 +152,8 @@ def qlinear_of(
 ) -> tuple[Tensor, QLinearResiduals | None]:
     """y and residuals of x by rows, and as it is kept; after every check."""
     y = _y(row, _row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
-    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
+    rounding = _rounding(params.weight, cfg.recipe)
+    return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
 
 
 @forward(QLinearConfig, LinearParams)
@@ -156,7 +166,8 @@ def qlinear_of_input_fwd(
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
     y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
-    return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=x.dtype)
+    rounding = _rounding(params.weight, cfg.recipe)
+    return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
 
 
 @dgrad_of(QLinearResiduals)
@@ -205,6 +216,9 @@ def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig
         fail(where, "params.weight", f"{wanted} (the recipe is {type(recipe).__name__})", describe(weight), TypeError)
     if isinstance(weight, Scaled):
         check(where, "params.weight.scale", weight.scale, (3,), torch.float32, x)
+        if weight.scale.requires_grad:
+            wanted = "without requires_grad (autograd adds gradients up; of amaxes the largest is wanted, as split_amaxes gives it)"
+            fail(where, "params.weight.scale", wanted, "one with it")
         weight = weight.value
     if isinstance(weight, QWeight):
         _check_quantized(where, weight, x, cfg)
@@ -298,12 +312,12 @@ def _dgrad(
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, _a_tensor(weight if residuals.x is None else residuals.x))
     low = recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))  # also where x is computed again later
     row = col = None
-    if amaxes is not None or isinstance(weight, Scaled):
-        row, amax = scaled_tensor(dy, recipe.dy, weight.scale[2:3])
+    if recipe.delayed and residuals.rounding is not None:
+        row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
         col = turned(row) if low else None
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
     elif needs.x or low:
-        row, col = _of_gradient(dy, recipe, weight, bool(needs.x), low)
+        row, col = _of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
     dx = NO_GRADIENT
     if needs.x and row is not None:
         dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate)
@@ -320,11 +334,13 @@ def _a_tensor(kept: Any) -> Tensor | None:
     return kept.codes if isinstance(kept, QTensor) else kept
 
 
-def _of_gradient(dy: Tensor, recipe: Recipe, weight: Any, rows: bool, columns: bool) -> tuple[QTensor | None, QTensor | None]:
+def _of_gradient(
+    dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool
+) -> tuple[QTensor | None, QTensor | None]:
     """dy by rows, for dx, and by columns, for dw."""
     if rows and columns and not recipe.stochastic:
         return _sides(dy, recipe.dy, recipe)
-    keys = random.split(weight.key, 2) if recipe.stochastic else (None, None)
+    keys = random.split(key, 2) if recipe.stochastic else (None, None)
     row = quantize_tensor(dy, recipe.dy, key=keys[0]) if rows else None
     if not columns:
         return row, None

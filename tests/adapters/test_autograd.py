@@ -23,6 +23,7 @@ from funcops import (
     LinearParams,
     Needs,
     ParallelConfig,
+    QLinearConfig,
     RMSNormConfig,
     Step,
     TorchConfig,
@@ -37,16 +38,18 @@ from funcops import (
     linear,
     op_from_torch,
     parallel,
+    qlinear,
     random,
     rms_norm,
     with_policy,
 )
 from funcops.adapters.autograd import recompute
 from funcops.bench.models import block_config, gpt2_block_config
-from funcops.formats import QTensor, QWeight, dense
+from funcops.formats import QTensor, QWeight, Scaled, dense
+from funcops.recipes import Fp8Delayed
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import same_structure, tensors, tree_map, tree_map_tensors
+from funcops.trees import replace, same_structure, tensors, tree_map, tree_map_tensors
 
 LINEAR = LinearConfig(4, 3)
 
@@ -79,6 +82,8 @@ def is_low(node):
 
 
 def asking(t):
+    if isinstance(t, Scaled):  # amaxes are no gradients that autograd could add up
+        return replace(t, value=tree_map(asking, t.value, is_leaf=is_low))
     return t.clone().requires_grad_(t.is_floating_point()) if isinstance(t, torch.Tensor) else t
 
 
@@ -88,7 +93,7 @@ def test_gradients_are_those_of_the_op(case, dtype):
     y, residuals = case.op.fwd(params, x, case.cfg)
     dy = float_like(y, 3)
     want = case.op.bwd(residuals, dy, case.cfg)
-    own, given = tree_map(asking, (params, x), is_leaf=is_low)
+    own, given = tree_map(asking, (params, x), is_leaf=lambda node: is_low(node) or isinstance(node, Scaled))
     got = differentiable(case.op)(own, given, case.cfg)
     assert same_structure(got, y)
     pairs = [(a, d) for a, d in zip(tensors(got), tensors(dy), strict=False) if a.requires_grad]
@@ -99,12 +104,27 @@ def test_gradients_are_those_of_the_op(case, dtype):
 
     def compare(t, w):
         g = getattr(t, "grad", None)
+        if w is not None and w.dtype is torch.uint32:
+            return None
         if w is not None and g is not None:
             assert_close(g, w, dtype=dtype, length=64)
         assert (g is None or not g.any()) if w is None else g is not None or is_low(t)
         return None
 
     tree_map(compare, (own, given), want, is_leaf=is_low)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_amaxes_are_not_added_up(asks):
+    cfg = QLinearConfig(in_features=16, out_features=8, recipe=Fp8Delayed())
+    weight = Scaled(torch.randn(8, 16, requires_grad=True), torch.ones(3, requires_grad=asks), None)
+    params, x = LinearParams(weight, torch.zeros(8)), torch.randn(4, 16)
+    if asks:
+        with pytest.raises(ValueError, match="qlinear_fwd: params.weight.scale must be without requires_grad"):
+            differentiable(qlinear)(params, x, cfg)
+    else:
+        differentiable(qlinear)(params, x, cfg).sum().backward()
+        assert weight.value.grad is not None and weight.scale.grad is None
 
 
 def test_frozen_weights_keep_no_input_and_a_constant_x_computes_no_dgrad():
