@@ -126,6 +126,8 @@ def uniform(
     if key is None:
         return _empty("random.uniform", shape, dtype, device)
     check_key("random.uniform", key)
+    if _no_values(device):
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
     words = bits(key.to(device) if device is not None else key, math.prod(shape)).reshape(tuple(shape))
     unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
     return (low + (high - low) * unit).clamp_(first, last).to(dtype)
@@ -147,6 +149,8 @@ def normal(
     if key is None:
         return _empty("random.normal", shape, dtype, device)
     check_key("random.normal", key)
+    if _no_values(device):
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
     n = math.prod(shape)
     half = (n + 1) // 2
     words = bits(key.to(device) if device is not None else key, 2 * half).to(torch.float64)
@@ -192,8 +196,12 @@ def _check_draw(where: str, shape: Any, dtype: Any, device: Any, **numbers: Any)
     return dtype or torch.get_default_dtype()
 
 
+def _no_values(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "meta"
+
+
 def _empty(where: str, shape: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
-    if device is None or torch.device(device).type != "meta":
+    if not _no_values(device):
         fail(where, "key", "a key (see funcops.random.key); only on the meta device may it be None", "None", TypeError)
     return torch.empty(tuple(shape), dtype=dtype, device="meta")
 

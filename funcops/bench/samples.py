@@ -390,6 +390,8 @@ def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tu
     """Codes, scales and the scale of all of a tensor."""
     count = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
     codes = make.codes(rows, -(-width // 2) if element == "e2m1" else width)
+    if element == "e2m1" and width % 2:
+        codes[:, -1] &= 0xF  # the other half of the last byte is no element, and 0 as a quantiser leaves it
     scales = make.codes(*count, about=124 if kind == "e8m0" else 0x38) if kind in ("e8m0", "e4m3") else make.wide(*count)
     return codes, scales, make.wide(1) if kind == "e4m3" else None
 

@@ -44,6 +44,7 @@ GREATEST = torch.finfo(torch.float32).max
 BLOCK = 128
 HADAMARD = 16  # elements along the last dimension that are transformed together
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # Transformer Engine's, of the rows of the matrix
+_NEGATIVE = sum(1 << i for i, sign in enumerate(SIGNS) if sign < 0)
 
 
 @kernel()
@@ -134,13 +135,18 @@ def hadamard_of(x: Tensor) -> Tensor:
     so that a product of two transformed tensors is that of the tensors. float32; added up in stages of 8, 4, 2, 1."""
     pad = -x.shape[-1] % HADAMARD
     t = (torch.nn.functional.pad(x.float(), (0, pad)) if pad else x.float()).unflatten(-1, (-1, HADAMARD))
-    return (_sylvester(t * t.new_tensor(SIGNS)) * 0.25).flatten(-2)
+    return (_sylvester(t * _signs(t)) * 0.25).flatten(-2)
 
 
 def hadamard_undone(x: Tensor) -> Tensor:
     """What `hadamard_of` made x of."""
     t = _sylvester(x.unflatten(-1, (-1, HADAMARD)) * 0.25)
-    return (t * t.new_tensor(SIGNS)).flatten(-2)
+    return (t * _signs(t)).flatten(-2)
+
+
+def _signs(t: Tensor) -> Tensor:
+    """SIGNS, made where t is: nothing is copied to a device."""
+    return 1.0 - 2.0 * ((_NEGATIVE >> torch.arange(HADAMARD, device=t.device)) & 1).to(t.dtype)
 
 
 def _sylvester(t: Tensor) -> Tensor:
