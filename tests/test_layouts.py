@@ -106,7 +106,7 @@ def check(sample, change, dtype, implementation):
     args = laid_out(sample, change)
     wanted_args, before = contiguous(args), contiguous(args)
     want = kernel.torch_impl(*wanted_args)
-    if any(t.dtype is torch.uint8 for t in tensors(want)):  # where y differs in its last bit, a code or scale may be another
+    if sample.kernel.__wrapped__.__module__.endswith(".quantize_after"):  # where y differs in its last bit, so may a code or scale
         with backend(implementation):
             want = sample.kernel(*contiguous(args))
     with poisoned_empties(), backend(implementation):
