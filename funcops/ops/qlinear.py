@@ -312,6 +312,8 @@ def _dgrad(
     check(where, "dy", dy, residuals.y_shape, residuals.dtype, _a_tensor(weight if residuals.x is None else residuals.x))
     low = recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))  # also where x is computed again later
     row = col = None
+    if (needs.x or low) and (recipe.delayed or recipe.stochastic) and residuals.rounding is None:
+        fail(where, "residuals.rounding", "kept (the recipe rounds dy by it)", "None")
     if recipe.delayed and residuals.rounding is not None:
         row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
         col = turned(row) if low else None
