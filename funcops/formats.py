@@ -296,6 +296,11 @@ def quantize_sides(x: Tensor, format: Format) -> tuple[QTensor, QTensor]:
     return _made(codes, scales, amax, x, format, "row"), _made(turned_codes, turned_scales, amax, x, format, "col")
 
 
+def by_tiles(scales: Tensor, format: Format) -> Tensor:
+    """[R / rows, K / cols] of scales as a kernel makes them."""
+    return scales.mT if kernels.by_columns(*format.tile, format.scales) else scales
+
+
 def turned(q: QTensor) -> QTensor:
     """The "col" side of a "row" one: a transposed copy where tiles are square, else tiled anew. That has the bits of quantising x
     itself where the elements of old and new tiles span at most 14,336 (e5m2: 7 * 2^26), half the largest over the least normal
@@ -308,6 +313,7 @@ def turned(q: QTensor) -> QTensor:
         codes, scales = kernels.transpose(q.codes), q.scales.mT
     elif format.scales == "pow2":
         codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile)
+        scales = by_tiles(scales, format)
     elif format.square:
         codes, scales = _turned_nibbles(q), q.scales.mT
     else:
@@ -405,6 +411,7 @@ def _made(
     codes: Tensor, scales: Tensor, amax: Tensor | None, x: Tensor, format: Format, side: str, hadamard: bool = False
 ) -> QTensor:
     scale = kernels.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
+    scales = by_tiles(scales, format)
     return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
 
 

@@ -43,7 +43,7 @@ from funcops.formats import (
     zero_gradient,
 )
 from funcops.kernels.quantize import ELEMENTS
-from funcops.op import Op
+from funcops.op import Op, remade
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.program.values import parts_of
@@ -291,16 +291,7 @@ def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[[st
         return op, cfg.with_parts(inside)
     if type(cfg) is not LinearConfig or not wanted(path):
         return op, cfg
-    return _of_linear(op, op_of(recipe)), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
-
-
-def _of_linear(op: Op, becomes: Op) -> Op:
-    """The op made of another as `op` is made of `linear`, as by remat."""
-    if op is linear:
-        return becomes
-    make, args = getattr(op.fwd, "made_by", (None, ()))
-    require(make is not None, "with_recipe", f"op {op.name!r}", "linear, or one that remat or with_policy made of it", "another")
-    return make(*[_of_linear(arg, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[misc, no-any-return]
+    return remade("with_recipe", op, linear, op_of(recipe)), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
 
 
 def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

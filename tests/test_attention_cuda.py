@@ -42,6 +42,14 @@ def refused(kernel, q, k, v, *others):
     return None
 
 
+def lse_refused(kernel, given):
+    """Why a backward would read logsumexp wrongly: one row after the other, in whole groups of them for one kernel."""
+    for lse in [t for t in given if t.dim() == 3]:
+        if not lse.is_contiguous() or (kernel == "efficient" and lse.shape[-1] % 32):
+            return f"logsumexp {list(lse.shape)} of strides {lse.stride()}"
+    return None
+
+
 def on_cuda(t):
     """A fake CUDA tensor that lies as this one does."""
     room = torch.empty(t.untyped_storage().size() // t.itemsize, dtype=t.dtype, device="cuda")
@@ -58,7 +66,9 @@ class Rules(TorchDispatchMode):
             given = [t for t in args if isinstance(t, torch.Tensor) and t.dim() == 4]
             dy, given = (given[:1], given[1:]) if "backward" in func.name() else ([], given)
             self.seen.append(KERNELS[func])
-            why = refused(KERNELS[func], *given, *dy)
+            why = refused(KERNELS[func], *given, *dy) or lse_refused(
+                KERNELS[func], [t for t in args if isinstance(t, torch.Tensor)]
+            )
             if why:
                 self.wrong.append(f"{func}: {why}")
         return func(*args, **(kwargs or {}))
@@ -95,6 +105,16 @@ def test_every_call_is_one_that_the_device_takes(dtype):
         assert y.shape == q.shape and [g.shape for g in grads] == [q.shape, k.shape, v.shape]
         wants |= set(rules.seen)
     assert wants == {torch.float64: set(), torch.float32: {"efficient"}}.get(dtype, {"flash", "efficient"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logsumexp_of_rows_is_what_the_device_takes(dtype):
+    """As it is had by merging: of T rows, where a kernel wants groups of them."""
+    for size in (64, 264):
+        with FakeTensorMode(), Rules() as rules:
+            q, lse = torch.empty(2, 33, 4, size, dtype=dtype, device="cuda"), torch.empty(2, 4, 33, device="cuda")
+            attention_bwd.kernel.torch_impl(q, q, q, q, q, lse, False, 0.5)
+        assert rules.seen and not rules.wrong, (size, rules.wrong)
 
 
 def stands_in(kernel):

@@ -75,11 +75,6 @@ def calls(maker, dtype):
 KERNELS = calls(Maker, torch.float32)
 
 
-def names(sample):
-    code = sample.kernel.__wrapped__.__code__
-    return code.co_varnames[: code.co_argcount]
-
-
 def laid_out(sample, change):
     """The arguments, `change(i, t)` of each tensor t that is only read. Labels, and the angles of a rotation, are no values that
     may be anything."""
@@ -91,7 +86,7 @@ def laid_out(sample, change):
 
     return tuple(
         tree_map_tensors(torch.clone, a) if name in kept else tree_map_tensors(lambda t, name=name: one(t, name), a)
-        for name, a in zip(names(sample), sample.args, strict=True)
+        for name, a in sample.named.items()
     )
 
 
@@ -114,7 +109,7 @@ def check(sample, change, dtype, implementation):
     for g, w in zip(tensors(got), tensors(want), strict=True):
         g, w = (g, w) if g.shape == w.shape else (g.sum(0), w.sum(0))
         assert_close(g, w, dtype=dtype, what=sample.name)
-    for name, a, w, b in zip(names(sample), args, wanted_args, before, strict=True):
+    for name, a, w, b in zip(sample.named, args, wanted_args, before, strict=True):
         assert_close(tensors(a), tensors(w if name in kernel.mutates else b), dtype=dtype, what=f"{name} of {sample.name}")
 
 
@@ -192,3 +187,14 @@ def test_poisoned_memory_says_nothing_of_operators_that_have_no_fixed_order():
             with pytest.raises(UserWarning, match="another"):
                 warnings.warn("another", UserWarning, stacklevel=1)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("warns", [False, True])
+def test_poisoned_memory_leaves_a_fixed_order_fixed(warns):
+    """Where only a warning is asked for, torch's attention on CUDA adds in any order again."""
+    try:
+        torch.use_deterministic_algorithms(True, warn_only=warns)
+        with poisoned_empties():
+            assert torch.is_deterministic_algorithms_warn_only_enabled() is warns
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, quantize_sides, quantize_tensor, turned
+from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, quantize_sides, quantize_tensor, turned
 from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
 from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
 from funcops.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
@@ -101,7 +101,8 @@ def scaled_product(a: str, b: str, kind: str, of_a: tuple[int, int], of_b: tuple
 
     def coded(element: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
         x, make = torch.empty(size, size, device="meta"), quantize.quantize_row.kernel.torch_impl
-        return make(x, element, *tile, kind, whole, None)  # type: ignore[no-any-return]
+        codes, scales = make(x, element, *tile, kind, whole, None)
+        return codes, by_tiles(scales, Format(element, tile, kind))
 
     (p, of_p), (q, of_q) = coded(a, of_a), coded(b, of_b)
     return scaled_mm.scaled_mm(p, of_p, whole, q, of_q, whole, a, *of_a, b, *of_b, kind, size, torch.bfloat16, emulate)

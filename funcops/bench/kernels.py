@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import inspect
 import math
 import sys
 import time
@@ -218,9 +217,7 @@ def provided(sample: Sample) -> dict[str, Prepared | None]:
 
 def written(sample: Sample) -> int:
     """Bytes of the arguments that the kernel writes to."""
-    declared = sample.kernel.kernel
-    names = inspect.signature(declared.torch_impl).parameters
-    return sum(nbytes(arg) for name, arg in zip(names, sample.args, strict=True) if name in declared.mutates)
+    return sum(nbytes(arg) for name, arg in sample.named.items() if name in sample.kernel.kernel.mutates)
 
 
 def clones(args: Any) -> Any:
@@ -228,13 +225,16 @@ def clones(args: Any) -> Any:
 
 
 def relative_error(sample: Sample) -> float:
-    """Of the results, and of the arguments written to, against the torch body's in float64; partial sums are summed first."""
+    """Of the results, and of the arguments written to, against the torch body's in float64; partial sums are summed first, codes
+    decoded."""
     own = clones(sample.args)
     # 0-d: counts of steps, which torch's optimisers take as float32 alone
     exact = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() else t, own)
     got, want = sample.kernel(*own), sample.kernel.kernel.torch_impl(*exact)
     if sample.kernel.kernel.mutates:
         got, want = (got, own), (want, exact)
+    if sample.values is not None:
+        got, want = sample.values(got), sample.values(want)
     off = size = 0.0
     for a, b in zip(leaves(got), leaves(want), strict=True):
         if not isinstance(a, Tensor) or not a.is_floating_point():

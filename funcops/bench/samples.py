@@ -5,6 +5,7 @@ Triton implementation, by shape class. A kernel without a row here fails a test.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
+from funcops.formats import Format, by_tiles
 from funcops.kernels import (
     adamw,
     add_norm,
@@ -43,7 +45,8 @@ Dtype = torch.dtype  # in `Sample` that name is a field's
 class Sample:
     """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
     kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
-    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's."""
+    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's. `values(results)`:
+    what these stand for, where they are codes."""
 
     kernel: Any
     shape: str
@@ -53,10 +56,16 @@ class Sample:
     flops: float = 0.0
     length: int = 1
     dtype: Dtype | None = None
+    values: Callable[[Any], Any] | None = None
 
     @property
     def name(self) -> str:
         return str(self.kernel.kernel.name)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name, but for those left to their defaults."""
+        return dict(zip(inspect.signature(self.kernel.kernel.torch_impl).parameters, self.args, strict=False))
 
 
 def direct(f: Callable[..., Any]) -> Prepared:
@@ -284,15 +293,16 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     """What the recipes make of activations and gradients, in bfloat16 alone."""
     rows, width = make.sizes(8192, 4096)
     make = type(make)(make.device, torch.bfloat16, make.shrink)
-    x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(rows, -(-width // 128))
+    x, whole, scales = make.floats(rows, width), make.wide(1), make.wide(-(-width // 128), rows).mT
     block, tensor = ("e4m3", 1, 128, "pow2"), ("e4m3", 0, 0, "float32")
     each, mx, nv = ("e4m3", 1, 0, "float32"), ("e4m3", 1, 32, "e8m0"), ("e2m1", 1, 16, "e4m3")
     for args, amax in ((block, None), (tensor, whole), (each, None), (mx, None), (nv, whole)):
         shape = f"{args[0]} {args[1]}x{args[2]} {args[3]} {rows}x{width}"
-        yield Sample(quantize.quantize_row, shape, (x, *args, amax, None))
+        values = _decoded(args, amax)
+        yield Sample(quantize.quantize_row, shape, (x, *args, amax, None), values=values)
         if args is not each:
-            yield Sample(quantize.quantize_col, shape, (x, *args, amax, None, False))
-            yield Sample(quantize.quantize_both, shape, (x, *args, amax))
+            yield Sample(quantize.quantize_col, shape, (x, *args, amax, None, False), values=values)
+            yield Sample(quantize.quantize_both, shape, (x, *args, amax), values=values)
     yield Sample(quantize.quantize_row, f"e4m3 128x128 pow2 {rows}x{width}", (x, "e4m3", 128, 128, "pow2", None, None))
     yield Sample(quantize.quantize_scaled, f"e4m3 {rows}x{width}", (x, "e4m3", whole))
     yield Sample(quantize.amax, f"{rows}x{width}", (x, False))
@@ -306,6 +316,23 @@ def _quantisers(make: Maker) -> Iterator[Sample]:
     few = make.codes(rows, -(-width // 2)), tiles, whole, *nv, width, make.dtype
     yield Sample(quantize.dequantize, f"e2m1 1x16 {rows}x{width}", few, dtype=make.dtype)
     yield from _codecs(make, x)
+
+
+def _decoded(args: tuple[Any, ...], amax: Tensor | None) -> Callable[[Any], Any]:
+    """Of results (codes, scales) once or twice, and others: what is quantised, and the others as they are."""
+    format = Format(args[0], args[1:3], args[3])
+    scale = quantize.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
+
+    def values(results: tuple[Tensor, ...]) -> list[Tensor]:
+        found, rest = [], list(results)
+        while rest and rest[0].dtype is torch.uint8:
+            codes, scales, *rest = rest
+            codes = quantize.matrix(codes)
+            width = codes.shape[1] * (2 if format.element == "e2m1" else 1)
+            found.append(quantize.decode_tiles(codes, by_tiles(scales, format), scale, *format.args(), width))
+        return found + rest
+
+    return values
 
 
 def _codecs(make: Maker, x: Tensor) -> Iterator[Sample]:
@@ -322,11 +349,11 @@ def _quantised_outputs(make: Maker) -> Iterator[Sample]:
     rows, width = make.sizes(8192, 4096)
     x, both, w, b = make.floats(rows, width), make.floats(rows, 2 * width), make.floats(width), make.floats(width)
     for how in (("e4m3", 128, "pow2"), ("e4m3", 32, "e8m0")):
-        shape = f"{how[0]} 1x{how[1]} {how[2]} {rows}x{width}"
-        yield Sample(quantize_after.rms_norm_quantize, shape, (x, w, 1e-5, False, *how))
-        yield Sample(quantize_after.layer_norm_quantize, shape, (x, w, b, 1e-5, False, *how))
-        yield Sample(quantize_after.glu_quantize, shape, (both, "swiglu", True, *how))
-        yield Sample(quantize_after.activation_quantize, shape, (x, "gelu", *how))
+        shape, values = f"{how[0]} 1x{how[1]} {how[2]} {rows}x{width}", _decoded((how[0], 1, *how[1:]), None)
+        yield Sample(quantize_after.rms_norm_quantize, shape, (x, w, 1e-5, False, *how), values=values)
+        yield Sample(quantize_after.layer_norm_quantize, shape, (x, w, b, 1e-5, False, *how), values=values)
+        yield Sample(quantize_after.glu_quantize, shape, (both, "swiglu", True, *how), values=values)
+        yield Sample(quantize_after.activation_quantize, shape, (x, "gelu", *how), values=values)
 
 
 def _coded_glus(make: Maker) -> Iterator[Sample]:
@@ -392,7 +419,10 @@ def _coded(make: Maker, rows: int, width: int, element: str, kind: str, tile: tu
     codes = make.codes(rows, -(-width // 2) if element == "e2m1" else width)
     if element == "e2m1" and width % 2:
         codes[:, -1] &= 0xF  # the other half of the last byte is no element, and 0 as a quantiser leaves it
-    scales = make.codes(*count, about=124 if kind == "e8m0" else 0x38) if kind in ("e8m0", "e4m3") else make.wide(*count)
+    if kind in ("e8m0", "e4m3"):
+        scales = make.codes(*count, about=124 if kind == "e8m0" else 0x38)
+    else:
+        scales = make.wide(*count[::-1]).mT if quantize.by_columns(*tile, kind) else make.wide(*count)
     return codes, scales, make.wide(1) if kind == "e4m3" else None
 
 

@@ -7,6 +7,10 @@ and AdamW are float32: funcops casts its params tree; the plain version keeps a 
 "save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "compiled" has forward
 and backward in one graph of torch.compile, as "torch.compile" has the plain model's. Where jax and optax are installed, they jit
 the same step (`jax_step`).
+
+What needs no compiler is measured first, in every dtype; then what does, which takes most of the time, in turns with what it is
+compared with. `--seconds` bounds it: rounds are fewer where steps are slow, a compilation that would not end in time is not begun,
+and what is left out is named.
 """
 
 from __future__ import annotations
@@ -17,7 +21,9 @@ import dataclasses
 import itertools
 import random as python_random
 import statistics
-from collections.abc import Callable, Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +40,16 @@ from funcops.trees import cast, tree_map_with_path
 
 # for a GPU: so large that the device, and not the host, takes the time
 LARGE, LARGE_ROUNDS = Sizes(dim=1536, layers=4, heads=12, kv_heads=4, hidden=4096, vocab=32000, context=1024, batch=16), 15
-ROUNDS, LR, CLIP, BETAS, DECAY = 40, 1e-3, 1.0, (0.9, 0.95), 0.1
+LR, CLIP, BETAS, DECAY = 1e-3, 1.0, (0.9, 0.95), 0.1
+ROUNDS, FEWEST = 40, 3
+SECONDS = 110.0  # of it all; of the rounds of a group, a twentieth
+COMPILED, COMPARED = ("torch.compile", "funcops, compiled"), ("funcops", "funcops, save_all", "jax, jitted")
+PAIRS = (
+    ("funcops", "funcops, unfused"),
+    *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")),
+    ("funcops, compiled", "torch.compile"),
+    *itertools.product(("funcops", "funcops, compiled"), ("jax, jitted",)),
+)
 Step = Callable[[], Tensor]
 
 
@@ -158,26 +173,78 @@ def finished(step: Step) -> Callable[[], None]:
     return run
 
 
-def measure(dtype: torch.dtype, sizes: Sizes, rounds: int, device: str = "cpu") -> list[Row]:
-    case = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f", {device}")
-    of = steps(sizes, dtype, device)
-    samples = interleaved(of if device == "cpu" else {name: finished(step) for name, step in of.items()}, rounds=rounds, calls=1)
-    rows = []
-    for name, values in samples.items():
-        low, middle, high = statistics.quantiles(values, n=4)
-        rows.append(Row("step", case, name, "median", middle / 1e3, "ms"))
-        rows.append(Row("step", case, name, "quartile spread", (high - low) / 1e3, "ms"))
-    pairs = [
-        ("funcops", "funcops, unfused"),
-        *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")),
-        ("funcops, compiled", "torch.compile"),
-        *itertools.product(("funcops", "funcops, compiled"), [name for name in samples if name.startswith("jax")]),
-    ]
-    for ours, rival in pairs:
-        ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
-        for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):
-            rows.append(Row("step", case, ours, f"ratio to {rival}, {label}", value, ""))
-    return rows
+class Measured:
+    """The steps of a dtype, measured a group at a time: `most` rounds in `share` seconds, or `FEWEST` in more."""
+
+    def __init__(self, dtype: torch.dtype, sizes: Sizes, most: int, share: float, device: str = "cpu") -> None:
+        self.case = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f", {device}")
+        self.most, self.share, self.known = most, share, set[str]()
+        made = steps(sizes, dtype, device)
+        self.steps = made if device == "cpu" else {name: finished(step) for name, step in made.items()}
+
+    def eager(self) -> Iterator[Row]:
+        return self._rows([name for name in self.steps if name not in COMPILED])
+
+    def compiled(self, stop: float, expected: float) -> Iterator[Row]:
+        """`expected`: the seconds that a compilation takes. None is begun that would end after `stop`."""
+        done = []
+        for name in COMPILED:
+            begun = time.monotonic()
+            if begun + expected > stop:
+                say(f"{self.case}: {name} is left out, for want of time (see --seconds)")
+                continue
+            self.steps[name]()
+            done.append(name)
+            expected = time.monotonic() - begun
+            say(f"{self.case}: {name} compiled in {expected:.0f} s")
+        if done:
+            yield from self._rows([name for name in (*COMPARED, *done) if name in self.steps])
+        self.compilation = expected
+
+    def _rows(self, names: list[str]) -> Iterator[Row]:
+        """Of steps that take turns: medians that are not known yet, and the ratios of those pairs of which one is not."""
+        of = {name: self.steps[name] for name in names}
+        few = min(self.most, FEWEST)
+        samples = interleaved(of, rounds=few, calls=1)
+        spent = sum(map(sum, samples.values())) / 1e6
+        more = min(self.most - few, int((self.share - spent) / spent * few))
+        if more > 0:
+            samples = {name: samples[name] + values for name, values in interleaved(of, rounds=more, calls=1).items()}
+        new = set(names) - self.known
+        for name in sorted(new, key=names.index):
+            low, middle, high = statistics.quantiles(samples[name], n=4)
+            yield Row("step", self.case, name, "median", middle / 1e3, "ms")
+            yield Row("step", self.case, name, "quartile spread", (high - low) / 1e3, "ms")
+        for ours, rival in PAIRS:
+            if {ours, rival} <= set(names) and {ours, rival} & new:
+                ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
+                for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):
+                    yield Row("step", self.case, ours, f"ratio to {rival}, {label}", value, "")
+        self.known |= new
+
+
+def say(line: str) -> None:
+    print(f"bench step: {line}", file=sys.stderr, flush=True)
+
+
+def measure(
+    dtypes: Sequence[torch.dtype], sizes: Sizes, rounds: int, device: str = "cpu", seconds: float = SECONDS
+) -> Iterator[Row]:
+    """Rows as they come, and each said at once, since the table is printed last."""
+    stop = time.monotonic() + seconds
+
+    def rows() -> Iterator[Row]:
+        expected = seconds / 4  # until one is known
+        of = [Measured(dtype, sizes, rounds, seconds / 20, device) for dtype in dtypes]
+        for one in of:
+            yield from one.eager()
+        for one in of:
+            yield from one.compiled(stop, expected)
+            expected = one.compilation
+
+    for row in rows():
+        say(f"{row.case}: {row.provider}, {row.metric}: {row.value:.3f} {row.unit}")
+        yield row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -187,12 +254,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where the step runs (default: %(default)s); a larger model on cuda",
     )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="begin no compilation that would end later (default: %(default)s)"
+    )
 
 
-def run(device: str = "cpu") -> Iterator[Row]:
-    """The rows of each dtype as they come."""
+def run(device: str = "cpu", seconds: float = SECONDS) -> Iterator[Row]:
+    """The rows as they come."""
     if device == "cuda" and not torch.cuda.is_available():
         raise NoDevice("--device: expected cpu, as there is no CUDA device, got cuda")
     if device == "cuda":
-        return iter(measure(torch.bfloat16, LARGE, LARGE_ROUNDS, device))
-    return (row for dtype in (torch.float32, torch.bfloat16) for row in measure(dtype, Sizes(), ROUNDS, device))
+        return measure([torch.bfloat16], LARGE, LARGE_ROUNDS, device, seconds)
+    return measure([torch.float32, torch.bfloat16], Sizes(), ROUNDS, device, seconds)

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from funcops.errors import FLOATS
-from funcops.formats import QTensor, Scaled
+from funcops.formats import QTensor, Scaled, by_tiles
 from funcops.fused._steps import alike, alone
 from funcops.kernels import quantize_after as kernels
 from funcops.kernels.activation import ACTIVATIONS
@@ -119,6 +119,7 @@ def _made(maker: Any, params: Any, x: Tensor, format: Any, width: int) -> Any:
     else:
         codes, scales = kernels.activation_quantize(x, cfg.kind, *how)
         node = activation_kept(cfg, maker.kept, x)
+    scales = by_tiles(scales, format)
     return QTensor(codes, scales, None, format=format, shape=codes.shape, dtype=x.dtype, side="row", hadamard=False), node
 
 

@@ -20,6 +20,7 @@ _compiling = torch.compiler.is_dynamo_compiling
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 VECTOR = 16  # bytes that the CUDA kernels read at a time: of a head, a stride, an address
 LONGEST = 256  # the head size of flash attention
+LSE_ROWS = 32  # of which memory-efficient attention has a multiple in logsumexp: infinity after the last row
 
 
 class Way(NamedTuple):
@@ -53,11 +54,22 @@ def attention_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -
     return out.transpose(1, 2), lse
 
 
+def merge(total: tuple[Tensor, Tensor], out: Tensor, logsumexp: Tensor, first: int) -> None:
+    """Attention of the queries from `first` on over more keys, merged in place into `total`: out in the wide dtype, and logsumexp
+    [B, H, T]. Not for keys of which there are none, whose logsumexp is 0."""
+    y, lse = total[0][:, first:], total[1][..., first:]
+    more = logsumexp[..., : lse.shape[-1]]
+    y.lerp_(out.to(y.dtype), torch.sigmoid(more - lse).transpose(1, 2).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, more))
+
+
 @kernel(library=True)
 def attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv from out and logsumexp: the probabilities are recomputed."""
+    """dq, dk, dv from out and logsumexp: the probabilities are recomputed. Where k and v are some of the keys that q sees, and out
+    and logsumexp those over all, dk and dv are theirs, and dq is its part of a sum. logsumexp: contiguous; as the forward gave it,
+    or [B, H, T]."""
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     if q.is_cuda:
@@ -105,6 +117,8 @@ def _efficient_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     seed = torch.empty((), dtype=torch.int64, device=q.device)
+    if logsumexp.shape[-1] % LSE_ROWS:
+        logsumexp = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % LSE_ROWS), value=float("inf"))
     return _aten._scaled_dot_product_efficient_attention_backward.default(
         dy, q, k, v, None, y, logsumexp, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )[:3]

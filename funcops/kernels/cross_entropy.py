@@ -57,20 +57,23 @@ def _logsumexp_(t: Tensor) -> Tensor:
 
 @kernel()
 def cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float
-) -> Tensor:
-    """dlogits [N, V] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype."""
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int = 0, vocab: int = 0,
+) -> Tensor:  # fmt: skip
+    """dlogits [N, C] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype. The classes are those from `first` among
+    `vocab`; with `vocab` 0 they are all there are."""
     d = logits - logsumexp.unsqueeze(-1) if logits.dtype is logsumexp.dtype else _centred(logits, logsumexp)
-    _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, 0, logits.shape[-1])
+    _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab or logits.shape[-1])
     return d.to(logits.dtype)
 
 
 @cross_entropy_bwd.plain
 def plain_cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float
-) -> Tensor:
-    vocab = logits.shape[-1]
-    return plain_cross_entropy_bwd_owned(dloss, logits, labels, logsumexp, smoothing, ignore_index, z_loss, 0, vocab)
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int = 0, vocab: int = 0,
+) -> Tensor:  # fmt: skip
+    vocab = vocab or logits.shape[-1]
+    return plain_cross_entropy_bwd_owned(dloss, logits, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
 
 
 @kernel(mutates=("logits",))

@@ -18,7 +18,8 @@ def embedding_fwd(w: Tensor, ids: Tensor) -> Tensor:
 
 @kernel()
 def embedding_wgrad(dy: Tensor, ids: Tensor, vocab: int, padding_idx: int) -> Tensor:
-    """dw [V, D]: the sum of the rows of dy by id, in a fixed order, in the wide dtype; padding_idx -1 skips none."""
+    """dw [V, D]: the sum of the rows of dy by id, in a fixed order, in the wide dtype. Rows whose id is
+    padding_idx, a row of w or -1, are left out."""
     if dy.is_cpu and dy.dtype is not wide(dy.dtype):  # where torch rounds after every row
         return _backward(dy.to(wide(dy.dtype)), ids, vocab, padding_idx, False).to(dy.dtype)
     return _backward(dy, ids, vocab, padding_idx, False)

@@ -2,7 +2,8 @@
 
 x: [*, K], taken as [R, K] rows. A tile of `rows` x `cols` elements (0: all there are) shares one scale; edge tiles are smaller.
 "row" codes have the layout of x, with tiles along K; "col" codes are those of the transposed x, [K, R], with tiles along its rows.
-Codes are uint8: a byte of e4m3 or e5m2, or two of e2m1, the even element low. scales: [R / rows, K / cols], of four kinds:
+Codes are uint8: a byte of e4m3 or e5m2, or two of e2m1, the even element low. scales: [R / rows, K / cols], which
+quantisers give transposed where `by_columns` says so; of four kinds:
 
     pow2     float32, a power of two, so that codes can be tiled anew without another rounding
     float32  float32
@@ -71,7 +72,7 @@ def quantize_col(
 def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize_row` and `quantize_col` of one read."""
+    """`quantize_row` and `quantize_col`, of one read where tiles are not square."""
     wide, how = matrix(x).float(), (x.dtype, element, rows, cols, kind, amax, None)
     codes, scales = _quantize(wide, *how)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales, *_quantize(wide, *how, turn=True)
@@ -199,6 +200,12 @@ def decode_scales(scales: Tensor, kind: str) -> Tensor:
     return scales.view(torch.float8_e4m3fn).float() if kind == "e4m3" else scales
 
 
+def by_columns(rows: int, cols: int, kind: str) -> bool:
+    """Whether quantisers give scales transposed, those of one block for all rows together: so CUDA's library reads those of rows
+    in float32. What takes scales takes [R / rows, K / cols], of any strides."""
+    return rows == 1 and cols > 0 and kind in ("pow2", "float32")
+
+
 def matrix(x: Tensor) -> Tensor:
     """x [*, K] as [R, K]."""
     return x if x.dim() == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
@@ -234,7 +241,7 @@ def _quantize(
     turn: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Codes and scales of x [R, K], once of the given dtype; `turn`: of the transposed x, which is read as it lies."""
-    blocks = cols == BLOCK
+    blocks, turned = cols == BLOCK, not turn if by_columns(rows, cols, kind) else turn
     if turn:
         rows, cols = cols, rows
     r, k = x.shape
@@ -250,7 +257,7 @@ def _quantize(
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
         scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind == "e4m3" else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
-    return (_encode(scaled.mT, element, key), scales.mT.contiguous()) if turn else (_encode(scaled, element, key), scales)
+    return _encode(scaled.mT if turn else scaled, element, key), scales.mT.contiguous() if turned else scales
 
 
 def _scales(amax: Tensor, element: str, kind: str, dtype: torch.dtype, whole: Tensor | None, blocks: bool) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -92,8 +91,7 @@ def both_of_cross_entropy(backward: Sample) -> Case:
 
 def taken(sample: Sample) -> float:
     """Bytes of the arguments; twice of those that are written to, or, where there are ids, of their rows that some id has."""
-    declared = sample.kernel.kernel
-    args = dict(zip(inspect.signature(declared.torch_impl).parameters, sample.args, strict=True))
+    declared, args = sample.kernel.kernel, sample.named
     sizes = {name: nbytes(arg) * READ_OF.get(name, 1.0) for name, arg in args.items()}
     for name in declared.mutates:
         sizes[name] *= 2

@@ -52,17 +52,19 @@ def _dropout_sums(
     dy_ptr, key_ptr, dx_ptr, sums_ptr, rows, width, threshold, factor: tl.float32, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Of rows that are a multiple of four long: as many words has a Philox block."""
-    part, parts = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part, parts = tl.program_id(0), tl.num_programs(0)
+    row, i = tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, first = row.to(tl.int64)[:, None] * width + i[None, :], row * (width // 4) + tl.program_id(1) * (BLOCK // 4)
+    seed, stream = tl.load(key_ptr), tl.load(key_ptr + 1)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
+    start, step = part.to(tl.int64) * ROWS * width, parts.to(tl.int64) * ROWS * width  # carried: a product less for each group
     for group in range(part, tl.cdiv(rows, ROWS), parts):
-        row = group * ROWS + tl.arange(0, ROWS)
-        at, inside = row[:, None] * width + i[None, :], (row < rows)[:, None] & (i < width)[None, :]
-        first = row * (width // 4) + tl.program_id(1) * (BLOCK // 4)
-        dx = dropped(load_wide(dy_ptr + at, inside), first, key_ptr, threshold, factor, ROWS, BLOCK)
-        store_rounded(dx_ptr + at, dx, inside)
-        total += tl.where(inside, dx, 0.0)
-    tl.store(sums_ptr + part * width + i, tl.sum(total, 0), mask=i < width)
+        inside = (group * ROWS + row < rows)[:, None] & (i < width)[None, :]
+        dx = dropped(load_wide(dy_ptr + start + at, inside), start // 4 + first, seed, stream, threshold, factor, ROWS, BLOCK)
+        store_rounded(dx_ptr + start + at, dx, inside)
+        total += dx
+        start += step
+    tl.store(sums_ptr + part.to(tl.int64) * width + i, tl.sum(total, 0), mask=i < width)
 
 
 _launch_backward, _launch_dropout_sums = launcher(_backward), launcher(_dropout_sums)

@@ -129,11 +129,13 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
 
 @declared.cross_entropy_bwd.triton
 def cross_entropy_bwd(
-    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float
-) -> Tensor:
+    dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
+    first: int = 0, vocab: int = 0,
+) -> Tensor:  # fmt: skip
     logits = logits.contiguous()
     dlogits = torch.empty_like(logits)
-    _gradient(dloss, logits, labels, logsumexp, dlogits, smoothing, ignore_index, z_loss, 0, logits.shape[1])
+    vocab = vocab or logits.shape[1]
+    _gradient(dloss, logits, labels, logsumexp, dlogits, smoothing, ignore_index, z_loss, first, vocab)
     return dlogits
 
 

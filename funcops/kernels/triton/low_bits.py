@@ -75,6 +75,12 @@ def decode(code, ELEMENT: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def scale_at(i, j, high, wide, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """Where the scale of rows i and blocks j is made, of [high, wide]: `funcops.kernels.quantize.by_columns`."""
+    return j * high + i if ROWS == 1 and (KIND == "pow2" or KIND == "float32") else i * wide + j
+
+
+@triton.jit
 def packed(codes, A: tl.constexpr, B: tl.constexpr):
     """Codes [A, B] of 4 bits as bytes [A, B / 2], the even one low."""
     low, high = tl.split(tl.reshape(codes, [A, B // 2, 2]))

@@ -29,7 +29,7 @@ def _forward(
     inside = (row < rows)[:, None] & (i < width)
     x = load_wide(x_ptr + at, inside)
     if DROP:
-        x = dropped(x, row * (width // 4), key_ptr, threshold, factor, ROWS, BLOCK)
+        x = dropped(x, row * (width // 4), tl.load(key_ptr), tl.load(key_ptr + 1), threshold, factor, ROWS, BLOCK)
     if ADD:
         x = add_rounded(x, residual_ptr, stream_ptr, at, inside)
     mean = tl.zeros([ROWS], tl.float32)
@@ -49,10 +49,10 @@ def _forward(
 
 
 @triton.jit
-def dropped(x, first, key_ptr, threshold, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def dropped(x, first, seed, stream, threshold, factor, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """x times factor where its random word is at least the threshold, else 0. Rows begin with the words of the blocks `first`."""
     block = first[:, None] + tl.arange(0, BLOCK // 4)[None, :]
-    words = tl.reshape(philox_words(block, tl.load(key_ptr), tl.load(key_ptr + 1)), [ROWS, BLOCK])
+    words = tl.reshape(philox_words(block, seed, stream), [ROWS, BLOCK])
     return tl.where(words >= tl.cast(threshold, tl.uint32), x * factor, x * 0.0)
 
 

@@ -25,6 +25,7 @@ from funcops.kernels.triton.low_bits import (
     number,
     packed,
     quantise,
+    scale_at,
     scales_of,
     sizes,
     store_exact,
@@ -53,14 +54,21 @@ def _store(ptr, v, row, column, rows, columns, A: tl.constexpr, B: tl.constexpr)
 
 
 @triton.jit
+def _store_scales(ptr, v, row, column, rows, columns, KIND: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
+    """Of rows, a block of which has one."""
+    m, n = row + tl.arange(0, A)[:, None], column + tl.arange(0, B)[None, :]
+    tl.store(ptr + scale_at(m, n, rows, columns, 1, KIND), v, mask=(m < rows) & (n < columns))
+
+
+@triton.jit
 def _tiles(
     x_ptr, given_ptr, codes_ptr, scales_ptr, turned_ptr, turned_scales_ptr, rows, width, stride, turned_stride, FROM: tl.constexpr,
     ELEMENT: tl.constexpr, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr,
     NARROW: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Codes and scales of x [rows, width], as it lies (ROW), transposed (COL), or both. FROM: x is codes of this element, with a
-    scale of given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its one scale (KIND "whole") or
-    those of tiles; with KIND "scaled" the factor itself, and the largest |x| joins what is at scales_ptr."""
+    """Codes and scales of x [rows, width], as it lies (ROW), transposed (COL), or both where tiles are not square. FROM: x is codes
+    of this element, with a scale of given_ptr for each row of a block. Else `given` is the largest |x| of the tensor, for its one
+    scale (KIND "whole") or those of tiles; with KIND "scaled" the factor, and the largest |x| joins what is at scales_ptr."""
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
@@ -68,7 +76,7 @@ def _tiles(
     at, inside = m[:, None] * width + n[None, :], (m < rows)[:, None] & (n < width)[None, :]
     given = 0.0
     if FROM != "":
-        scales = tl.load(given_ptr + m * across + pid % across, mask=m < rows, other=0.0)
+        scales = tl.load(given_ptr + scale_at(m, pid % across, rows, across, ROWS, KIND), mask=m < rows, other=0.0)
         x = decode(tl.load(x_ptr + at, mask=inside, other=0), FROM, NATIVE) * scales[:, None]
     else:
         x = load_exact(x_ptr + at, inside)
@@ -82,14 +90,11 @@ def _tiles(
         else:
             factor, stored = scales_of(given, given, ELEMENT, KIND, NARROW, NATIVE)
             if pid == 0:
-                if ROW:
-                    tl.store(scales_ptr, stored)
-                if COL:
-                    tl.store(turned_scales_ptr, stored)
+                tl.store(scales_ptr if ROW else turned_scales_ptr, stored)
         codes = encode(x * factor, ELEMENT, NATIVE)
         if ROW:
             _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
-        if COL:
+        else:
             _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
     elif ROWS == COLS:  # codes are the same, whichever way tiles lie
         codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
@@ -99,18 +104,20 @@ def _tiles(
         if ROW:
             _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
             _store(scales_ptr, stored, row // ROWS, column // COLS, high, wide, HIGH, WIDE)
-        if COL:
+        else:
             _store_codes(turned_ptr, tl.trans(codes), column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
             _store(turned_scales_ptr, tl.trans(stored), column // COLS, row // ROWS, wide, high, WIDE, HIGH)
     else:
         if ROW:
             codes, stored = quantise(x, given, BLOCK_M, BLOCK_N, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
             _store_codes(codes_ptr, codes, row, column, rows, stride, ELEMENT, BLOCK_M, BLOCK_N)
-            _store(scales_ptr, stored, row, column // COLS, rows, tl.cdiv(width, COLS), BLOCK_M, BLOCK_N // COLS)
+            _store_scales(scales_ptr, stored, row, column // COLS, rows, tl.cdiv(width, COLS), KIND, BLOCK_M, BLOCK_N // COLS)
         if COL:
             codes, stored = quantise(tl.trans(x), given, BLOCK_N, BLOCK_M, ELEMENT, KIND, ROWS, COLS, NARROW, NATIVE)
             _store_codes(turned_ptr, codes, column, row, width, turned_stride, ELEMENT, BLOCK_N, BLOCK_M)
-            _store(turned_scales_ptr, stored, column, row // COLS, width, tl.cdiv(rows, COLS), BLOCK_N, BLOCK_M // COLS)
+            _store_scales(
+                turned_scales_ptr, stored, column, row // COLS, width, tl.cdiv(rows, COLS), KIND, BLOCK_N, BLOCK_M // COLS
+            )
 
 
 @triton.jit
@@ -161,11 +168,11 @@ def _turn(x_ptr, y_ptr, rows, width, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexp
 
 @triton.jit
 def _decode(
-    codes_ptr, scales_ptr, scale_ptr, y_ptr, rows, width, stride, wide, ELEMENT: tl.constexpr, KIND: tl.constexpr,
+    codes_ptr, scales_ptr, scale_ptr, y_ptr, rows, width, stride, wide, down, along, ELEMENT: tl.constexpr, KIND: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr, NATIVE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """y [rows, width] of codes with rows of `stride` bytes and scales with rows of `wide`. ROWS 0: one scale for all; COLS 0: one
-    for each row."""
+    """y [rows, width] of codes with rows of `stride` bytes and scales with rows of `wide`, whose strides are `down` and `along`.
+    ROWS 0: one scale for all; COLS 0: one for each row."""
     across = tl.cdiv(width, BLOCK_N)
     pid = tl.program_id(0)
     row, column = (pid // across).to(tl.int64) * BLOCK_M, (pid % across).to(tl.int64) * BLOCK_N
@@ -186,7 +193,7 @@ def _decode(
         if COLS:
             j = column // COLS + j
         tiles = (i < tl.cdiv(rows, ROWS))[:, None] & (j < wide)[None, :]
-        scales = decode_scale(tl.load(scales_ptr + i[:, None] * wide + j[None, :], mask=tiles, other=0), KIND)
+        scales = decode_scale(tl.load(scales_ptr + i[:, None] * down + j[None, :] * along, mask=tiles, other=0), KIND)
     if scale_ptr is not None:
         scales = scales * tl.load(scale_ptr)
     if ROWS == 0:
@@ -217,7 +224,8 @@ def _room(x: Tensor, shape: Sequence[int], rows: int, columns: int, element: str
     """For so many rows and columns; `shape`: the codes' but for the last dimension."""
     scales = cdiv(rows, tile[0] or rows), cdiv(columns, tile[1] or columns)
     dtype = torch.float32 if kind in ("pow2", "float32") else torch.uint8
-    return _Made(x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8), x.new_empty(scales, dtype=dtype))
+    codes = x.new_empty((*shape, _stride(columns, element)), dtype=torch.uint8)
+    return _Made(codes, x.new_empty(scales[::-1] if declared.by_columns(*tile, kind) else scales, dtype=dtype))
 
 
 def _stride(columns: int, element: str) -> int:
@@ -296,9 +304,12 @@ def quantize_col(
 def quantize_both(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if not _serves(x, rows, cols, kind, amax):
-        turned = quantize_col(x, element, rows, cols, kind, amax, None, False)
-        return *quantize_row(x, element, rows, cols, kind, amax, None), *turned
+    square = rows == cols  # codes are the same, whichever way tiles lie; Triton 3.6 stores those of one tile both ways wrongly
+    if square or not _serves(x, rows, cols, kind, amax):
+        codes, scales = quantize_row(x, element, rows, cols, kind, amax, None)
+        if square and element != "e2m1":
+            return codes, scales, transpose(codes), scales.mT.contiguous()
+        return codes, scales, *quantize_col(x, element, rows, cols, kind, amax, None, False)
     t, (high, wide) = x.contiguous(), _sizes(x)
     row = _room(x, x.shape[:-1], high, wide, element, (rows, cols), kind)
     col = _room(x, (wide,), wide, high, element, (rows, cols), kind)
@@ -337,8 +348,8 @@ def retile(codes: Tensor, scales: Tensor, element: str, rows: int, cols: int) ->
     high, wide = _sizes(codes)
     made = _room(codes, (wide,), wide, high, element, (rows, cols), "pow2")
     _launch_tiles(
-        cdiv(high, 128) * cdiv(wide, 128), 1, 1, codes.contiguous(), scales.contiguous(), None, None, *made, high, wide, wide, high,
-        element, element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
+        cdiv(high, 128) * cdiv(wide, 128), 1, 1, codes.contiguous(), scales.mT.contiguous(), None, None, *made, high, wide, wide,
+        high, element, element, "pow2", rows, cols, False, True, False, native(), 128, 128, num_warps=8,
     )  # fmt: skip
     return made
 
@@ -363,7 +374,7 @@ def dequantize(
     t, y = _matrix(codes), codes.new_empty((*codes.shape[:-1], width), dtype=out)
     m, n, warps = (128, 128, 8) if rows == 128 else (32, 128, 4)
     _launch_decode(
-        cdiv(len(t), m) * cdiv(width, n), 1, 1, t, scales.contiguous(), scale, y, len(t), width, t.shape[1], scales.shape[1],
+        cdiv(len(t), m) * cdiv(width, n), 1, 1, t, scales, scale, y, len(t), width, t.shape[1], scales.shape[1], *scales.stride(),
         element, kind, rows, cols, native(), m, n, num_warps=warps,
     )  # fmt: skip
     return y

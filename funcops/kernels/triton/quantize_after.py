@@ -15,9 +15,10 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import quantize_after as declared
+from funcops.kernels.quantize import by_columns
 from funcops.kernels.triton.activation import activate
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, flat_rows, load_wide, rounded, warps_of
-from funcops.kernels.triton.low_bits import native, quantise
+from funcops.kernels.triton.low_bits import native, quantise, scale_at
 from funcops.kernels.triton.norm import FORWARD_TILE
 
 LONGEST = 16384  # of a norm's row that a program holds
@@ -36,7 +37,8 @@ def _store_quantised(
     high = (row < rows)[:, None]
     across = tl.cdiv(width, COLS)
     tl.store(codes_ptr + row[:, None] * width + n[None, :], codes, mask=high & (n < width)[None, :])
-    tl.store(scales_ptr + row[:, None] * across + j[None, :], stored, mask=high & (j < across)[None, :])
+    at = scale_at(row[:, None], j[None, :], rows, across, 1, KIND)
+    tl.store(scales_ptr + at, stored, mask=high & (j < across)[None, :])
 
 
 @triton.jit
@@ -96,7 +98,8 @@ def _room(x: Tensor, width: int, cols: int, scales: str) -> tuple[Tensor, Tensor
     """For codes [*, width] and scales, as many rows as x has."""
     rows = x.shape[:-1].numel()
     codes = x.new_empty((*x.shape[:-1], width), dtype=torch.uint8)
-    return codes, x.new_empty((rows, cdiv(width, cols)), dtype=torch.uint8 if scales == "e8m0" else torch.float32)
+    size = (cdiv(width, cols), rows) if by_columns(1, cols, scales) else (rows, cdiv(width, cols))
+    return codes, x.new_empty(size, dtype=torch.uint8 if scales == "e8m0" else torch.float32)
 
 
 def _narrow(x: Tensor, cols: int) -> bool:

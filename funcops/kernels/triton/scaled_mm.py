@@ -1,4 +1,5 @@
-"""Products of codes with scales, over tensor descriptors: a program a tile of C.
+"""Products of codes with scales. Those of 8 bits with scales of float32 go to CUDA's library on Hopper, where it takes them; it was
+faster for every shape measured (`docs/benchmarks`). Others over tensor descriptors: a program a tile of C.
 
 One scale a tensor or a row multiplies the sum, one a block of 128 along K each part of it, in float32: on Hopper, whose tensor
 cores keep some 14 bits of a sum, that is what promotes it; where no scale does, the product promotes every 128. Blocks of 32 and 16
@@ -18,9 +19,11 @@ from triton.runtime import driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from funcops.backend.launch import launcher
+from funcops.backend.select import gemm_provider
 from funcops.errors import require
 from funcops.kernels import scaled_mm as declared
 from funcops.kernels.quantize import ELEMENTS
+from funcops.kernels.triton import scaled_library as library
 from funcops.kernels.triton.common import INTERPRETED, cdiv
 from funcops.kernels.triton.gemm import tile_of
 from funcops.kernels.triton.low_bits import decode, decode_scale, store_exact, times, unpacked
@@ -39,18 +42,19 @@ class Tile(NamedTuple):
     stages: int
 
 
-# the tiles that compile without spills; half the warps, or tiles twice as large, spill
-WHOLE, BLOCKS, NATIVE = Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 3)
+# the fastest on an H100 of those that compile without spills; beyond Hopper the largest of these
+WHOLE, BLOCKS = Tile(256, 128, 128, 8, 3), Tile(64, 128, 128, 4, 4)
+SINCE, NATIVE = Tile(128, 128, 128, 8, 4), Tile(128, 128, 128, 4, 3)
 FEW_BITS, EMULATED = Tile(128, 128, 256, 4, 3), Tile(128, 128, 64, 8, 3)
 
 
 @triton.jit
 def _scales(
-    scales_ptr, i, size, k, wide, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
+    scales_ptr, i, size, k, wide, down, along, KIND: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, COUNT: tl.constexpr
 ):  # fmt: skip
     """Scales [rows, COUNT] of rows i, from element k on."""
     j = k // COLS + tl.arange(0, COUNT)
-    at = scales_ptr + (i // ROWS)[:, None] * wide + j[None, :]
+    at = scales_ptr + (i // ROWS)[:, None] * down + j[None, :] * along
     return tl.load(at, mask=(i < size)[:, None] & (j < wide)[None, :], other=0)
 
 
@@ -61,11 +65,12 @@ def _values(tile, ELEMENT: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
 
 @triton.jit
 def _product(
-    a_desc, b_desc, a_scales_ptr, b_scales_ptr, a_scale_ptr, b_scale_ptr, c_ptr, M, N, K, a_wide, b_wide, A: tl.constexpr,
-    B: tl.constexpr, KIND: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr, COLS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+    a_desc, b_desc, a_scales_ptr, b_scales_ptr, a_scale_ptr, b_scale_ptr, c_ptr, M, N, K, a_wide, a_down, a_along, b_wide,
+    b_down, b_along, A: tl.constexpr, B: tl.constexpr, KIND: tl.constexpr, A_ROWS: tl.constexpr, B_ROWS: tl.constexpr,
+    COLS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """A tile of C = A B^T, of descriptors of codes; A and B: their elements. COLS: how many along K share a scale, 0 for all."""
+    """A tile of C = A B^T, of descriptors of codes; A and B: their elements. COLS: how many along K share a scale, 0 for all.
+    Scales have `wide` columns, and the strides `down` and `along`."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP)
     m = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -78,26 +83,26 @@ def _product(
         if INTERPRETED:
             left, right = _values(a, A, BLOCK_M, BLOCK_K), _values(b, B, BLOCK_N, BLOCK_K)
             if COLS:
-                of_a = decode_scale(_scales(a_scales_ptr, m, M, k, a_wide, KIND, A_ROWS, COLS, COUNT), KIND)
-                of_b = decode_scale(_scales(b_scales_ptr, n, N, k, b_wide, KIND, B_ROWS, COLS, COUNT), KIND)
+                of_a = decode_scale(_scales(a_scales_ptr, m, M, k, a_wide, a_down, a_along, KIND, A_ROWS, COLS, COUNT), KIND)
+                of_b = decode_scale(_scales(b_scales_ptr, n, N, k, b_wide, b_down, b_along, KIND, B_ROWS, COLS, COUNT), KIND)
                 left = times(left, of_a, BLOCK_M, BLOCK_K, 1, COLS)
                 right = times(right, of_b, BLOCK_N, BLOCK_K, 1, COLS)
             total = tl.dot(left, right.T, total)
         elif COLS == 0:
             total = tl.dot(a, b.T, total, max_num_imprecise_acc=PROMOTE)
         elif COLS == BLOCK_K:
-            of_a = tl.load(a_scales_ptr + m // A_ROWS * a_wide + k // COLS, mask=m < M, other=0.0)
-            of_b = tl.load(b_scales_ptr + n // B_ROWS * b_wide + k // COLS, mask=n < N, other=0.0)
+            of_a = tl.load(a_scales_ptr + m // A_ROWS * a_down + k // COLS * a_along, mask=m < M, other=0.0)
+            of_b = tl.load(b_scales_ptr + n // B_ROWS * b_down + k // COLS * b_along, mask=n < N, other=0.0)
             total += tl.dot(a, b.T) * of_a[:, None] * of_b[None, :]  # not their product, which takes as many registers as a sum
         else:
-            of_a = _scales(a_scales_ptr, m, M, k, a_wide, KIND, A_ROWS, COLS, COUNT)
-            of_b = _scales(b_scales_ptr, n, N, k, b_wide, KIND, B_ROWS, COLS, COUNT)
+            of_a = _scales(a_scales_ptr, m, M, k, a_wide, a_down, a_along, KIND, A_ROWS, COLS, COUNT)
+            of_b = _scales(b_scales_ptr, n, N, k, b_wide, b_down, b_along, KIND, B_ROWS, COLS, COUNT)
             if KIND == "e4m3":
                 of_a, of_b = of_a.to(tl.float8e4nv, bitcast=True), of_b.to(tl.float8e4nv, bitcast=True)
             total = tl.dot_scaled(a, of_a, A, b.T, of_b, B, total)
     if COLS == 0:
-        of_a = tl.load(a_scales_ptr + (m if A_ROWS else m * 0), mask=m < M, other=0.0)
-        of_b = tl.load(b_scales_ptr + (n if B_ROWS else n * 0), mask=n < N, other=0.0)
+        of_a = tl.load(a_scales_ptr + (m * a_down if A_ROWS else m * 0), mask=m < M, other=0.0)
+        of_b = tl.load(b_scales_ptr + (n * b_down if B_ROWS else n * 0), mask=n < N, other=0.0)
         total = total * of_a[:, None] * of_b[None, :]
     if a_scale_ptr is not None:
         total = total * tl.load(a_scale_ptr)
@@ -112,7 +117,9 @@ _launch_product = launcher(_product)
 def _tile_of(kind: str, a: str, b: str, cols: int, capability: int) -> Optional[Tile]:
     if kind in ("e8m0", "e4m3"):
         return EMULATED if capability < 100 else FEW_BITS if a == b == "e2m1" else NATIVE
-    return (WHOLE if cols == 0 else BLOCKS) if cols in (0, 128) else None
+    if cols not in (0, PROMOTE.value):
+        return None
+    return SINCE if capability >= 100 else BLOCKS if cols else WHOLE
 
 
 def _runs(kind: str, a: str, b: str, emulate: bool, capability: int, name: str) -> bool:
@@ -144,6 +151,10 @@ def _capability(device: int, active: Any) -> tuple[int, str]:
     return (int(target.arch), f"sm_{target.arch}") if target.backend == "cuda" else (0, str(target.arch))
 
 
+def _library_serves(device: int, active: Any) -> bool:
+    return library.SERVED and not _INTERPRETED and _capability(device, active)[0] == library.CAPABILITY
+
+
 def _codes(codes: Tensor, element: str, rows: int, tile: int, wide: int) -> TensorDescriptor:
     """A descriptor of codes [*, K], as so many rows of a multiple of 16 bytes, filled up with zeros; for loads of `tile` by `wide`
     bytes."""
@@ -168,12 +179,17 @@ def scaled_mm(
         return declared.scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
             a, a_scales, a_scale, b, b_scales, b_scale, a_element, a_rows, a_cols, b_element, b_rows, b_cols, kind, width, out
         )
+    if gemm_provider() != "triton" and kind in library.KINDS and _library_serves(device, active):
+        tiles = (a_rows, a_cols), (b_rows, b_cols)
+        c = library.product(a, a_scales, b, b_scales, (a_element, b_element), tiles, out)
+        if c is not None:
+            return c
     tile, of_left, of_right = chosen
     m, c = a.numel() // a.shape[-1], a.new_empty((*a.shape[:-1], n), dtype=out)
     _launch_product(
         cdiv(m, tile.m) * cdiv(n, tile.n), 1, 1, _codes(a, a_element, m, tile.m, of_left),
-        _codes(b, b_element, n, tile.n, of_right), a_scales.contiguous(), b_scales.contiguous(), a_scale, b_scale, c, m, n, width,
-        a_scales.shape[1], b_scales.shape[1], a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m, tile.n, tile.k, GROUP,
-        num_warps=tile.warps, num_stages=tile.stages,
+        _codes(b, b_element, n, tile.n, of_right), a_scales, b_scales, a_scale, b_scale, c, m, n, width, a_scales.shape[1],
+        *a_scales.stride(), b_scales.shape[1], *b_scales.stride(), a_element, b_element, kind, a_rows, b_rows, a_cols, tile.m,
+        tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return c
