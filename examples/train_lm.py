@@ -5,6 +5,10 @@
     params, state = adamw_update(params, grads, state, cfg)
 
 Writes loss.png, metrics.csv and a checkpoint to --out, and ends with a sample of text. `--help` lists the flags.
+
+    torchrun --nproc-per-node 4 examples/train_lm.py --dp 4
+
+trains on several processes, with the losses of one, and goes on from a checkpoint of any number of them.
 """
 
 from __future__ import annotations
@@ -20,13 +24,14 @@ from lm.check import largest_relative_error
 from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import CHECKPOINT, parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
-from lm.model import init, model, predictor, rotation
+from lm.model import init, predictor, rotation
+from lm.ranks import AXES, Ranks, quiet, started
 from lm.results import Row, RunError, check_writable, load_run, plot, save_run, text_of
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
 from tqdm import tqdm
 
-from funcops import WithExtras, chain, chain_fwd
+from funcops import WithExtras, chain, chain_fwd, dist
 from funcops.adapters.graphs import graphed
 from funcops.errors import size_of
 from funcops.low_precision import quantize_params, recipe_init
@@ -38,12 +43,17 @@ from funcops.trees import tensors
 
 VALIDATION_WINDOWS = 256
 MOST_SKIPPED = 10
+FREE = {  # flags that change no number of a run
+    "out", "resume", "force", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph",
+    "mesh", "overlap", "microbatches", "schedule", "zero", *AXES,
+}  # fmt: skip
 
 
-def settings_of(args: Any, params: Any, op: Op = chain) -> Settings:
+def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Settings:
     return Settings(
         sizes=args.sizes,
-        model=model(args.sizes, args.recipe),
+        ranks=ranks,
+        model=ranks.model,
         op=op,
         optimiser=AdamWConfig(lr=args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay),
         decay=decay_mask(params, ("*norm.weight",)),
@@ -91,22 +101,25 @@ class Interrupt:
 class Run:
     """A training run: params and state, what is done, and the next step."""
 
-    def __init__(self, args: Any, corpus: Corpus) -> None:
+    def __init__(self, args: Any, corpus: Corpus, ranks: Ranks | None = None) -> None:
+        ranks = Ranks.one(args) if ranks is None else ranks
         dtype = torch.promote_types(args.dtype, torch.float32)
-        self.args, self.corpus = args, corpus
+        self.args, self.corpus, self.ranks = args, corpus, ranks
         self.params = init(args.sizes, seed=args.seed, dtype=dtype, device=args.device)
+        self.count = sum(t.numel() for t in tensors(self.params))
         op, self.policy = policy_of(args)
-        self.s = settings_of(args, self.params, op)
+        self.s = settings_of(args, ranks.own(self.params), ranks, op)
         self.done, self.skipped, self.rows = 0, 0, list[Row]()
         self.state = State(adamw_init(self.params, self.s.optimiser), self.first_scales())
         self.seconds = 0.0
         if args.resume:
             self.params, self.state, self.done, self.rows = load_run(args.out, self.params, self.state, kept_flags(args))
             self.seconds = self.rows[-1].seconds if self.rows else 0.0
+        self.params, self.state = ranks.own(self.params), self.state._replace(optimiser=ranks.own_state(self.state.optimiser))
         self.val = [t.to(args.device) for t in windows(corpus.held_out, count=VALIDATION_WINDOWS, context=args.context)]
         self.step_fn = train_step
         self.captured: Any = None
-        self.baseline = trigram_loss(corpus.train, corpus.held_out)
+        self.baseline = trigram_loss(corpus.train, corpus.held_out) if ranks.first else math.nan
 
     def first_scales(self) -> Any:
         """Of a recipe with scales, those of one step that is thrown away: at scales of 1 small values would vanish."""
@@ -118,7 +131,7 @@ class Run:
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args
-        x, labels = batch(self.corpus.train, step=self.done, seed=a.seed, size=a.batch, context=a.context)
+        x, labels = self.ranks.rows(*batch(self.corpus.train, step=self.done, seed=a.seed, size=a.batch, context=a.context))
         return x.to(a.device), labels.to(a.device)
 
     def advance(self) -> Row:
@@ -131,7 +144,8 @@ class Run:
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
             where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales)[1]) or "the loss"
-            tqdm.write(f"step {row.step} skipped: loss {row.loss}, not finite at {where}", file=sys.stderr)
+            if self.ranks.first:
+                tqdm.write(f"step {row.step} skipped: loss {row.loss}, not finite at {where}", file=sys.stderr)
         if self.skipped == MOST_SKIPPED:
             raise FloatingPointError(f"{MOST_SKIPPED} steps in a row were not finite; the last checkpoint is from before them")
         self.done, self.seconds = row.step, row.seconds
@@ -139,6 +153,16 @@ class Run:
             row = row._replace(val_loss=evaluate(self.params, *self.val, self.s, a.batch * 2, self.state.scales))
         self.rows.append(row)
         return row
+
+    def agree(self) -> None:
+        """Of several processes all check, before they send anything, that they will send the same."""
+
+        def step(params: Any, x: Tensor, labels: Tensor) -> Any:
+            if self.ranks.stages is not None:
+                return self.ranks.reduced(*self.ranks.stages.once(params, x, labels, self.s.dtype))
+            return self.ranks.reduced(*loss_and_grads(params, x, labels, self.s, {})[:2])
+
+        dist.handshake(self.ranks.mesh, step, self.params, *self.batch())
 
     def step(self, x: Tensor, labels: Tensor, lr: float) -> Any:
         if not self.args.graph:
@@ -160,10 +184,14 @@ class Run:
 
     def save(self) -> bool:
         """Checkpoint, metrics and picture, each written whole or not at all. Where one cannot be, the run goes on, and what was
-        there before stays; says whether the checkpoint is written."""
+        there before stays; says whether the checkpoint is written. The checkpoint is that of one process, whatever the mesh."""
+        params, state = self.ranks.whole(self.params), self.state._replace(optimiser=self.ranks.whole_state(self.state.optimiser))
+        return not self.ranks.any(self.ranks.first and not self.write(params, state))
+
+    def write(self, params: Any, state: State) -> bool:
         a, saved = self.args, True
         try:
-            save_run(a.out, self.params, self.state, self.done, self.rows, kept_flags(a))
+            save_run(a.out, params, state, self.done, self.rows, kept_flags(a))
         except OSError as error:
             saved = False
             tqdm.write(f"train_lm.py: step {self.done} is not saved: {error}", file=sys.stderr)
@@ -176,11 +204,7 @@ class Run:
 
 def kept_flags(args: Any) -> dict[str, str]:
     """The flags that a resumed run must share with the one that it goes on from."""
-    return {
-        k: str(v)
-        for k, v in vars(args).items()
-        if k not in ("out", "resume", "force", "stop_at", "sample", "delay_wgrad", "policy", "budget", "graph")
-    }
+    return {k: str(v) for k, v in vars(args).items() if k not in FREE}
 
 
 def loop(run: Run) -> bool:
@@ -188,8 +212,9 @@ def loop(run: Run) -> bool:
     a, first, began = run.args, run.done, run.seconds
     stop_at = a.steps if a.stop_at is None else min(a.stop_at, a.steps)
     saved = first
-    with Interrupt() as interrupt, tqdm(total=a.steps, initial=run.done, unit="step", disable=None) as bar:
-        while run.done < stop_at and not interrupt.asked:
+    shown = None if run.ranks.first else True  # None: where there is a terminal
+    with Interrupt() as interrupt, tqdm(total=a.steps, initial=run.done, unit="step", disable=shown) as bar:
+        while run.done < stop_at and not run.ranks.any(interrupt.asked):
             row = run.advance()
             bar.update()
             speed = (run.done - first) * a.batch * a.context / max(1e-9, run.seconds - began)
@@ -203,16 +228,20 @@ def loop(run: Run) -> bool:
     return saved == run.done or run.save()
 
 
-def train(args: Any) -> int:
+def train(args: Any, ranks: Ranks) -> int:
     corpus = load_corpus(args.text, context=args.context)
     check_writable(args.out)
     print(
         f"{corpus.source}: {size_of(len(corpus.train))} to train on, {size_of(len(corpus.held_out))} held out; "
         f"results go to {args.out}"
     )
-    run = Run(args, corpus)
-    print(f"{sum(t.numel() for t in tensors(run.params)):,} parameters, {args.batch * args.context} bytes (tokens) a step")
-    say_what_is_kept(run.params, *run.batch(), run.s, run.policy, run.state.scales)
+    run = Run(args, corpus, ranks)
+    print(f"{run.count:,} parameters, {args.batch * args.context} bytes (tokens) a step")
+    if ranks.stages is None and ranks.zero < 3:
+        say_what_is_kept(run.params, *run.batch(), run.s, run.policy, run.state.scales)
+    if not ranks.alone:
+        print(f"{ranks.mesh.size} processes: {' x '.join(f'{name} {n}' for name, n in args.mesh.items())}")
+        run.agree()
     print(f"baseline: a trigram table gets {run.baseline:.3f} nats per byte on the held-out text")
     if args.compile:
         run.compile()
@@ -231,8 +260,8 @@ def train(args: Any) -> int:
     if args.recipe is not None:
         say_what_rounding_does(run.params, *run.batch(), run.s)
     if args.sample:
-        prompt = corpus.held_out[:64].long()
-        drawn = sample(run.params, prompt, args, run.state.scales)
+        prompt, params = corpus.held_out[:64].long(), ranks.whole(run.params)
+        drawn = sample(params, prompt, args, run.state.scales) if ranks.first else prompt
         print(f"prompt, from the held-out text:\n{text_of(prompt)}\nsample:\n{text_of(drawn)}")
     return 0 if saved else 1
 
@@ -242,15 +271,19 @@ def check(args: Any) -> int:
     corpus = load_corpus(args.text, context=args.context)
     params = init(args.sizes, seed=args.seed, dtype=torch.float64, device="cpu")
     x, labels = batch(corpus.train, step=0, seed=args.seed, size=args.batch, context=args.context)
-    error, where = largest_relative_error(params, x, labels, settings_of(args, params), args)
+    error, where = largest_relative_error(params, x, labels, settings_of(args, params, Ranks.one(args)), args)
     print(f"largest relative error against plain PyTorch in float64: {error:.2e} (at {where})")
     return 0 if error < 1e-9 else 1
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    with quiet():
+        args = parse(argv)
     try:
-        return check(args) if args.check else train(args)
+        if args.check:
+            return check(args)
+        with started(args) as ranks:
+            return train(args, ranks)
     except (TextError, RunError) as error:
         print(f"train_lm.py: {error}", file=sys.stderr)
         return 2

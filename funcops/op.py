@@ -73,6 +73,17 @@ def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
     return None, width
 
 
+class Ahead(NamedTuple):
+    """What an op can begin before its turn comes, as a `repeat` asks for it a layer ahead. `begin(given, cfg)`, of params or of
+    residuals: an object with `ready()`, which the op's functions take in their place. `bwd` and `wgrad(..., cfg, into)`: with
+    dparams that `settle(dparams, into)` makes what they are."""
+
+    begin: Any
+    bwd: Any
+    wgrad: Any
+    settle: Any
+
+
 class Op(NamedTuple):
     """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
     "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
@@ -80,7 +91,8 @@ class Op(NamedTuple):
     own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
     fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
     or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet
-    run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once."""
+    run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once.
+    `ahead`: what it can begin before its turn."""
 
     name: str
     config: type
@@ -98,6 +110,7 @@ class Op(NamedTuple):
     lower: Any = None
     view: bool = False
     products: Any = None
+    ahead: Any = None
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise TypeError(
@@ -143,6 +156,7 @@ def _op_at(module: str, name: str) -> Any:
 def make_op(
     name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
     keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False, products: Any = None,
+    ahead: Any = None,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
     functions carry the decorators below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for
@@ -156,7 +170,9 @@ def make_op(
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
     residuals = getattr(dgrad, "opens", None)
     products = _products(wgrad, products)
-    return Op(name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products)
+    return Op(
+        name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products, ahead
+    )
 
 
 def no_params(
@@ -179,7 +195,17 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     fwd.made_by = made_by
     if "wgrad" in changes:
         changes.setdefault("products", _products(changes["wgrad"], None))
-    return op._replace(**{"fwd": fwd, "again": None, "lower": None, **changes})
+    return op._replace(**{"fwd": fwd, "again": None, "lower": None, "ahead": None, **changes})
+
+
+def remade(where: str, op: Op, source: Op, becomes: Op) -> Op:
+    """The op made of `becomes` as `op` is made of `source`, as by remat or with_policy. Raises `ValueError` for what is not."""
+    if op is source:
+        return becomes
+    make, args = getattr(op.fwd, "made_by", (None, ()))
+    if make is None:
+        fail(where, f"op {op.name!r}", f"{source.name}, or one that remat or with_policy made of it", "another")
+    return make(*[remade(where, arg, source, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[no-any-return]
 
 
 def forward(

@@ -7,11 +7,12 @@ changes. Element i is word i % 4 of block i // 4; the Philox key is the seed, th
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from funcops.errors import (
     describe,
     fail,
     require,
+    require_callable,
     require_count,
     require_device,
     require_dtype,
@@ -33,6 +35,7 @@ _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _GOLDEN = 0x9E3779B97F4A7C15
+Ranges = Sequence[tuple[int, int]]  # starts and lengths along a dimension
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -104,10 +107,23 @@ def bits(key: Tensor, n: int) -> Tensor:
     """`n` random 32-bit words, int64[n] in [0, 2**32)."""
     check("random.bits", "key", key, (2,), torch.int64)
     require_count("random.bits", 0, n=n)
-    seed, stream = key[0], key[1]
     block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
+    return _blocks(key, block)[:n]
+
+
+def _blocks(key: Tensor, block: Tensor) -> Tensor:
+    """The four words of each block, one after the other."""
+    seed, stream = key[0], key[1]
     words = philox((seed & _LOW, (seed >> 32) & _LOW), (block & _LOW, block >> 32, stream & _LOW, (stream >> 32) & _LOW))
-    return torch.stack(words, -1).reshape(-1)[:n]
+    return torch.stack(words, -1).reshape(-1)
+
+
+def _words(key: Tensor, starts: Tensor, length: int) -> Tensor:
+    """int64[R, length]: of runs of elements, from `starts` [R]. Of the blocks that they are in, no other is computed."""
+    count = (length + 6) // 4
+    block = (starts // 4)[:, None] + torch.arange(count, device=starts.device)
+    words = _blocks(key, block.reshape(-1)).reshape(len(starts), 4 * count)
+    return words.gather(1, (starts % 4)[:, None] + torch.arange(length, device=starts.device))
 
 
 def uniform(
@@ -128,9 +144,14 @@ def uniform(
     check_key("random.uniform", key)
     if _no_values(device):
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
-    words = bits(key.to(device) if device is not None else key, math.prod(shape)).reshape(tuple(shape))
-    unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
-    return (low + (high - low) * unit).clamp_(first, last).to(dtype)
+    key, n = key.to(device) if device is not None else key, math.prod(shape)
+
+    def values(starts: Tensor | None, length: int) -> Tensor:
+        words = bits(key, n) if starts is None else _words(key, starts, length)
+        unit = words.to(torch.float64) * 2.0**-32 if dtype is torch.float64 else (words >> 8).to(torch.float32) * 2.0**-24
+        return (low + (high - low) * unit).clamp_(first, last).to(dtype)
+
+    return _drawn(_Draw(tuple(shape), dtype, key.device, values))
 
 
 def normal(
@@ -151,16 +172,135 @@ def normal(
     check_key("random.normal", key)
     if _no_values(device):
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
-    n = math.prod(shape)
+    key, n = key.to(device) if device is not None else key, math.prod(shape)
     half = (n + 1) // 2
-    words = bits(key.to(device) if device is not None else key, 2 * half).to(torch.float64)
-    radius = torch.sqrt(-2.0 * torch.log((words[:half] + 1) * 2.0**-32))
-    angle = words[half:] * (2.0 * math.pi * 2.0**-32)
-    values = torch.cat((radius * torch.cos(angle), radius * torch.sin(angle)))[:n].reshape(tuple(shape))
-    return (mean + std * values).to(dtype)
+
+    def pairs(first: Tensor, second: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
+        radius = torch.sqrt(-2.0 * torch.log((first.to(torch.float64) + 1) * 2.0**-32))
+        return radius * turn(second.to(torch.float64) * (2.0 * math.pi * 2.0**-32))
+
+    def run(starts: Tensor, length: int, turn: Callable[[Tensor], Tensor]) -> Tensor:
+        return pairs(_words(key, starts, length), _words(key, starts + half, length), turn)
+
+    def values(starts: Tensor | None, length: int) -> Tensor:
+        if starts is None:
+            words = bits(key, 2 * half)
+            found = torch.cat([pairs(words[:half], words[half:], turn) for turn in (torch.cos, torch.sin)])[:n]
+        else:
+            found = _in_halves(starts, length, half, run)
+        return (mean + std * found).to(dtype)
+
+    return _drawn(_Draw(tuple(shape), dtype, key.device, values))
 
 
-@functools.lru_cache(maxsize=256)
+def _in_halves(starts: Tensor, length: int, half: int, run: Callable[[Tensor, int, Any], Tensor]) -> Tensor:
+    """float64[R, length]: of runs of elements, cosines of pairs before `half` and sines of those after; one run may have both."""
+    found = torch.empty(len(starts), length, dtype=torch.float64, device=starts.device)
+    for rows, before, turn in ((starts + length <= half, 0, torch.cos), (starts >= half, half, torch.sin)):
+        found[rows] = run(starts[rows] - before, length, turn)
+    for row in torch.nonzero((starts < half) & (starts + length > half))[:, 0].tolist():
+        cut = half - int(starts[row])
+        found[row, :cut] = run(starts[row, None], cut, torch.cos)[0]
+        found[row, cut:] = run(starts.new_zeros(1), length - cut, torch.sin)[0]
+    return found
+
+
+class _Draw(NamedTuple):
+    """What `uniform` or `normal` is asked for: its whole, or any part with the bits that it has there. `values(starts, length)`:
+    [R, length], of runs of elements; [n] of all of them where starts is None."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    values: Callable[[Tensor | None, int], Tensor]
+
+    def part(self, ranges: Sequence[Ranges]) -> Tensor:
+        return _in_runs(self.shape, ranges, self.device, self.values)
+
+
+def _drawn(draw: _Draw) -> Tensor:
+    later = None if tracing() else _later.get()
+    if later is None or not later.takes(len(later.draws)):
+        if later is not None:
+            later.draws.append(None)
+        return draw.values(None, 0).reshape(draw.shape)
+    later.draws.append((torch.empty(draw.shape, dtype=draw.dtype, device="meta"), draw))
+    return later.draws[-1][0]  # type: ignore[index]
+
+
+class _Later(NamedTuple):
+    """The draws of a block, in order, and which of them are put off; None stands for the others."""
+
+    takes: Callable[[int], bool]
+    draws: list[tuple[Tensor, _Draw] | None]
+
+
+_later: ContextVar[_Later | None] = ContextVar("later", default=None)
+
+
+def put_off(
+    takes: Callable[[int], bool] = lambda place: True,
+) -> contextlib.AbstractContextManager[list[tuple[Tensor, Any] | None]]:
+    """In its block `uniform` and `normal` draw nothing: they give tensors on the meta device. The list has these, in order, and for
+    each what draws it: `part(ranges)` gives the (start, length) pairs `ranges` along each dimension, in the bits of the whole.
+    `takes`: of a draw's place in that order, whether it is put off."""
+    require_callable("random.put_off", takes=takes)
+    return _putting_off(takes)
+
+
+@contextlib.contextmanager
+def _putting_off(takes: Callable[[int], bool]) -> Iterator[list[tuple[Tensor, Any] | None]]:
+    token = _later.set(_Later(takes, []))
+    try:
+        yield _later.get().draws  # type: ignore[union-attr]
+    finally:
+        _later.reset(token)
+
+
+def bits_of(key: Tensor, shape: Sequence[int], ranges: Sequence[Ranges]) -> Tensor:
+    """The words of a part of a tensor of `shape`, of which `bits` gives all: the (start, length) pairs `ranges` along each
+    dimension, laid end to end."""
+    check("random.bits_of", "key", key, (2,), torch.int64)
+    require_type("random.bits_of", "shape", shape, tuple, list)
+    require_count("random.bits_of", 0, **{f"shape.{i}": size for i, size in enumerate(shape)})
+    _check_ranges("random.bits_of", shape, ranges)
+    n = math.prod(shape)
+    return _in_runs(
+        shape, ranges, key.device, lambda starts, length: bits(key, n) if starts is None else _words(key, starts, length)
+    )
+
+
+def _check_ranges(where: str, shape: Sequence[int], ranges: Any) -> None:
+    require_type(where, "ranges", ranges, tuple, list)
+    require(len(ranges) == len(shape), where, "ranges", f"of {len(shape)} dimensions, as shape is", len(ranges))
+    for i, (size, pieces) in enumerate(zip(shape, ranges, strict=True)):
+        right = isinstance(pieces, (tuple, list)) and bool(pieces) and all(_is_range(piece, size) for piece in pieces)
+        require(right, where, f"ranges.{i}", f"pairs of a start and a length within {size}", pieces)
+
+
+def _is_range(piece: Any, size: int) -> bool:
+    right = isinstance(piece, (tuple, list)) and [type(n) for n in piece] == [int, int]
+    return right and piece[0] >= 0 and piece[1] >= 0 and piece[0] + piece[1] <= size
+
+
+def _in_runs(shape: Sequence[int], ranges: Sequence[Ranges], device: Any, values: Callable[[Tensor | None, int], Tensor]) -> Tensor:
+    """The part of a tensor of `shape`, from `values` of runs of its elements (None: of all)."""
+    for dim, pieces in enumerate(ranges):
+        if len(pieces) > 1:
+            boxes = [[*ranges[:dim], (piece,), *ranges[dim + 1 :]] for piece in pieces]
+            return torch.cat([_in_runs(shape, box, device, values) for box in boxes], dim)
+    box = [pieces[0] for pieces in ranges]
+    sizes = [n for _, n in box]
+    cut = [dim for dim, n in enumerate(sizes) if n != shape[dim]]
+    if not cut:
+        return values(None, 0).reshape(sizes)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    starts = torch.full((), sum(start * stride for (start, _), stride in zip(box, strides, strict=True)), device=device)
+    for n, stride in zip(sizes[: cut[-1]], strides, strict=False):
+        starts = starts[..., None] + torch.arange(n, device=device) * stride
+    return values(starts.reshape(-1), sizes[cut[-1]] * strides[cut[-1]]).reshape(sizes)
+
+
 def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[float, float]:
     """The least and the greatest number of the dtype in [low, high)."""
     limits = torch.finfo(dtype)

@@ -281,7 +281,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def unflatten(spec: Any, values: Iterable[Any]) -> Any:
     """A tree of that structure with these leaves."""
-    if not isinstance(spec, optree.PyTreeSpec):
+    if not (torch.compiler.is_dynamo_compiling() or isinstance(spec, optree.PyTreeSpec)):  # the compiler has structures of its own
         fail("unflatten", "spec", "a structure of `flatten`", describe(spec), TypeError)
     return _unflatten("unflatten", spec, values)
 

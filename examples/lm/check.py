@@ -16,7 +16,7 @@ from lm.step import Settings, loss_and_grads
 
 def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, args: Any) -> tuple[float, str]:
     """The largest error of the loss and of any gradient, relative to that tensor's largest value, and where it is."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
     from plain_llama import PlainLlama
 
     sizes = args.sizes

@@ -11,10 +11,17 @@ import torch
 from funcops import POLICIES
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from lm.model import Sizes, model
+from lm.piped import SCHEDULES
+from lm.ranks import sizes_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
+
+ONE_PROCESS = ("check", "graph", "compile", "recipe", "budget")
+PIPED = ("tied", "delay_wgrad", "policy")  # what a pipeline's schedule decides, or does not do
+
+OVERLAPS = ("none", "bulk", "ring")
 
 RUNS = Path("runs")
 CHECKPOINT = "checkpoint.safetensors"
@@ -58,6 +65,34 @@ def _parser() -> argparse.ArgumentParser:
             group.add_argument(f"--{name}", type=kind, default=value, metavar="N", help=f"{text} (default: %(default)s)")
         if title == "model":
             group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
+    group = parser.add_argument_group("processes, under torchrun: the product of these is their number")
+    group.add_argument("--dp", type=int, metavar="N", help="data parallelism: each has other rows (default: what the others leave)")
+    group.add_argument(
+        "--tp",
+        type=int,
+        default=1,
+        metavar="N",
+        help="tensor parallelism: each has a part of every projection (default: %(default)s)",
+    )
+    group.add_argument(
+        "--cp", type=int, default=1, metavar="N", help="context parallelism: each has some positions (default: %(default)s)"
+    )
+    group.add_argument(
+        "--zero",
+        type=int,
+        choices=(0, 1, 2, 3),
+        default=0,
+        metavar="N",
+        help="what --dp shares out: 1 or 2 the optimiser's state and sums of gradients, 3 weights too (default: %(default)s)",
+    )
+    group.add_argument(
+        "--pp", type=int, default=1, metavar="N", help="pipeline parallelism: each has some of the layers (default: %(default)s)"
+    )
+    group.add_argument(
+        "--overlap", choices=OVERLAPS, default="bulk", help="what runs while ranks along --tp talk (default: %(default)s)"
+    )
+    group.add_argument("--microbatches", type=int, metavar="N", help="of a step through the pipeline (default: twice --pp)")
+    group.add_argument("--schedule", choices=SCHEDULES, default="zb_h1", help="of the pipeline (default: %(default)s)")
     how = parser.add_argument_group("how a step is computed")
     how.add_argument("--device", default="cpu", help="as torch names it (default: %(default)s)")
     how.add_argument(
@@ -108,6 +143,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         value = getattr(args, name.replace("-", "_"))
         if not ok or value == math.inf:
             parser.error(f"--{name}: expected a {'finite ' if value == math.inf else ''}number {least}, got {value}")
+    if args.microbatches is not None and args.microbatches < 1:
+        parser.error(f"--microbatches: expected at least 1, got {args.microbatches}")
     if not -(2**63) <= args.seed < 2**63 - 1:
         parser.error(f"--seed: expected a number of 64 bits, got {args.seed}")
     if args.sample < 0:
@@ -129,10 +166,26 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         model(args.sizes, args.recipe)
     except ValueError as error:
         parser.error(f"--recipe: {error}")
+    try:
+        args.mesh = sizes_of(args)
+    except ValueError as error:
+        parser.error(str(error))
+    _check_mesh(parser, args)
     if args.check and args.recipe is not None:
         parser.error("--check: expected without --recipe, whose rounding float64 does not have")
     args.dtype = DTYPES[args.dtype]
     return args
+
+
+def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if math.prod(args.mesh.values()) == 1:
+        return
+    said = " ".join(f"--{name} {n}" for name, n in args.mesh.items())
+    if args.zero == 3 and args.pp > 1:
+        parser.error(f"--zero: expected 0 to 2 with --pp {args.pp}, got 3")
+    for name in (*ONE_PROCESS, *PIPED * (args.pp > 1)):
+        if getattr(args, name):
+            parser.error(f"--{name.replace('_', '-')}: expected without {said}, got {getattr(args, name)}")
 
 
 def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

@@ -43,6 +43,7 @@ from funcops import (
     rope_table,
     skip,
 )
+from funcops.dist import Axis, zigzag_positions
 from funcops.low_precision import Recipe, with_recipe
 from funcops.trees import tree_map_with_path
 
@@ -68,10 +69,12 @@ class Sizes:
             raise ValueError(f"--kv-heads: expected a divisor of --heads {self.heads}, got {self.kv_heads}")
 
 
-def rotation(length: int, sizes: Sizes, like: Tensor) -> Tensor:
-    """The rotary table of positions 0..length - 1, for activations of the dtype and device of `like`."""
+def rotation(length: int, sizes: Sizes, like: Tensor, cp: Axis | None = None) -> Tensor:
+    """The rotary table of positions 0..length - 1, for activations of the dtype and device of `like`. With an axis, of the `length`
+    positions that this rank has of all."""
     wide = torch.promote_types(like.dtype, torch.float32)
-    return rope_table(torch.arange(length, device=like.device), _rope(sizes), dtype=wide)
+    at = torch.arange(length, device=like.device) if cp is None else zigzag_positions(length * cp.size, cp, like.device)
+    return rope_table(at, _rope(sizes), dtype=wide)
 
 
 def _rope(sizes: Sizes) -> RopeConfig:
@@ -117,6 +120,9 @@ def block(sizes: Sizes) -> ChainConfig:
     )
     steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
     return ChainConfig(steps=steps, extras=("rotation",))
+
+
+ROLES = {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}  # over ranks, as funcops.dist.parallel takes them
 
 
 def body(sizes: Sizes) -> tuple[Step, ...]:

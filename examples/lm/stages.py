@@ -40,3 +40,10 @@ def split(params: dict[str, Any], sizes: Sizes, stages: int) -> dict[str, Any]:
     found["stage0"] = {"embed": params["embed"], **found["stage0"]}
     found[f"stage{stages - 1}"].update({name: params[name] for name in ("norm", "head", "loss")})
     return found
+
+
+def joined(stages: dict[str, Any]) -> dict[str, Any]:
+    """What `split` was given."""
+    trees = list(stages.values())
+    whole = {name: tree for stage in trees for name, tree in stage.items()}
+    return {**whole, "blocks": tuple(layer for stage in trees for layer in stage["blocks"])}

@@ -12,10 +12,11 @@ from funcops import ChainConfig, WithExtras, chain_fwd, donate
 from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.optim import AdamWConfig, AdamWState, adamw_update, clip_by_global_norm
+from funcops.optim import AdamWConfig, AdamWState, adamw_update
 from funcops.precision import select_step
 from funcops.trees import cast, tensors
 from lm.model import Sizes, rotation
+from lm.ranks import Ranks
 
 NEEDS = Needs(x=False)
 
@@ -24,6 +25,7 @@ class Settings(NamedTuple):
     """All that is static in a step."""
 
     sizes: Sizes
+    ranks: Ranks
     model: ChainConfig
     op: Op  # chain, under a residual policy
     optimiser: AdamWConfig
@@ -44,33 +46,42 @@ class State(NamedTuple):
 
 def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
     """x of the model: bytes, their labels, and the rotary table in the precision of `params`."""
-    table = rotation(x.shape[1], s.sizes, like=params["embed"].weight)
+    table = rotation(x.shape[1], s.sizes, params["embed"].weight, s.ranks.cp)
     return WithExtras(x, {"rotation": table, "labels": labels})
 
 
 def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any) -> tuple[Tensor, Any, Any]:
-    """The loss, the gradient of every parameter in the parameter's own dtype, and the amaxes of a recipe with scales."""
-    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
+    """The loss of these rows, the gradient of every parameter in the parameter's own dtype, of this rank's rows as a part of the
+    mean, and the amaxes of a recipe with scales."""
+    wide = torch.float64 if s.dtype is torch.float64 else torch.float32
+    if s.ranks.stages is not None:
+        loss, grads = s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares)
+        return loss, cast(grads, wide), {}
+    compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
     loss, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
-    dloss = torch.ones_like(loss)
+    dloss = torch.full_like(loss, 1 / s.ranks.shares)
     if s.delay_wgrad:
         _, pending = s.op.dgrad(donate(residuals), dloss, s.model)
         grads = s.op.wgrad(donate(pending), s.model)
     else:
         grads, _ = s.op.bwd(donate(residuals), dloss, s.model)
     grads, amaxes = split_amaxes(grads)
-    return loss, cast(grads, torch.float64 if s.dtype is torch.float64 else torch.float32), amaxes
+    return loss, cast(grads, wide), amaxes
 
 
 def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> tuple[Any, State, Tensor, Tensor]:
     """New params and state, the loss, and the norm of the gradients before clipping. Where that norm is not finite, params
     and state stay as they are."""
     loss, grads, amaxes = loss_and_grads(params, x, labels, s, state.scales)
-    grads, norm = clip_by_global_norm(grads, s.clip, in_place=s.in_place)
+    loss, grads = s.ranks.reduced(loss, grads)
+    grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
 
     def updated(in_place: bool) -> tuple[Any, State]:
-        new, moments = adamw_update(params, grads, state.optimiser, s.optimiser, lr=lr, decay=s.decay, in_place=in_place)
-        return new, State(moments, recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales)
+        own = s.ranks.shards(params)
+        new, moments = adamw_update(own, grads, state.optimiser, s.optimiser, lr=lr, decay=s.decay, in_place=in_place)
+        return s.ranks.gathered(new, params), State(
+            moments, recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales
+        )
 
     if not s.in_place:  # one graph: it cannot branch on a value
         (new, after), finite = updated(False), torch.isfinite(norm)
@@ -95,10 +106,15 @@ def written_step(
 
 def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, scales: Any = None) -> float:
     """The mean loss over windows, without residuals."""
-    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False)
+    stages = s.ranks.stages
+    whole = stages is None and s.ranks.zero < 3
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False) if whole else params
     total = 0.0
     for i in range(0, len(x), batch):
-        part = inputs(compute, x[i : i + batch], labels[i : i + batch], s)
-        loss, _ = chain_fwd(compute, part, s.model, needs=Needs.NONE)
-        total += float(loss) * len(part.main)
-    return total / len(x)
+        rows, counting = s.ranks.padded(x[i : i + batch], labels[i : i + batch])
+        if stages is None:
+            loss, _ = chain_fwd(compute, inputs(compute, *rows, s), s.model, needs=Needs.NONE)
+        else:
+            loss = stages.loss(params, *rows, s.dtype)
+        total += float(loss) * counting if counting else 0.0
+    return s.ranks.total(total) / len(x)

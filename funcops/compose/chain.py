@@ -22,6 +22,7 @@ from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
 from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
+from funcops.program.values import param_shapes
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
@@ -86,6 +87,8 @@ class ChainConfig:
         for path, _ in self.ties:
             params = put(params, path, None)
         return params
+
+    param_shapes = param_shapes
 
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
         """The config with `replace(name, op, cfg)` for each step's op and config."""

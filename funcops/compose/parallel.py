@@ -17,6 +17,7 @@ from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
 from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value, calls_below
+from funcops.program.values import param_shapes
 from funcops.residuals.nested import nested
 
 __all__ = [
@@ -65,6 +66,8 @@ class ParallelConfig:
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
         return abstract_parts(self.branches)
+
+    param_shapes = param_shapes
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""

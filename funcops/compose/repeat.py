@@ -10,6 +10,7 @@ number is folded into every random key.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -23,7 +24,7 @@ from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
-from funcops.program.values import abstract_params, add, has_params
+from funcops.program.values import abstract_params, add, has_params, param_shapes
 from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
@@ -74,6 +75,8 @@ class RepeatConfig:
         """See `funcops.program.values.abstract_params`."""
         layers = (abstract_params(self.op, self.cfg),) * self.times
         return _stack(layers) if self.stacked else layers
+
+    param_shapes = param_shapes
 
     def with_parts(self, replace: Replace) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""
@@ -151,7 +154,8 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     kept = RepeatResiduals(cfg=cfg, needs=needs)
     i = 0
     try:
-        for i, (layer, wanted) in enumerate(zip(layers, needs_of_layers(cfg, needs), strict=True)):
+        turns = layers if cfg.op.ahead is None else _begun(layers, cfg)
+        for i, (layer, wanted) in enumerate(zip(turns, needs_of_layers(cfg, needs), strict=True)):
             layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
             main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
     except Exception as error:
@@ -160,13 +164,34 @@ def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.A
     return main, kept if needs else None
 
 
+def _begun(given: Iterable[Any], cfg: RepeatConfig) -> Iterator[Any]:
+    """Params or residuals of layers, in the order of their turns; what the next one needs has begun when one has its turn."""
+    rest = iter(given)
+
+    def begin(one: Any) -> Any:
+        return None if one is None else cfg.op.ahead.begin(one, cfg.cfg)
+
+    coming = begin(next(rest))
+    for after in rest:
+        now = None if coming is None else coming.ready()
+        coming = begin(after)
+        yield now
+    yield None if coming is None else coming.ready()
+
+
+def _settle(results: list[Any], i: int, cfg: RepeatConfig, sums: tuple[Any, ...]) -> None:
+    """The gradients of layer i, of an op that gives them while they are on their way."""
+    if cfg.op.ahead is not None and i < cfg.times:
+        results[i] = cfg.op.ahead.settle(results[i], sums[i])
+
+
 def _backward(op: Op, cfg: Any, kept: Any, dy: Any, whole: bool, into: Any) -> tuple[Any, Any]:
     """dx and, where `whole`, dparams; otherwise dx and the pending. A part that kept nothing needs nothing."""
     if not whole:
         return (None, None) if kept is None else op.dgrad(kept, dy, cfg)
     if kept is None:
-        return None, op.wgrad(None, cfg, into=into)
-    dparams, dx = op.bwd(kept, dy, cfg, into=into)
+        return None, (op if op.ahead is None else op.ahead).wgrad(None, cfg, into=into)
+    dparams, dx = (op if op.ahead is None else op.ahead).bwd(kept, dy, cfg, into=into)
     return dx, dparams
 
 
@@ -175,15 +200,21 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     gradients: dict[str, Any] = {}
     results: list[Any] = [None for _ in range(cfg.times)]  # no product: torch 2.11 traces no write to one whose size is dynamic
     whole, i = sums is not None, 0
+    turns = None if cfg.op.ahead is None else _begun((part(node, i) for i in reversed(range(cfg.times))), cfg)
     try:
         for i in reversed(range(cfg.times)):
             if copies.home:  # what went to the host: the layer before this one comes back while this one computes
                 copies.ahead([node.get(i), node.get(i - 1)])
-            dy, results[i] = _backward(cfg.op, cfg.cfg, part(node, i), dy, whole, sums[i] if sums else None)
+            kept = part(node, i) if turns is None else next(turns)
+            dy, results[i] = _backward(cfg.op, cfg.cfg, kept, dy, whole, sums[i] if sums else None)
+            if sums:
+                _settle(results, i + 1, cfg, sums)
             if type(dy) is WithExtras:
                 for name, gradient in dy.extras.items():
                     gradients[name] = add(gradients.get(name), gradient)
                 dy = dy.main
+        if sums:
+            _settle(results, 0, cfg, sums)
     except Exception as error:
         in_step(error, i)
         raise
@@ -211,7 +242,8 @@ def _products(pending: Any, cfg: RepeatConfig, *, into: Any) -> list[Any]:
 def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> list[Any]:
     """What the body's "wgrad" or "products" gives for each layer, called for the last first."""
     _check_cfg("repeat_wgrad", cfg)
-    run = getattr(cfg.op, part_of_op)
+    late = cfg.op.ahead is not None and part_of_op == "wgrad"
+    run = cfg.op.ahead.wgrad if late else getattr(cfg.op, part_of_op)
     node = None if pending is None else open_node("repeat_wgrad", pending, RepeatPending, cfg)
     sums = _accumulators("repeat_wgrad", into, node, cfg)
     found: list[Any] = [None for _ in range(cfg.times)]
@@ -219,6 +251,10 @@ def _by_layer(part_of_op: str, pending: Any, cfg: RepeatConfig, into: Any) -> li
     try:
         for i in reversed(range(cfg.times)):
             found[i] = run(None if node is None else part(node, i), cfg.cfg, into=sums[i])
+            if late:
+                _settle(found, i + 1, cfg, sums)
+        if late:
+            _settle(found, 0, cfg, sums)
     except Exception as error:
         in_step(error, i)
         raise

@@ -2,11 +2,24 @@
 
 Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
+Checkpoints   save, load
 Programs      handshake, check_program, record (Program, Collective)
+Gradients     reduce_start, sum_axes; global_norm, part_axes, everywhere, raise_everywhere
+ZeRO          own_shards, gather_shards_start, zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
-Layers        column_linear, row_linear
+Layers        column_linear, row_linear; sharded; sharded_dropout
+Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
+Sequence      context_attention; zigzag, unzigzag, zigzag_positions
+Models        parallel
+Sharding      Spec, specs_of; shard, unshard, init, sum_gradients
 """
 
+from funcops.dist.checkpoint import load as load
+from funcops.dist.checkpoint import save as save
+from funcops.dist.data import Reducing as Reducing
+from funcops.dist.data import part_axes as part_axes
+from funcops.dist.data import reduce_start as reduce_start
+from funcops.dist.data import sum_axes as sum_axes
 from funcops.dist.handshake import Collective as Collective
 from funcops.dist.handshake import Program as Program
 from funcops.dist.handshake import check_program as check_program
@@ -18,15 +31,38 @@ from funcops.dist.in_flight import finish as finish
 from funcops.dist.in_flight import gather_start as gather_start
 from funcops.dist.in_flight import scatter_sum_start as scatter_sum_start
 from funcops.dist.in_flight import sum_over_start as sum_over_start
+from funcops.dist.init import init as init
+from funcops.dist.init import specs_of as specs_of
 from funcops.dist.mesh import Axis as Axis
 from funcops.dist.mesh import Mesh as Mesh
+from funcops.dist.norms import everywhere as everywhere
+from funcops.dist.norms import global_norm as global_norm
+from funcops.dist.norms import raise_everywhere as raise_everywhere
 from funcops.dist.ops.all_to_all import *
 from funcops.dist.ops.column_linear import *
+from funcops.dist.ops.context_attention import *
 from funcops.dist.ops.copy_to import *
 from funcops.dist.ops.gather import *
 from funcops.dist.ops.gather_same import *
 from funcops.dist.ops.row_linear import *
 from funcops.dist.ops.scatter_sum import *
+from funcops.dist.ops.sharded_dropout import *
+from funcops.dist.ops.sharded import *
 from funcops.dist.ops.shift import *
 from funcops.dist.ops.slice_of import *
 from funcops.dist.ops.sum_over import *
+from funcops.dist.ops.vocab_cross_entropy import *
+from funcops.dist.ops.vocab_embedding import *
+from funcops.dist.ops.vocab_linear_cross_entropy import *
+from funcops.dist.parallel import parallel as parallel
+from funcops.dist.specs import Spec as Spec
+from funcops.dist.specs import shard as shard
+from funcops.dist.specs import sum_gradients as sum_gradients
+from funcops.dist.specs import unshard as unshard
+from funcops.dist.zigzag import unzigzag as unzigzag
+from funcops.dist.zigzag import zigzag as zigzag
+from funcops.dist.zigzag import zigzag_positions as zigzag_positions
+from funcops.dist.shards import Gathering as Gathering
+from funcops.dist.shards import gather_shards_start as gather_shards_start
+from funcops.dist.shards import own_shards as own_shards
+from funcops.dist.zero import zero3 as zero3

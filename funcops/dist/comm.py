@@ -86,6 +86,19 @@ def shift(x: Tensor, axis: Axis, by: int) -> Tensor:
     return x if by % axis.size == 0 else wait(start_shift(x, axis, by), axis)[0]
 
 
+def all_bytes(data: bytes, axis: Axis, device: str) -> list[bytes]:
+    """The bytes of all ranks."""
+    if axis.size == 1:
+        return [data]
+    lengths = gather(torch.tensor([len(data)], device=device), axis).tolist()
+    if not max(lengths):
+        return [b""] * axis.size
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
+    found = gather(padded.to(device), axis).cpu().reshape(axis.size, -1)
+    return [row[:length].numpy().tobytes() for row, length in zip(found, lengths, strict=True)]
+
+
 def _first(x: Tensor, dim: int) -> Tensor:
     return x if dim == 0 else x.movedim(dim, 0)
 

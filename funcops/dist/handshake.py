@@ -118,16 +118,16 @@ def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
     except Exception as error:
         program, raised = Program(()), error
         said = f"handshake: step must run on the meta device, got {type(error).__name__} on rank {mesh.rank}: {error}"
-    said = _known_to_all(said, mesh)
+    said = known_to_all(said, mesh)
     if not said:
         found = [_compare(mesh, axis, program.over(axis.group)) for axis in mesh.axes if axis.size > 1]
-        said = _known_to_all(min(filter(None, found), default=""), mesh)
+        said = known_to_all(min(filter(None, found), default=""), mesh)
     if said:
         raise ValueError(said) from raised
     return program
 
 
-def _known_to_all(fault: str, mesh: Mesh) -> str:
+def known_to_all(fault: str, mesh: Mesh) -> str:
     """Whoever knows of a fault tells the others along each axis in turn: then all do, and of the same one."""
     for axis in mesh.axes:
         fault = min(filter(None, _all_texts(fault, axis, mesh.device)), default="")
@@ -202,13 +202,4 @@ def _difference(where: str, name: str, members: Mapping[int, Sequence[Any]]) -> 
 
 def _all_texts(text: str, axis: Axis, device: str) -> list[str]:
     """The texts of all ranks of an axis."""
-    if axis.size == 1:
-        return [text]
-    data = text.encode()
-    lengths = comm.gather(torch.tensor([len(data)], device=device), axis).tolist()
-    if not max(lengths):
-        return [""] * axis.size
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
-    found = comm.gather(padded.to(device), axis).cpu().reshape(axis.size, -1)
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(found, lengths, strict=True)]
+    return [data.decode() for data in comm.all_bytes(text.encode(), axis, device)]

@@ -10,7 +10,7 @@ it keeps a pending weight gradient, and names what was never finished. On an axi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import Tensor
 
@@ -23,16 +23,36 @@ from funcops.needs import Needs
 from funcops.schema import WGRAD, Pending, saved, static
 
 
-class InFlight(Pending):
+class Flight(Pending):
+    """Base of what `finish` takes."""
+
+    __slots__ = ()
+    kind = "in flight"
+
+    def unused(self, where: str) -> None:
+        if isinstance(self._marks, Gone):
+            got = f"an {type(self).__name__} that was finished, or given away with donate()"
+            raise DonatedError(f"{where}: h must be in flight, got {got}")
+
+    if TYPE_CHECKING:
+
+        def arrive(self, into: Any) -> Any:
+            """Its value, waited for."""
+
+
+class InFlight(Flight):
     """What a `*_start` gives and `finish` takes. `value` must not be read before; `source` is the x that is sent."""
 
     value: Tensor = saved("[*]", needed_by=WGRAD)
     source: Tensor = saved("[*]", alias="x", needed_by=WGRAD)
     what: str = static("")
 
-    def unused(self, where: str) -> None:
-        if isinstance(self._marks, Gone):
-            raise DonatedError(f"{where}: h must be in flight, got an InFlight that was finished, or given away with donate()")
+    def arrive(self, into: Any) -> Tensor:
+        if into is not None:
+            fail("finish", "into", "None (these are no sums of reduce_start)", describe(into), TypeError)
+        value, axis = self.value, self.cfg
+        self.empty()
+        return comm.wait(value, axis)
 
     def complain(self, where: str) -> None:
         self.unused(where)
@@ -41,19 +61,20 @@ class InFlight(Pending):
         stale(where, f"h.{path}", by=f"{self.what}_start", hint=hint, aliases="its x")
 
 
-InFlight.kind = "in flight"
-
-
-def finish(h: InFlight) -> Tensor:
+@overload
+def finish(h: InFlight) -> Tensor: ...
+@overload
+def finish(h: Any, *, into: Any = None) -> Any: ...
+def finish(h: Any, *, into: Any = None) -> Any:
     """Wait for what a `*_start` began, and give its value. Raises `DonatedError` for one that was finished before,
-    `StaleResidualError` where x was written to since the start: what arrived may be anything."""
-    if type(h) is not InFlight:
+    `StaleResidualError` where x was written to since the start: what arrived may be anything.
+
+    `into`: of sums that `reduce_start` began, the accumulators that they are added to."""
+    if not isinstance(h, Flight):
         fail("finish", "h", "an InFlight, as gather_start and its like give it", describe(h), TypeError)
     if not h.fresh():
         h.complain("finish")
-    value, axis = h.value, h.cfg
-    h.empty()
-    return comm.wait(value, axis)
+    return h.arrive(into)
 
 
 def gather_start(x: Tensor, axis: Axis) -> InFlight:

@@ -38,6 +38,16 @@ class Axis:
     def __str__(self) -> str:
         return f"axis {self.name!r} of {self.size}"
 
+    def process_group(self) -> Any:
+        """torch.distributed's own, for calls of others. Raises `RuntimeError` where there is none: on an axis of one rank, and on an
+        abstract mesh."""
+        try:
+            from torch.distributed.distributed_c10d import _resolve_process_group
+
+            return _resolve_process_group(self.group)  # type: ignore[arg-type]
+        except (RuntimeError, ImportError):
+            fail("Axis.process_group", "axis", "of a mesh of processes, and of several ranks", self, RuntimeError)
+
 
 @config
 class Mesh:

@@ -37,8 +37,8 @@ def check_divides(where: str, name: str, t: Tensor, dim: int, axis: Axis) -> Non
         fail(where, name, f"of a size along dimension {dim} that {axis} divides", describe(t))
 
 
-def require_axis(where: str, axis: Any) -> None:
-    require_type(where, "axis", axis, Axis)
+def require_axis(where: str, axis: Any, name: str = "axis") -> None:
+    require_type(where, name, axis, Axis)
 
 
 def require_shares(where: str, name: str, size: int, axis: Axis) -> None:

@@ -1,9 +1,8 @@
 """`packed`: an op of which fields wait in another form: compressed, in the host's memory, or not at all.
 
 They are packed right after the forward and unpacked before the half of the backward that reads them, unless that reads them as they
-are; what only wgrad reads goes
-packed through dgrad into the pending. What is in the pending alone, such as dy, is packed right after dgrad, also by a backward in
-one go: that is dgrad then wgrad, bit for bit.
+are; what only wgrad reads goes packed through dgrad into the pending. What is in the pending alone, such as dy, is packed right
+after dgrad, also by a backward in one go: that is dgrad then wgrad, bit for bit.
 """
 
 from __future__ import annotations

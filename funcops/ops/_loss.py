@@ -20,15 +20,20 @@ def check_options(cfg: Any, where: str) -> None:
     require(cfg.reduction in REDUCTIONS, where, "reduction", "'mean', 'sum' or 'none'", repr(cfg.reduction))
 
 
-def check_pair(where: str, x: Any, last: int | None, first: str) -> tuple[Tensor, Tensor]:
-    """x as `(floats [*, last], labels [*])`, after every check."""
+def check_pair(where: str, x: Any, last: int | None, first: str, times: int = 1) -> tuple[Tensor, Tensor]:
+    """x as `(floats [*, last], labels [*])`, after every check; labels of `times` as many rows, along the first dimension."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail(where, "x", f"a tuple ({first}, labels)", describe(x), TypeError)
     t, labels = x
     check(where, f"x.0 ({first})", t, (...,) if last is None else (..., last))
     if t.dim() < 1 or not t.is_floating_point():
         fail(where, f"x.0 ({first})", "floats [..., V]", describe(t))
-    check(where, "x.1 (labels)", labels, t.shape[:-1], torch.int64, t)
+    rows = t.shape[:-1]
+    if times != 1:
+        if not rows:
+            fail(where, f"x.0 ({first})", f"[m, ..., {t.shape[-1]}], of a first dimension to share out", describe(t))
+        rows = (times * rows[0], *rows[1:])  # type: ignore[assignment]
+    check(where, "x.1 (labels)", labels, rows, torch.int64, t)
     return t, labels
 
 

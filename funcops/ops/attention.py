@@ -60,20 +60,28 @@ class AttentionResiduals(Residuals, static=("inputs",)):
     logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, recompute_from=("q", "k"))
 
 
-def _scale(q: Tensor, cfg: AttentionConfig) -> float:
-    return q.shape[-1] ** -0.5 if cfg.scale is None else cfg.scale
+def scale_of(q: Tensor, scale: float | None) -> float:
+    return q.shape[-1] ** -0.5 if scale is None else scale
 
 
-def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], cfg: AttentionConfig) -> None:
-    where = "attention_fwd"
-    if len(q) != 4:
-        fail(where, "x.0 (q)", "[B, T, H, D]", list(q))
-    if len(k) != 4 or k[0] != q[0] or k[3] != q[3]:
-        fail(where, "x.1 (k)", f"[{q[0]}, S, K, {q[3]}]", list(k))
-    if k[2] == 0 or q[2] % k[2] != 0:
-        fail(where, "x.1 (k)", f"of a number of heads that divides {q[2]}", k[2])
-    if cfg.causal and q[1] != k[1]:
-        fail(where, "x.1 (k)", f"of length {q[1]}, as q is (cfg.causal)", k[1])
+def check_qkv(where: str, x: object, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """x as `(q, k, v)`, after every check."""
+    if not isinstance(x, tuple) or len(x) != 3:
+        fail(where, "x", "a tuple (q, k, v)", describe(x), TypeError)
+    q, k, v = x
+    check(where, "x.0 (q)", q, (...,), FLOATS)
+    check(where, "x.1 (k)", k, (...,), q.dtype, q)
+    q_shape, k_shape = q.shape, k.shape
+    if len(q_shape) != 4:
+        fail(where, "x.0 (q)", "[B, T, H, D]", list(q_shape))
+    if len(k_shape) != 4 or k_shape[0] != q_shape[0] or k_shape[3] != q_shape[3]:
+        fail(where, "x.1 (k)", f"[{q_shape[0]}, S, K, {q_shape[3]}]", list(k_shape))
+    if k_shape[2] == 0 or q_shape[2] % k_shape[2] != 0:
+        fail(where, "x.1 (k)", f"of a number of heads that divides {q_shape[2]}", k_shape[2])
+    if causal and q_shape[1] != k_shape[1]:
+        fail(where, "x.1 (k)", f"of length {q_shape[1]}, as q is (cfg.causal)", k_shape[1])
+    check(where, "x.2 (v)", v, k_shape, q.dtype, q)
+    return q, k, v
 
 
 @forward(AttentionConfig)
@@ -81,15 +89,8 @@ def attention_fwd(
     params: None, x: tuple[Tensor, Tensor, Tensor], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AttentionResiduals | None]:
     """x: `(q, k, v)` -> y: [B, T, H, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    if not isinstance(x, tuple) or len(x) != 3:
-        fail("attention_fwd", "x", "a tuple (q, k, v)", describe(x), TypeError)
-    q, k, v = x
-    check("attention_fwd", "x.0 (q)", q, (...,), FLOATS)
-    check("attention_fwd", "x.1 (k)", k, (...,), q.dtype, q)
-    q_shape, k_shape = q.shape, k.shape
-    _check_shapes(q_shape, k_shape, cfg)
-    check("attention_fwd", "x.2 (v)", v, k_shape, q.dtype, q)
-    y, logsumexp = kernels.attention_fwd(q, k, v, cfg.causal, _scale(q, cfg))
+    q, k, v = check_qkv("attention_fwd", x, cfg.causal)
+    y, logsumexp = kernels.attention_fwd(q, k, v, cfg.causal, scale_of(q, cfg.scale))
     kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, inputs=Inputs.of(x))
     return y, kept
 
@@ -102,7 +103,7 @@ def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionCon
         return residuals.nothing(), None
     q, k, v, y = residuals.q, residuals.k, residuals.v, residuals.y
     check("attention_dgrad", "dy", dy, q.shape, q.dtype, q)
-    grads = kernels.attention_bwd(dy, q, k, v, y, residuals.logsumexp, cfg.causal, _scale(q, cfg))
+    grads = kernels.attention_bwd(dy, q, k, v, y, residuals.logsumexp, cfg.causal, scale_of(q, cfg.scale))
     if needs.x is not True:
         grads = tuple([g if needs.input(i) else None for i, g in enumerate(grads)])
     return residuals.inputs.make(grads), None

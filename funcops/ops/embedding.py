@@ -108,11 +108,20 @@ def embedding_wgrad(pending: EmbeddingPending, cfg: EmbeddingConfig, *, into: Em
     pad = -1 if cfg.padding_idx is None else cfg.padding_idx
     dy, ids = pending.dy, pending.ids
     if into is not None:
-        check_into("embedding_wgrad", into, EmbeddingParams(dy.new_empty(()).expand(cfg.num_embeddings, cfg.dim)))
-        if takes_sums(into.weight, dy.dtype):
-            kernels.embedding_wgrad_into(dy, ids, pad, into.weight)
-            return into
-    return accumulate("embedding_wgrad", EmbeddingParams(kernels.embedding_wgrad(dy, ids, cfg.num_embeddings, pad)), into)
+        check_embedding_into("embedding_wgrad", dy, cfg.num_embeddings, into)
+    return embedding_gradients("embedding_wgrad", dy, ids, cfg.num_embeddings, pad, into)
+
+
+def check_embedding_into(where: str, dy: Tensor, vocab: int, into: EmbeddingParams) -> None:
+    check_into(where, into, EmbeddingParams(dy.new_empty(()).expand(vocab, dy.shape[-1])))
+
+
+def embedding_gradients(where: str, dy: Tensor, ids: Tensor, vocab: int, pad: int, into: EmbeddingParams | None) -> EmbeddingParams:
+    """dw of all ids but `pad`; added to `into`, which was checked."""
+    if into is not None and takes_sums(into.weight, dy.dtype):
+        kernels.embedding_wgrad_into(dy, ids, pad, into.weight)
+        return into
+    return accumulate(where, EmbeddingParams(kernels.embedding_wgrad(dy, ids, vocab, pad)), into)
 
 
 embedding = make_op(

@@ -63,6 +63,10 @@ class GLUConfig:
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return None, width if self.paired or width is None else width // 2
 
+    def packed(self, width: int) -> tuple[int, ...]:
+        """The sizes of what is side by side in the last dimension of x; () where it is in two tensors."""
+        return () if self.paired else (width // 2, width // 2)
+
 
 class GLUResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN, blocks=True)

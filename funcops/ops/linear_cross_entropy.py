@@ -44,6 +44,12 @@ __all__ = [
 ]
 
 
+def check_sizes(cfg: Any, where: str) -> None:
+    for name in ("in_features", "vocab", "chunk_bytes"):
+        value = getattr(cfg, name)
+        require(isinstance(value, int) and value >= 1, where, name, "at least 1", value)
+
+
 @config
 class LinearCrossEntropyConfig:
     """`in_features` (I) and `vocab` (V); `chunk_bytes` bounds the logits that exist at a time, as if in float32."""
@@ -57,9 +63,7 @@ class LinearCrossEntropyConfig:
     chunk_bytes: int = 128 * 2**20
 
     def __post_init__(self) -> None:
-        for name in ("in_features", "vocab", "chunk_bytes"):
-            value = getattr(self, name)
-            require(isinstance(value, int) and value >= 1, "LinearCrossEntropyConfig", name, "at least 1", value)
+        check_sizes(self, "LinearCrossEntropyConfig")
         check_options(self, "LinearCrossEntropyConfig")
 
     def row_chunks(self, rows: int) -> Iterator[slice]:
@@ -121,13 +125,7 @@ def linear_cross_entropy_fwd(
     weight = params.weight
     check("linear_cross_entropy_fwd", "params.weight", weight, (cfg.vocab, cfg.in_features), t.dtype, t)
     rows, flat = t.reshape(-1, cfg.in_features), labels.reshape(-1)
-    found = [
-        kernels.cross_entropy_fwd(
-            linear_kernels.linear_fwd(rows[c], weight, None), flat[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
-        )
-        for c in cfg.row_chunks(rows.shape[0])
-    ]
-    losses, lse = (_joined([f[i] for f in found], labels, t) for i in range(2))
+    losses, lse = (t.reshape(labels.shape) for t in losses_of_chunks(rows, flat, weight, cfg))
     y, count = reduce_losses(losses, labels, cfg)
     kept = LinearCrossEntropyResiduals.keep(
         cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, inputs=Inputs.of(x)
@@ -135,34 +133,53 @@ def linear_cross_entropy_fwd(
     return y, kept
 
 
-def _joined(parts: list[Tensor], labels: Tensor, like: Tensor) -> Tensor:
-    if not parts:
-        return torch.empty(labels.shape, dtype=wide(like.dtype), device=like.device)
-    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(labels.shape)
+def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, Tensor]:
+    """losses [N] and logsumexp [N], a chunk of rows at a time."""
+    found = [
+        kernels.cross_entropy_fwd(
+            linear_kernels.linear_fwd(rows[c], weight, None), labels[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
+        )
+        for c in cfg.row_chunks(rows.shape[0])
+    ]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        return rows.new_empty(0, dtype=wide(rows.dtype)), rows.new_empty(0, dtype=wide(rows.dtype))
+    return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
 
 
-def _gradients(
-    kept: Any, dloss: Tensor, cfg: LinearCrossEntropyConfig, dx: bool, dw: Callable[[slice, Tensor, Tensor], None] | None
-) -> Tensor | None:
-    """The gradient of the logits, a chunk of classes at a time: `dw(classes, dlogits, rows of x)` is called with each, and the
-    result is dx [N, I], where wanted, summed over them in the wide dtype."""
-    rows, labels, lse = kept.x.reshape(-1, cfg.in_features), kept.labels.reshape(-1), kept.logsumexp.reshape(-1)
+Write = Callable[[slice, Tensor, Tensor], None]
+Gradients = Callable[[Any, Tensor, Any, bool, Write | None], Tensor | None]  # of residuals or a pending: `_gradients`
+
+
+def loss_gradients(
+    rows: Tensor, labels: Tensor, lse: Tensor, weight: Tensor, dloss: Tensor, cfg: LinearCrossEntropyConfig,
+    dx: bool, dw: Write | None, first: int = 0, vocab: int | None = None,
+) -> Tensor | None:  # fmt: skip
+    """The gradient of the logits, a chunk of classes at a time: `dw(classes, dlogits, rows)` is called with each, and the result is
+    dx [N, I], where wanted, summed over them in the wide dtype. The classes are `cfg.vocab` from `first` among `vocab`."""
+    labels, lse, dloss = labels.reshape(-1), lse.reshape(-1), dloss.reshape(-1) if dloss.dim() else dloss
     chunks, total = list(cfg.class_chunks(rows.shape[0])), None
     for c in chunks:
-        weight = kept.weight[c]
-        d = linear_kernels.linear_fwd(rows, weight, None)
+        part = weight[c]
+        d = linear_kernels.linear_fwd(rows, part, None)
         kernels.cross_entropy_bwd_owned(
-            dloss.reshape(-1) if dloss.dim() else dloss, d, labels, lse, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss,
-            c.start, cfg.vocab,
-        )  # fmt: skip
+            dloss, d, labels, lse, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss, first + c.start, vocab or cfg.vocab
+        )
         if dw is not None:
             dw(c, d, rows)
         if dx and len(chunks) == 1:
-            total = linear_kernels.linear_dgrad(d, weight)
+            total = linear_kernels.linear_dgrad(d, part)
         elif dx:
             total = rows.new_zeros(rows.shape, dtype=wide(rows.dtype)) if total is None else total
-            fused_linear.fused_linear_dgrad_into(d, weight, 1.0, total)
-    return None if total is None else total.to(rows.dtype).reshape(kept.x.shape)
+            fused_linear.fused_linear_dgrad_into(d, part, 1.0, total)
+    return None if total is None else total.to(rows.dtype)
+
+
+def _gradients(kept: Any, dloss: Tensor, cfg: LinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
+    rows = kept.x.reshape(-1, cfg.in_features)
+    found = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, dloss, cfg, dx, dw)
+    return None if found is None else found.reshape(kept.x.shape)
 
 
 @dgrad_of(LinearCrossEntropyResiduals)
@@ -170,24 +187,19 @@ def linear_cross_entropy_dgrad(
     residuals: LinearCrossEntropyResiduals, dy: Tensor, cfg: LinearCrossEntropyConfig
 ) -> tuple[tuple[Tensor, None], LinearCrossEntropyPending | None]:
     """`(dx, None)`, and the pending weight gradient."""
+    return dgrad_by(_gradients, "linear_cross_entropy_dgrad", residuals, dy, cfg, LinearCrossEntropyPending)
+
+
+def dgrad_by(
+    gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, pending: Any
+) -> tuple[tuple[Tensor, None], Any]:
+    """The dgrad of a loss whose `gradients` these are."""
     if residuals.x is None:
         return residuals.nothing(), None
-    dloss = _dloss("linear_cross_entropy_dgrad", residuals, dy, cfg)
-    dx = _gradients(residuals, dloss, cfg, True, None) if residuals.needs.input(0) else None
-    pending = LinearCrossEntropyPending.keep(
-        cfg,
-        residuals.needs,
-        x=residuals.x,
-        labels=residuals.labels,
-        weight=residuals.weight,
-        logsumexp=residuals.logsumexp,
-        dloss=dloss,
-    )
-    return residuals.inputs.make((dx, None)), pending
-
-
-def _dloss(where: str, residuals: LinearCrossEntropyResiduals, dy: Tensor, cfg: LinearCrossEntropyConfig) -> Tensor:
-    return row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
+    dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
+    dx = gradients(residuals, dloss, cfg, True, None) if residuals.needs.input(0) else None
+    kept = {name: getattr(residuals, name) for name in ("x", "labels", "weight", "logsumexp")}
+    return residuals.inputs.make((dx, None)), pending.keep(cfg, residuals.needs, **kept, dloss=dloss)
 
 
 @wgrad_of(LinearCrossEntropyPending, LinearCrossEntropyParams)
@@ -195,7 +207,7 @@ def linear_cross_entropy_wgrad(
     pending: LinearCrossEntropyPending, cfg: LinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
 ) -> LinearCrossEntropyParams:
     """dw: [V, I], a chunk of classes at a time; added to `into` where that is given."""
-    dparams, dw = _weight_gradient("linear_cross_entropy_wgrad", pending.weight, into)
+    dparams, dw = weight_gradient("linear_cross_entropy_wgrad", pending.weight, into)
     _gradients(pending, pending.dloss, cfg, False, dw)
     return dparams
 
@@ -209,19 +221,24 @@ def linear_cross_entropy_bwd(
     into: LinearCrossEntropyParams | None = None,
 ) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
     """The whole backward, which computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
-    where, needs, dw = "linear_cross_entropy_bwd", residuals.needs, None
+    return bwd_by(_gradients, "linear_cross_entropy_bwd", residuals, dy, cfg, into)
+
+
+def bwd_by(
+    gradients: Gradients, where: str, residuals: Any, dy: Tensor, cfg: Any, into: LinearCrossEntropyParams | None
+) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
+    """The whole backward of a loss whose `gradients` these are, which calls them once."""
+    needs, dw = residuals.needs, None
     dparams: Any = into or LinearCrossEntropyParams()  # type: ignore[call-arg]
     if residuals.x is None:
         return dparams, residuals.nothing()
-    dloss = _dloss(where, residuals, dy, cfg)
+    dloss = row_gradient(where, dy, residuals.labels, residuals.x.dtype, residuals.count, cfg)
     if needs.params:
-        dparams, dw = _weight_gradient(where, residuals.weight, into)
-    return dparams, residuals.inputs.make((_gradients(residuals, dloss, cfg, needs.input(0), dw), None))
+        dparams, dw = weight_gradient(where, residuals.weight, into)
+    return dparams, residuals.inputs.make((gradients(residuals, dloss, cfg, needs.input(0), dw), None))
 
 
-def _weight_gradient(
-    where: str, weight: Tensor, into: LinearCrossEntropyParams | None
-) -> tuple[LinearCrossEntropyParams, Callable[[slice, Tensor, Tensor], None]]:
+def weight_gradient(where: str, weight: Tensor, into: LinearCrossEntropyParams | None) -> tuple[LinearCrossEntropyParams, Write]:
     """dparams, and what writes a chunk of classes to it: into fresh memory, or added to `into`."""
     if into is None:
         fresh = torch.empty_like(weight, memory_format=torch.contiguous_format)

@@ -62,6 +62,19 @@ class QKVSplitConfig:
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 
+    def packed(self, width: int) -> tuple[int, ...]:
+        """The sizes of what is side by side in the last dimension of x."""
+        heads, kv = self.heads * self.dim, (self.kv_heads or self.heads) * self.dim
+        return heads, kv, kv
+
+    def shared_out(self, place: int, n: int) -> tuple[QKVSplitConfig, int]:
+        """The config where ranks share out the heads, 1/n each; and the place of the heads from the end of q, k and v."""
+        require(place == 1, "QKVSplitConfig", "x", "shared out along its last dimension", f"one along the {place}. from the end")
+        for name in ("heads", "kv_heads"):
+            value = getattr(self, name)
+            require(value % n == 0, "QKVSplitConfig", name, f"a number that {n} ranks can share out", value)
+        return QKVSplitConfig(self.heads // n, self.dim, kv_heads=(self.kv_heads or self.heads) // n, rope=self.rope), 2
+
 
 class QKVSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
     positions: Tensor = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))

@@ -49,6 +49,20 @@ class ReshapeConfig:
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.in_shape or (None,))[-1], (self.out_shape or (None,))[-1]
 
+    def shared_out(self, place: int, n: int) -> tuple[ReshapeConfig, int]:
+        """The config for an x whose dimension `place` from the end ranks share out, 1/n each; and the place of that in y. It is the
+        slowest of those that are reshaped, or comes before them."""
+        wide, deep = len(self.in_shape), len(self.out_shape)
+        if wide < place:
+            return self, place + deep - wide
+        right = wide == place and deep > 0
+        require(right, "ReshapeConfig", "in_shape", f"{place} sizes, the first of them shared out", self.in_shape)
+        for name in ("in_shape", "out_shape"):
+            sizes = getattr(self, name)
+            require(sizes[0] % n == 0, "ReshapeConfig", name, f"of a first size that {n} ranks can share out", sizes)
+        first = ((sizes[0] // n, *sizes[1:]) for sizes in (self.in_shape, self.out_shape))
+        return ReshapeConfig(*first), deep
+
 
 class ReshapeResiduals(Residuals, static=("dtype",)):
     x_shape: torch.Size = static()

@@ -24,9 +24,12 @@ def global_norm(tree: Any) -> Tensor:
     return _norm(_float_tensors("global_norm", tree, leaves(tree)))
 
 
-def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = False) -> tuple[T, Tensor]:
+def clip_by_global_norm(
+    grads: T, max_norm: float | Tensor, *, norm: Tensor | None = None, in_place: bool = False
+) -> tuple[T, Tensor]:
     """Gradients times min(1, max_norm / (norm + 1e-6)), in their dtypes, and the norm before that, as `global_norm` gives
-    it. `in_place` writes into the gradients. arXiv:1211.5063; the numbers are torch.nn.utils.clip_grad_norm_'s.
+    it. `norm`: of a tree of which these are a part, as `funcops.dist.global_norm` gives it. `in_place` writes into the gradients.
+    arXiv:1211.5063; the numbers are torch.nn.utils.clip_grad_norm_'s.
 
     No host sync. A norm that is not finite spoils every gradient: see `funcops.precision.all_finite` and `select_step`.
     Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a negative max_norm.
@@ -41,7 +44,9 @@ def clip_by_global_norm(grads: T, max_norm: float | Tensor, *, in_place: bool = 
         not_negative("clip_by_global_norm", max_norm=max_norm)
     places = leaves(grads)
     given = _float_tensors("clip_by_global_norm", grads, places)
-    norm = _norm(given)
+    if norm is not None:
+        check("clip_by_global_norm", "norm", norm, (), FLOATS)
+    norm = _norm(given) if norm is None else norm
     clipped = list(given)
     with torch.no_grad():
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -31,7 +31,7 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
     which each part goes to a part of the op, so that the first would add before the last has looked at its own."""
     if several:
         _check_kinds(where, dy)
-    want, have = paths(abstract_params(op, cfg)), paths(into)
+    want, have = _shapes(op, cfg), paths(into)
     if want.keys() != have.keys():
         have = paths(unscaled(into))  # a place for amaxes is its op's to look at
     if want.keys() != have.keys():
@@ -39,10 +39,10 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
         fail(where, "into", f"a tree with the paths of params: {', '.join(want)}", f"a difference at {', '.join(wrong)}")
     needs, kept = (Needs.NONE, []) if node is None else (node.needs, list(_tensors(where, node)))
     device, given = kept[0].device if kept else None, {}
-    for path, parameter in want.items():
-        if parameter is not None and (have[path] is not None or needs.param(path)):
+    for path, shape in want.items():
+        if shape is not None and (have[path] is not None or needs.param(path)):
             given[path] = have[path]
-            check_accumulator(where, path, have[path], parameter.shape, device)
+            check_accumulator(where, path, have[path], shape, device)
     check_apart(where, given)
     kept += [] if dy is None else tensors(dy)
     widest = max([t.element_size() for t in kept if t.is_floating_point()], default=0)
@@ -54,6 +54,18 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
                 check_width(where, path, given[path], dtype)
     if several and node is not None and not tracing():
         _check_all(op, cfg, node, dy, kept)
+
+
+def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
+    """Of params by path."""
+    if not torch.compiler.is_dynamo_compiling():
+        params = abstract_params(op, cfg)
+    elif hasattr(cfg, "param_shapes"):
+        id(cfg)  # the tracer guards on it
+        return dict(cfg.param_shapes())
+    else:
+        params = op.init(cfg, key=None, device="meta")
+    return {path: None if t is None else t.shape for path, t in paths(params).items()}
 
 
 def _check_kinds(where: str, dy: Any) -> None:

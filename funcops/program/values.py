@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.memo import reading
 from funcops.op import Op
-from funcops.trees import tensors, tree_map
+from funcops.trees import paths, tensors, tree_map
 
 
 def add(a: Any, b: Any) -> Any:
@@ -29,6 +30,16 @@ def abstract_params(op: Op, cfg: Any) -> Any:
     """The op's params on the meta device: their structure and shapes. Not to be changed. A combinator's config makes them of those
     of its parts, so that equal layers share theirs."""
     return cfg.abstract() if hasattr(cfg, "abstract") else op.init(cfg, key=None, device="meta")
+
+
+def param_shapes(cfg: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+    """The shapes of a combinator's params by path. A method of configs, as `program_while_tracing` is: a tracer runs it and takes
+    what it gives for a constant, where it would trace every `init`, and warn of the cache above."""
+    with reading():
+        return tuple([(path, None if t is None else tuple(t.shape)) for path, t in paths(cfg.abstract()).items()])
+
+
+param_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:

@@ -57,6 +57,7 @@ class Case:
     unrounded: tuple[str, ...] = ()  # paths of params of which a wider accumulator gets the sum before it is rounded
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
     device: str = "cpu"
+    bits: int | None = None  # of a sum's mantissa, where the device's products keep fewer than their dtype has
 
     def __post_init__(self) -> None:
         check_body("Case", self.op, self.cfg)
@@ -66,6 +67,8 @@ class Case:
                 require_callable("Case", **{name: getattr(self, name)})
         require_type("Case", "name", self.name, str)
         require_device("Case", self.device)
+        if self.bits is not None:
+            require_count("Case", bits=self.bits)
         for field in ("dtypes", "free", "cancels", "unrounded", "exempt"):
             value, wanted = getattr(self, field), torch.dtype if field == "dtypes" else str
             right = isinstance(value, tuple) and all(isinstance(one, wanted) for one in value)

@@ -76,7 +76,8 @@ SHARD, INVARIANT, REPLICATE, PARTIAL = (Placed(kind) for kind in _GRADIENT)
 class DistCase:
     """`cfg(axis)` is the op's config on an axis; `x(draw)` and `params(draw)` make what is whole; `reference(params, x)` is plain
     differentiable PyTorch for y (its last argument the number of ranks where it takes three). The placements of x, y and params are
-    trees of their structure, with a `Placed` for each tensor. `twin(axis)`: another config that must give the same bits."""
+    trees of their structure, with a `Placed` for each tensor. `twin(axis)`: another config that must give the same bits.
+    `near(axis)`: one that must give the same within the tolerance, as sums in another order do."""
 
     cfg: Callable[[Axis], Any]
     x: Callable[[Draw], Any]
@@ -86,11 +87,12 @@ class DistCase:
     params: Callable[[Draw], Any] | None = None
     placed_params: Any = None
     twin: Callable[[Axis], Any] | None = None
+    near: Callable[[Axis], Any] | None = None
     name: str = ""
 
     def __post_init__(self) -> None:
         require_callable("DistCase", cfg=self.cfg, x=self.x, reference=self.reference)
-        for name in ("params", "twin"):
+        for name in ("params", "twin", "near"):
             if getattr(self, name) is not None:
                 require_callable("DistCase", **{name: getattr(self, name)})
         require_type("DistCase", "name", self.name, str)
@@ -108,8 +110,9 @@ def check_dist(
 ) -> None:
     """Run an op on axes of these sizes, the ranks as threads, in float64, and hold it to the plain op on whole tensors: y, dx and
     dparams within `tolerance` of their largest value; `bwd` = `dgrad` then `wgrad`, donated, into accumulators, under needs, and of
-    `twin`, bit for bit; what must be the same on all ranks is, in bits; x and params kept as the very same objects, in 1/n of their
-    bytes where all are shared out; nothing left in flight. Raises `AssertionError` with the case and the number of ranks."""
+    `twin`, bit for bit; on each rank within `tolerance` of `near`; what must be the same on all ranks is, in bits; x, y and params
+    kept as the very same objects, in 1/n of their bytes where all are shared out; nothing left in flight. Raises `AssertionError`
+    with the case and the number of ranks."""
     require_type("check_dist", "op", op, Op)
     given = [cases] if isinstance(cases, DistCase) else cases
     right = isinstance(given, (list, tuple)) and all(isinstance(case, DistCase) for case in given)
@@ -173,7 +176,7 @@ def _check(op: Op, case: DistCase, n: int, single: int, tolerance: float) -> Non
     given = list(
         zip(_split(params, case.placed_params, n), _split(x, case.placed_x, n), _split(dy, case.placed_y, n, True), strict=True)
     )
-    found = run_ranks({"tp": n}, lambda mesh: _on_rank(op, case, mesh, *given[mesh.rank]))
+    found = run_ranks({"tp": n}, lambda mesh: _on_rank(op, case, mesh, *given[mesh.rank], tolerance))
     ys, dparamss, dxs, kept = (list(column) for column in zip(*found, strict=True))
     _close(_join(ys, case.placed_y), y, tolerance, "y")
     _close(_join(dxs, case.placed_x, True), dx, tolerance, "dx")
@@ -186,12 +189,12 @@ def _check(op: Op, case: DistCase, n: int, single: int, tolerance: float) -> Non
         )
 
 
-def _on_rank(op: Op, case: DistCase, mesh: Mesh, params: Any, x: Any, dy: Any) -> Any:
+def _on_rank(op: Op, case: DistCase, mesh: Mesh, params: Any, x: Any, dy: Any, tolerance: float) -> Any:
     """y, dparams, dx and the bytes kept by this rank; all laws of bits on the way."""
     cfg = case.cfg(mesh["tp"])
     before = tree_map_tensors(torch.clone, (params, x, dy))
     y, residuals = op.fwd(params, x, cfg)
-    same = {id(t) for t in tensors((params, x))}
+    same = {id(t) for t in tensors((params, x, y))}
     for path, t in paths(residuals).items():
         assert t is None or id(t) in same or not op.fields()[path.partition(".")[0]].alias, f"{path} kept as another tensor"
     both = op.bwd(residuals, dy, cfg)
@@ -207,6 +210,10 @@ def _on_rank(op: Op, case: DistCase, mesh: Mesh, params: Any, x: Any, dy: Any) -
         twin = case.twin(mesh["tp"])
         y2, kept = op.fwd(params, x, twin)
         same_bits((y2, op.bwd(kept, dy, twin)), (y, both), "the twin")
+    if case.near is not None:
+        near = case.near(mesh["tp"])
+        y2, kept = op.fwd(params, x, near)
+        _close((y, both), (y2, op.bwd(kept, dy, near)), tolerance, "the near one")
     for needs in (Needs(x=True, params=False), Needs(x=False, params=True)) if params is not None else ():
         kept = op.fwd(params, x, cfg, needs=needs)[1]
         got = op.bwd(kept, dy, cfg)

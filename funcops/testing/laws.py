@@ -124,7 +124,7 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     want = case.reference(ref_params, ref_x, case.cfg)
     length = max([t.numel() for t in tensors((params, x, y))] + [1])
     detached = tree_map_tensors(torch.detach, want)
-    assert_close(dense(y), detached, dtype=dtype, length=length, what=f"y of {case}")
+    assert_close(dense(y), detached, dtype=dtype, length=length, bits=case.bits, what=f"y of {case}")
     wanted = [t for t in tensors((ref_params, ref_x)) if t.requires_grad]
     outputs = [(o, d.double()) for o, d in zip(leaves(want), leaves(dy), strict=True) if d is not None]
     found = torch.autograd.grad([o for o, _ in outputs], wanted, [d for _, d in outputs], allow_unused=True)
@@ -132,7 +132,8 @@ def law_right(case: Case, dtype: torch.dtype) -> None:
     reference = tree_map(lambda t: by_id.get(id(t)), (ref_params, ref_x))
     got = tree_map(lambda g, t: torch.zeros_like(t) if g is None and t is not None else g, (dparams, dx), reference)
     named: list[Any] = [{"params": params, "x": x} for params, x in (got, reference)]
-    assert_close(*named, dtype=dtype, length=length, by_leaf=True, cancels=case.cancels, what=f"gradients of {case}")
+    close: dict[str, Any] = dict(dtype=dtype, length=length, by_leaf=True, cancels=case.cancels, bits=case.bits)
+    assert_close(*named, **close, what=f"gradients of {case}")
 
 
 def law_finite_differences(case: Case, dtype: torch.dtype) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops.dist.handshake import Collective
@@ -97,7 +98,7 @@ class _Rank(TorchDispatchMode):
         self.flying: dict[int, tuple[Tensor, Tensor, Axis, int, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") != "_c10d_functional" or args[0].is_meta:
+        if getattr(func, "namespace", "") != "_c10d_functional" or args[0].is_meta or isinstance(args[0], FakeTensor):
             return func(*args, **(kwargs or {}))
         what = Collective.of(func, args)
         if what is None:
@@ -139,7 +140,8 @@ def _bits(t: Tensor) -> Tensor:
 
 
 def _empty(x: Tensor, *shape: int) -> Tensor:
-    return x.new_full(shape, float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).min)
+    wrong = float("nan") if x.is_floating_point() else 0 if x.dtype is torch.bool else torch.iinfo(x.dtype).min
+    return x.new_full(shape, wrong)
 
 
 _RESULTS: dict[str, Callable[[Tensor, Axis, Any], Tensor]] = {

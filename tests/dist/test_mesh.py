@@ -59,13 +59,16 @@ BAD = {
     ),
     "Axis: rank must be from 0 to 3, got 4": lambda: Axis("tp", 4, 4, "x"),
     "Axis: group must be the name of a process group, got ''": lambda: Axis("tp", 4, 0),
+    "Axis.process_group: axis must be of a mesh of processes, and of several ranks, got axis 'tp' of 1": lambda: Mesh.of({"tp": 1})[
+        "tp"
+    ].process_group(),
     "Axis: size must be int, got True": lambda: Axis("tp", True, 0),
 }
 
 
 @pytest.mark.parametrize("said", BAD)
 def test_bad_meshes(said):
-    with pytest.raises((ValueError, TypeError)) as raised:
+    with pytest.raises((ValueError, TypeError, RuntimeError)) as raised:
         BAD[said]()
     assert said in str(raised.value)
 

@@ -1,10 +1,11 @@
 """Collectives and linear layers over an axis: as the plain op, on every number of ranks."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
-from dist_cases import LAYERS, ONE, PLAIN, collectives, layer
+from dist_cases import CASES, LAYERS, ONE, PLAIN, collectives, layer, of_rank, on_axis
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -25,13 +26,17 @@ def test_collectives_are_the_plain_op_in_parts(rows, width, by, dim):
         check_dist(op, case)
 
 
-@pytest.mark.parametrize("sequence", [True, False], ids=["sequence", "whole"])
+OVERLAPS = ((True, "bulk"), (False, "bulk"), (True, "none"), (False, "none"))  # with sequence_parallel
+
+
+@pytest.mark.parametrize(("sequence", "overlap"), [*OVERLAPS[:2], (True, "ring")], ids=["bulk", "whole", "ring"])
 @pytest.mark.parametrize("name", LAYERS)
 @settings(max_examples=1)
 @example(shape=((1, 2), 3, 2, True))
 @given(shape=SHAPES)
-def test_linear_layers_are_the_plain_op_in_parts(name, sequence, shape):
-    check_dist(LAYERS[name][0], layer(name, *shape, sequence, "bulk"))
+def test_linear_layers_are_the_plain_op_in_parts(name, sequence, overlap, shape):
+    sizes = (1, 2, 4) if overlap == "ring" else (1, 2, 4, 8)  # eight take seven shifts for each product: see the rings of eight
+    check_dist(LAYERS[name][0], layer(name, *shape, sequence, overlap), sizes=sizes)
 
 
 @pytest.mark.slow
@@ -42,8 +47,16 @@ def test_more_shapes(data):
     for op, case in collectives(rows, width, by, data.draw(st.sampled_from((0, 1, -1, -2)))):
         check_dist(op, case)
     for name in LAYERS:
-        for sequence in (True, False):
-            check_dist(LAYERS[name][0], layer(name, *data.draw(SHAPES), sequence, data.draw(st.sampled_from(("none", "bulk")))))
+        overlap = data.draw(st.sampled_from(OVERLAPS))
+        check_dist(LAYERS[name][0], layer(name, *data.draw(SHAPES), *overlap))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+@settings(max_examples=2)
+@given(shape=SHAPES)
+def test_rings_of_eight(name, shape):
+    check_dist(LAYERS[name][0], layer(name, *shape, True, "ring"), sizes=(8,))
 
 
 def test_every_op_of_the_room_is_among_them():
@@ -54,7 +67,7 @@ def test_every_op_of_the_room_is_among_them():
 def test_laws_on_one_rank(name):
     dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     for i, (law, check) in enumerate(LAWS.items()):
-        if law != "compiles":
+        if law not in ("compiles", *PLAIN[name].exempt):
             check(PLAIN[name], torch.float64 if law == "finite_differences" else dtypes[i % 4])
 
 
@@ -67,33 +80,31 @@ def test_compiles_on_one_rank(name):
 LAWS_OF_RANKS = ("split", "mirror", "frugal", "loud", "guarded")  # the others compare with one process, or set what threads share
 
 
+WAYS = {"overlap": ("bulk", "ring"), "comm": ("gather", "ring")}
+
+
 @pytest.mark.parametrize("name", PLAIN)
 def test_laws_on_two_ranks(name):
     """Every rank is held to them at once: what one raises, all do."""
-    case = PLAIN[name]
+    fields = {field.name for field in dataclasses.fields(PLAIN[name].op.config)}
+    ways = [{name: way} for name, both in WAYS.items() if name in fields for way in both] or [{}]
 
     def check(mesh):
-        for law in LAWS_OF_RANKS:
-            own = dataclasses.replace(case, cfg=dataclasses.replace(case.cfg, axis=mesh["tp"]), **of_two(case))
-            LAWS[law](own, torch.float64)
+        for law, way in itertools.product(LAWS_OF_RANKS, ways):
+            LAWS[law](of_rank(name, mesh["tp"], **way), torch.float64)
 
     run_ranks({"tp": 2}, check)
 
 
-def of_two(case):
-    """Params and x of half the sizes where an axis of two shares them out."""
-    if case.params is None:
-        return {}
-    cfg, column = case.cfg, case.op is dist.column_linear
-    o, i = cfg.weight_shape
-    shape = (o // 2, i) if column else (o, i // 2)
-    params = lambda d: LinearParams(d.randn(*shape), d.randn(shape[0]))  # noqa: E731
-    return {"params": params, "x": lambda d: d.randn(4, 2, shape[1])}
-
-
 WRONG = {"axis": ("tp", None, 2), "overlap": ("", "some", None), "dim": (1.5, True, "0"), "by": (1.5, None), "bias": (1, "no")}
+WRONG |= {"parts": ((1.5,), (0, 6), [6], (4,), 6), "p": (1.5, -0.5, "0", None), "train": (1, None), "shared": (None, [], (3,))}
+WRONG |= {"op": (None, "linear"), "cfg": (None, 3), "also": (3, (3,), [], (ONE,)), "dtype": ("bfloat16", torch.int8)}
+WRONG |= {"ordered": (1, "no"), "bucket_bytes": (0, 1.5, None)}
 WRONG |= {"split": WRONG["dim"], "cat": (0, *WRONG["dim"]), "sequence_parallel": WRONG["bias"]}
-WRONG |= dict.fromkeys(("in_features", "out_features"), (0, -2, 1.5, True, "3", None))
+WRONG |= dict.fromkeys(("in_features", "out_features", "num_embeddings", "vocab", "chunk_bytes"), (0, -2, 1.5, True, "3", None))
+WRONG |= {"label_smoothing": (1.0, -0.1, "0", None), "z_loss": (-1.0, float("inf"), None), "reduction": ("avg", None)}
+WRONG |= {"ignore_index": WRONG["by"], "padding_idx": (-1, 1e9, "0"), "causal": WRONG["bias"], "scale": (0.0, float("nan"), "1")}
+WRONG |= {"comm": ("p2p", None)}
 
 
 @pytest.mark.parametrize("name", PLAIN)
@@ -127,6 +138,11 @@ def bad_calls(tp):
         "RowLinearConfig: in_features must be a multiple of 2, the size of axis 'tp', got 5",
         lambda: dist.RowLinearConfig(5, 6, axis=tp),
     )
+    for config in (dist.ColumnLinearConfig, dist.RowLinearConfig):
+        yield (
+            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows are shared out, got 'ring'",
+            lambda config=config: config(4, 6, axis=tp, overlap="ring", sequence_parallel=False),
+        )
     yield (
         "column_linear_fwd: x must be a plain tensor (pass its to_local(), and the axis in the config), got DTensor",
         lambda: fwd(params, x.as_subclass(DTensor), column),

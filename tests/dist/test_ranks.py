@@ -84,6 +84,7 @@ def test_what_a_network_would_not_tell_raises(fault):
 
 CASES = {op.name: (op, case) for op, case in collectives(1, 1, 1, 0)}
 CASES |= {name: (LAYERS[name][0], layer(name, (1,), 3, 2, True, True, "bulk")) for name in LAYERS}
+CASES |= {f"{name} ring": (LAYERS[name][0], layer(name, (1,), 3, 2, True, True, "ring")) for name in LAYERS}
 WRONG = {  # in what is sent, by what it is instead, and who must notice
     "a sum left out": ("scatter_sum", comm.own_slice, {"gather": "dx differs", "scatter_sum": "y differs", "row": "y differs"}),
     "a sum left to each": ("sum_over", lambda x, axis: x, dict.fromkeys(("copy_to", "sum_over"), "rank 1 has other bits")),
@@ -92,6 +93,8 @@ WRONG = {  # in what is sent, by what it is instead, and who must notice
     "the other way": ("shift", lambda x, axis, by, own=comm.shift: own(x, axis, -by if axis.size > 2 else 0),
         {"shift": "differs"}),
     "a sum that nobody sends": ("start_scatter_sum", lambda x, axis: x[: x.shape[0] // axis.size].clone(), {"column": "differs"}),
+    "a ring that does not turn": ("start_shift", lambda x, axis, by: x[None].clone(),
+        dict.fromkeys(("column ring", "row ring"), r"the near one\.0 differs")),
     "not waited for": ("wait", lambda t, axis: t.clone(), {"column": "be finished", "row": "differs", "gather": "be finished"}),
 }  # fmt: skip
 

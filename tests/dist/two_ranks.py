@@ -9,14 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as torch_dist
+from dist_cases import CASES, on_axis
 from forked import codes
 
-from funcops import ChainConfig, GLUConfig, Step, chain, dist, glu, random
+from funcops import ChainConfig, GLUConfig, LinearConfig, RepeatConfig, Step, chain, dist, glu, linear, random, repeat
 from funcops.dist import Mesh
 from funcops.testing import run_ranks
+from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors, tree_map
-
-OPS = ("gather", "scatter_sum", "sum_over", "copy_to", "gather_same", "slice_of", "all_to_all", "shift")
 
 
 def mlp(tp, overlap="bulk", sequence=True):
@@ -37,25 +37,45 @@ def update(cfg, params, x, dy):
     return y, dx, tree_map(lambda p, g: None if p is None else p - 0.1 * g, params, dparams)
 
 
-def given(mesh, sequence):
-    cfg = mlp(mesh["tp"], sequence=sequence)
+WAYS = ((True, "bulk"), (True, "ring"), (False, "bulk"))  # sequence_parallel, overlap
+
+
+def given(mesh, sequence, overlap="bulk"):
+    cfg = mlp(mesh["tp"], overlap, sequence)
     draw = functools.partial(torch.randn, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     x, dy = (t.chunk(2)[mesh.rank] if sequence else t for t in (draw(), draw()))
     return cfg, chain.init(cfg, key=random.key(0), dtype=torch.float64), x, dy
 
 
+def both_ways(op, params, x, dy, cfg):
+    y, residuals = op.fwd(params, x, cfg)
+    return y, op.bwd(residuals, dy, cfg)
+
+
+def of_op(name, mesh):
+    """An op, and this rank's params, x and dy of its case."""
+    case = on_axis(*CASES[name], mesh["tp"])
+    params, x = case.make(torch.float64)
+    dy = float_like(case.op.fwd(params, x, case.cfg)[0], 7 + mesh.rank)
+    return case.op, params, x, dy, case.cfg
+
+
 def every_op(mesh):
-    found = []
-    for name in OPS:
-        op = getattr(dist, name)
-        cfg = op.config(mesh["tp"])
-        y, residuals = op.fwd(None, torch.arange(8.0).reshape(4, 2) + mesh.rank, cfg)
-        found += [y, op.bwd(residuals, y + mesh.rank, cfg)[1]]
-    return found
+    return [both_ways(*of_op(name, mesh)) for name in CASES]
 
 
 def steps(mesh):
-    return [update(*given(mesh, sequence)) for sequence in (True, False)]
+    return [update(*given(mesh, *way)) for way in WAYS]
+
+
+def sums(mesh):
+    """In buckets, ordered, whole and by shards; and of a stack whose params are shared out."""
+    tp = mesh["tp"]
+    grads = {"a": torch.arange(7.0) / 3 + mesh.rank, "b": [torch.ones(4, 2).bfloat16() / 3 * (1 + mesh.rank), None]}
+    found = [dist.finish(dist.reduce_start(grads, tp, shard=shard, bucket_bytes=20)) for shard in (None, tp)]
+    cfg = RepeatConfig(dist.sharded, dist.ShardedConfig(linear, LinearConfig(4, 4), axis=tp), times=3)
+    y, residuals = repeat.fwd(repeat.init(cfg, key=random.key(0)), torch.ones(2, 4) * mesh.rank, cfg)
+    return [*found, dist.finish(dist.gather_shards_start(found[1], grads, tp)), repeat.bwd(residuals, y, cfg)]
 
 
 def same(mesh, fn):
@@ -64,15 +84,24 @@ def same(mesh, fn):
     return all(torch.equal(a, b) for a, b in zip(tensors(fn(mesh)), tensors(want), strict=True))
 
 
-def compiled(mesh):
-    """The largest distance from eager of a step that is one graph."""
-    worst = 0.0
-    for sequence in (True, False):
-        args = given(mesh, sequence)
-        got = torch.compile(functools.partial(update, args[0]), fullgraph=True, backend="aot_eager")(*args[1:])
-        pairs = zip(leaves(got), leaves(update(*args)), strict=True)
-        worst = max([worst, *[float((a - b).abs().max()) for a, b in pairs if a is not None]])
-    return worst
+def compiled(fn, args, backend):
+    """The distance from eager of what is one graph."""
+    got = torch.compile(fn, fullgraph=True, backend=backend)(*args)
+    pairs = zip(leaves(got), leaves(fn(*args)), strict=True)
+    return max([float((a - b).abs().max()) for a, b in pairs if a is not None])
+
+
+def compiled_steps(mesh, backend, ways):
+    found = [(functools.partial(update, args[0]), args[1:], backend) for args in (given(mesh, *way) for way in ways)]
+    return max(compiled(*one) for one in found)
+
+
+TRACED = ("vocab_linear_cross_entropy", "context_attention")
+
+
+def compiled_ops(mesh):
+    found = [of_op(name, mesh) for name in TRACED]
+    return max(compiled(functools.partial(both_ways, op, cfg=cfg), args, "aot_eager") for op, *args, cfg in found)
 
 
 def disagreement(mesh):
@@ -85,6 +114,14 @@ def disagreement(mesh):
         return str(error), time.monotonic() - started < 60
 
 
+def checkpoint(mesh, folder):
+    """What two processes write they read again; the test reads it in one."""
+    tree, specs = {"w": torch.arange(24.0).reshape(4, 6), "b": torch.arange(6)}, {"w": dist.Spec("tp", 1, parts=(4, 2))}
+    own = dist.shard(tree, specs, mesh)
+    dist.save(own, folder, specs, mesh)
+    return all(map(torch.equal, tensors(dist.load(folder, own, specs, mesh)), tensors(own)))
+
+
 def rank(store, number):
     torch_dist.init_process_group("gloo", f"file://{store}", rank=number, world_size=2, timeout=timedelta(minutes=5))
     try:
@@ -95,10 +132,14 @@ def rank(store, number):
     print("place|", mesh.rank, mesh["tp"].rank, mesh["dp"].group)
     print("ops|", same(mesh, every_op))
     print("steps|", same(mesh, steps))
+    print("sums|", same(mesh, sums))
     print("handshake|", len(dist.handshake(mesh, lambda *args: update(mlp(mesh["tp"]), *args), *given(mesh, True)[1:]).sent))
+    print("checkpoint|", checkpoint(mesh, store.with_name("checkpoint")))
     print("disagreement|", disagreement(mesh))
     print("finish|", dist.finish(dist.gather_start(torch.ones(1) * mesh.rank, mesh["tp"])).tolist())
-    print("compiled|", compiled(mesh))
+    print("traced|", compiled_steps(mesh, "aot_eager", WAYS))
+    print("traced ops|", compiled_ops(mesh))
+    print("compiled|", compiled_steps(mesh, "inductor", WAYS[1:2]))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def test_every_flag_is_tried():
 
 
 # what else a flag takes, and what it does not take, than a number of at least 1
-ZERO = ("--warmup", "--sample", "--weight-decay", "--seed")
+ZERO = ("--warmup", "--sample", "--weight-decay", "--seed", "--zero")
 NUMBERS = [action for action in ACTIONS if action.type in (int, float)]
 
 

@@ -149,6 +149,16 @@ OTHER = {
     "recipe": "fp8_block",
 }  # fmt: skip
 FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None}
+FREE |= {
+    "zero": 3,
+    "cp": 1,
+    "dp": 1,
+    "tp": 1,
+    "pp": 1,
+    "overlap": "ring",
+    "microbatches": 2,
+    "schedule": "gpipe",
+}  # of several processes
 
 
 @pytest.fixture(scope="module")
@@ -184,7 +194,7 @@ def test_every_flag_is_compared_or_known_to_change_no_number():
     named = {
         name
         for name in vars(parse([*TINY, "--out", "nowhere"]))
-        if name not in ("device", "check", "sizes", "out", "resume", "force")
+        if name not in ("device", "check", "sizes", "out", "resume", "force", "mesh")
     }
     assert named == {name.replace("-", "_") for name in (*OTHER, *FREE, "tied", "compile", "budget")}
 

@@ -1,13 +1,15 @@
 """Cases of the ops of `funcops.dist`: on any number of ranks, and on one, which makes each its plain op."""
 
+import dataclasses
 import functools
 
 import torch
 import torch.nn.functional as F
 
-from funcops import LinearParams, dist
+from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, dist, linear, random
 from funcops.dist import Mesh
 from funcops.testing import Case, DistCase, Placed
+from funcops.trees import tree_map
 
 SHARD, INVARIANT, REPLICATE, PARTIAL = (Placed(kind) for kind in ("shard", "invariant", "replicate", "partial"))
 LAYERS = {"column": (dist.column_linear, dist.ColumnLinearConfig), "row": (dist.row_linear, dist.RowLinearConfig)}
@@ -48,7 +50,7 @@ def collectives(rows, width, by, dim):
 
 
 def layer(name, rows, i, o, bias, sequence, overlap):
-    """column_linear or row_linear; the sizes that are shared out are multiples of 8."""
+    """column_linear or row_linear, beside itself without overlap; the sizes that are shared out are multiples of 8."""
     column = name == "column"
     i, o = (i, 8 * o) if column else (8 * i, o)
     made = functools.partial(LAYERS[name][1], i, o, bias=bias, sequence_parallel=sequence)
@@ -56,7 +58,7 @@ def layer(name, rows, i, o, bias, sequence, overlap):
     of_bias = SHARD if column else REPLICATE if sequence else INVARIANT
     return DistCase(
         cfg=lambda axis: made(axis=axis, overlap=overlap),
-        twin=lambda axis: made(axis=axis),
+        **{"near" if overlap == "ring" else "twin": lambda axis: made(axis=axis)},
         x=lambda d: d.randn(8 * rows[0], *rows[1:], i),
         params=lambda d: LinearParams(d.randn(o, i), d.randn(o) if bias else None),
         reference=lambda params, x, n: F.linear(x, params.weight, params.bias),
@@ -67,16 +69,165 @@ def layer(name, rows, i, o, bias, sequence, overlap):
     )
 
 
-def plain_cases():
-    """Each op on an axis of one rank, which makes it its plain op."""
-    found = [*collectives(1, 1, 1, 0), *[(LAYERS[n][0], layer(n, (1, 2), 3, 2, True, True, "bulk")) for n in LAYERS]]
-    for op, case in found:
-        free = ("x",) if case.params is None else ()
-        cancels = ("params.bias", "params.weight") if case.params else ()
-        yield op, Case(
-            op=op, cfg=case.cfg(ONE), x=case.x, params=case.params, free=free, cancels=cancels,
-            reference=lambda params, x, cfg, case=case: case.reference(params, x, 1),
-        )  # fmt: skip
+def shared_out(rows, i, o, bias, **options):
+    """A linear whose params are shared out; the ranks have rows of their own."""
+    return DistCase(
+        cfg=lambda axis: dist.ShardedConfig(linear, LinearConfig(i, 8 * o, bias=bias), axis=axis, **options),
+        x=lambda d: d.randn(8 * rows, i),
+        params=lambda d: LinearParams(d.randn(8 * o, i), d.randn(8 * o) if bias else None),
+        reference=lambda params, x, n: F.linear(x, params.weight, params.bias),
+        placed_x=SHARD,
+        placed_y=SHARD,
+        placed_params=LinearParams(SHARD, SHARD if bias else None),
+        name=f"{rows}-{i}-{o}-bias={bias}-{options}",
+    )
 
 
-PLAIN = {op.name: case for op, case in plain_cases()}
+def sequence_or_whole(sequence):
+    return SHARD if sequence else INVARIANT
+
+
+def vocab_embedding(rows, vocab, dim, padding, sequence):
+    vocab = 8 * vocab
+    pad = vocab // 2 if padding else None
+
+    def reference(params, ids, n):
+        return F.embedding(ids, params.weight, pad)
+
+    return DistCase(
+        cfg=lambda axis: dist.VocabEmbeddingConfig(vocab, dim, axis=axis, padding_idx=pad, sequence_parallel=sequence),
+        x=lambda d: d.integers(0, vocab, 8 * rows[0], *rows[1:]),
+        params=lambda d: EmbeddingParams(d.randn(vocab, dim)),
+        reference=reference,
+        placed_x=INVARIANT,
+        placed_y=sequence_or_whole(sequence),
+        placed_params=EmbeddingParams(SHARD),
+        name=f"{rows}-{vocab}-{dim}-{pad}-sequence={sequence}",
+    )
+
+
+def loss(logits, labels, label_smoothing=0.0, ignore_index=-100, z_loss=0.0, reduction="mean"):
+    flat, ids = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    counts = ids != ignore_index
+    found = F.cross_entropy(flat, ids, reduction="none", label_smoothing=label_smoothing, ignore_index=ignore_index)
+    found = (found + z_loss * flat.logsumexp(-1).square() * counts).reshape(labels.shape)
+    return found if reduction == "none" else found.sum() / (counts.sum() if reduction == "mean" else 1)
+
+
+def some_labels(d, vocab, rows, ignore_index=-100, **options):
+    """The first is not ignored, the second is."""
+    labels = d.integers(0, vocab, *rows)
+    labels.reshape(-1)[:2] = torch.tensor([vocab - 1, ignore_index])[: labels.numel()]
+    return labels
+
+
+def vocab_cross_entropy(rows, vocab, **options):
+    vocab = 8 * vocab
+    return DistCase(
+        cfg=lambda axis: dist.VocabCrossEntropyConfig(axis, **options),
+        x=lambda d: (3 * d.randn(*rows, vocab), some_labels(d, vocab, rows, **options)),
+        reference=lambda params, x, n: loss(*x, **options),
+        placed_x=(Placed("shard", -1), INVARIANT),
+        placed_y=INVARIANT,
+        name=f"{rows}-{vocab}-{options}",
+    )
+
+
+def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, **options):
+    vocab, rows = 8 * vocab, (8 * rows[0], *rows[1:])
+    made = functools.partial(dist.VocabLinearCrossEntropyConfig, width, vocab, sequence_parallel=sequence, chunk_bytes=chunk_bytes)
+    return DistCase(
+        cfg=lambda axis: made(axis=axis, **options),
+        x=lambda d: (d.randn(*rows, width), some_labels(d, vocab, rows, **options)),
+        params=lambda d: LinearCrossEntropyParams(d.randn(vocab, width)),
+        reference=lambda params, x, n: loss(x[0] @ params.weight.T, x[1], **options),
+        placed_x=(sequence_or_whole(sequence), INVARIANT),
+        placed_y=INVARIANT,
+        placed_params=LinearCrossEntropyParams(SHARD),
+        name=f"{rows}-{width}-{vocab}-sequence={sequence}-{chunk_bytes}-{options}",
+    )
+
+
+def attended(q, k, v, causal, scale):
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
+    return torch.einsum("bhts,bshd->bthd", scores.softmax(-1) if k.shape[1] else scores, v)
+
+
+def axis_of(n, rank=0):
+    return Mesh.abstract({"tp": n}, rank)["tp"]
+
+
+def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None):
+    """Of 16 t queries and 16 s keys; what is whole is as the ranks would gather it."""
+    s = t if causal else s
+
+    def reference(params, x, n):
+        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale)
+        return torch.cat([dist.zigzag(y, axis_of(n, rank)) for rank in range(n)], 1)
+
+    def x(d):
+        return tuple(d.randn(batch, 16 * n, h, size) for n, h in ((t, heads * groups), (s, heads), (s, heads)))
+
+    part = Placed("shard", 1)
+    return DistCase(
+        cfg=lambda axis: dist.ContextAttentionConfig(axis, causal=causal, scale=scale, comm=comm),
+        x=x,
+        reference=reference,
+        placed_x=(part, part, part),
+        placed_y=part,
+        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}",
+    )
+
+
+def all_cases():
+    """A small case of each op, and what a `Case` must know of it besides."""
+    for op, case in collectives(1, 1, 1, 0):
+        yield op, case, {"free": ("x",)}
+    for name, (op, _) in LAYERS.items():
+        yield op, layer(name, (1, 2), 3, 2, True, True, "bulk"), {"cancels": ("params.bias", "params.weight")}
+    yield dist.sharded, shared_out(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
+    padded = {"exempt": ("finite_differences",)}  # the padding's gradient is defined as 0, and is not the derivative
+    yield dist.vocab_embedding, vocab_embedding((1, 3), 1, 3, True, True), {"free": ("x",), **padded}
+    options = {"label_smoothing": 0.1, "z_loss": 0.01}
+    yield dist.vocab_cross_entropy, vocab_cross_entropy((4,), 1, **options), {}
+    yield dist.vocab_linear_cross_entropy, vocab_linear_cross_entropy((1,), 3, 1, True, 80, **options), {}
+    yield dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring"), {}
+
+
+def on_axis(op, case, more, axis):
+    """The part that a rank of an axis has of a case, held to no reference but on one rank."""
+
+    def part(whole, placed):
+        return tree_map(lambda t, p: None if t is None else p.split(t, axis.size)[axis.rank], whole, placed)
+
+    return Case(
+        op=op, cfg=case.cfg(axis), x=lambda d: part(case.x(d), case.placed_x),
+        params=lambda d: None if case.params is None else part(case.params(d), case.placed_params),
+        reference=lambda params, x, cfg: case.reference(params, x, 1), name=f"{op.name}-{case}", **more,
+    )  # fmt: skip
+
+
+CASES = {op.name: (op, case, more) for op, case, more in all_cases()}
+
+
+def dropped(params, x, cfg):
+    kept = random.bits(x[1], x[0].numel()).reshape(x[0].shape) >= round(cfg.p * 2**32)
+    return torch.where(kept, x[0] / (1 - cfg.p), torch.zeros_like(x[0]))
+
+
+def of_rank(name, axis, **fields):
+    """The part of a case that a rank of an axis has, with these fields of its config."""
+    if name in CASES:
+        op, case, more = CASES[name]
+        own = dataclasses.replace(case, cfg=lambda axis: dataclasses.replace(case.cfg(axis), **fields))
+        return on_axis(op, own, more, axis)
+    return Case(
+        op=dist.sharded_dropout, cfg=dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, axis),)),
+        x=lambda d: (d.randn(4, 3), d.key()), reference=dropped, free=("x.0",),
+    )  # fmt: skip
+
+
+PLAIN = {name: of_rank(name, ONE) for name in (*CASES, "sharded_dropout")}

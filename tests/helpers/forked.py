@@ -1,14 +1,26 @@
 """Processes that share one import of torch, which takes longer than what most of them do: forks of a process that ran nothing
 yet."""
 
+import importlib
 import os
 import sys
 import traceback
+
+# what torch imports where it is first asked for, two seconds in every process
+LATE = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.device_mesh",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
 def codes(calls, folder):
     """The exit code of each call, by its name: all run at once, each in a fork of this process, and print to `NAME.out` and
     `NAME.err` in the folder."""
+    for name in LATE:
+        importlib.import_module(name)
     running = {name: os.fork() or _child(call, folder / name) for name, call in calls.items()}
     return {name: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for name, pid in running.items()}
 

@@ -8,18 +8,19 @@ import inspect
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from dist_cases import ONE as ALONE
 from dist_cases import PLAIN
+from good_dist import DIST
+from good_rows import ANY, CFG, CHAIN, NAME, Row, chain_params, params, x
+from good_schedules import SCHEDULES
 from test_laws import CONFIGS, FIRST
 
 import funcops
 from funcops import (
     ChainConfig,
     CrossEntropyConfig,
-    LinearConfig,
     LinearParams,
     Needs,
     Op,
@@ -29,7 +30,6 @@ from funcops import (
     chain,
     checkpoint,
     cross_entropy,
-    dist,
     formats,
     graphs,
     linear,
@@ -39,8 +39,6 @@ from funcops import (
     precision,
     random,
     report,
-    schedule,
-    testing,
     trees,
 )  # fmt: skip
 from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
@@ -66,36 +64,10 @@ ROOMS = (
 )
 
 
-class Row(NamedTuple):
-    """`good()` makes arguments by name. `also`: wrong values by argument besides those that its good value has by its type.
-    `accepts`: by argument, or argument and repr of a value, why what seems wrong is right."""
-
-    good: Callable[[], dict[str, Any]]
-    also: dict[str, tuple[Any, ...]] = {}
-    accepts: dict[Any, str] = {}
-
-
-ANY = "any tree is a tree, a leaf included"
-ANYTHING = "looked at where it is used"
-FUNCTION = "called with the others, whatever it is"
-CFG = LinearConfig(4, 4)
-CHAIN = ChainConfig(steps=(Step("a", linear, CFG), Step("b", linear, LinearConfig(4, 4, bias=False))))
 LOW = low_precision.with_recipe(CHAIN, low_precision.Fp8Delayed(history=2), only=("a",))
 LOSS = ChainConfig(
     steps=(Step("a", linear, CFG), Step("b", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)
 )
-
-
-def params() -> LinearParams:
-    return linear.init(CFG, key=random.key(0))
-
-
-def chain_params() -> dict[str, Any]:
-    return chain.init(CHAIN, key=random.key(0))
-
-
-def x() -> torch.Tensor:
-    return torch.arange(8.0).reshape(2, 4)
 
 
 def kept() -> Any:
@@ -114,10 +86,6 @@ def grads() -> dict[str, Any]:
     return {"a": torch.full((2, 2), 0.5), "b": None}
 
 
-def one_step() -> Any:
-    return schedule.one_f_one_b(2, 2)
-
-
 def adamw() -> dict[str, Any]:
     cfg = optim.AdamWConfig()
     return {
@@ -132,29 +100,10 @@ def sgd() -> dict[str, Any]:
     return {**adamw(), "state": optim.sgd_init(tree(), cfg), "cfg": cfg}
 
 
-def a_collective() -> schedule.Collective:
-    return schedule.Collective("all_gather", "tp", 8.0, during="W")
-
-
-def a_decoder() -> schedule.Decoder:
-    return schedule.Decoder(8, 16, 2, 2, 32, 8, 4, kv_heads=1, residual_bytes=100.0)
-
-
-def sizes() -> dict[str, Any]:
-    return {"ranks": 2, "microbatches": 4}
-
-
 def saved_file() -> Path:
     path = Path("good.safetensors")
     checkpoint.save(tree(), path)
     return path
-
-
-def run_good() -> dict[str, Any]:
-    return {
-        "schedule": one_step(), "params": chain_params(), "xs": [x(), x()], "cfg": CHAIN, "dys": [x(), x()], "needs": Needs.ALL,
-        "into": tree_map_tensors(torch.zeros_like, chain_params()), "done": lambda stage, dparams: None,
-    }  # fmt: skip
 
 
 def doubled(tree: Any) -> Any:
@@ -167,7 +116,6 @@ NODES = {("node", f"LinearParams(weight={weight}, bias={bias})"): ANY for weight
              ("float32[4, 4]", "complex64[4]")]}  # fmt: skip
 META_KEY = {("key", "int64[2]"): "a key on the meta device gives keys and bits there"}
 LEAVES_COMPLEX = "tree", "{'a': complex64[2, 2], 'b': None}"
-NAME = {("name", "'no such'"): "any name", ("name", "''"): "any name"}
 OTHER_LEAVES = {
     (
         "params",
@@ -195,6 +143,9 @@ OWN = {  # by "module.name", or "name" of funcops itself
         {("key", "None"): "no key, on the meta device", **META_KEY}),
     "random.philox": Row(lambda: {"key": (1, 2), "counter": (1, 2, 3, 4)}),
     "random.bits": Row(lambda: {"key": random.key(0), "n": 3}, accepts=META_KEY),
+    "random.bits_of": Row(lambda: {"key": random.key(0), "shape": (2, 3), "ranges": (((0, 1),), ((1, 2),))},
+        {"shape": ((2, -3), (2,)), "ranges": ((((0, 3),), ((1, 2),)), (((0, 1),), ()), (((0, 1, 1),), ((1, 2),)))}, META_KEY),
+    "random.put_off": Row(lambda: {"takes": lambda place: True}),
     "random.uniform": Row(lambda: {"key": random.key(0), "shape": (2, 3), "low": -1.0, "high": 2.0, "dtype": torch.float32,
         "device": "cpu"},
         {"shape": ((-1,), (1.5,)), "low": (3.0,), "high": (-3.0,)}, {("shape", "[]"): "one number", ("low", "-1.0"): "it is one"}),
@@ -223,7 +174,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
         accepts={("params", "None"): ANY, ("params", "[]"): ANY}),
     "optim.adamw_update": Row(adamw),
     "optim.sgd_update": Row(sgd),
-    "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "in_place": True}, accepts={
+    "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "norm": torch.tensor(2.0),
+        "in_place": True}, accepts={
         ("grads", "None"): ANY, ("grads", "[]"): ANY, }),
     "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
     "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
@@ -231,45 +183,6 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "optim.ema_update": Row(lambda: {"average": tree(), "params": grads(), "decay": 0.5, "in_place": True}, {"decay": (1.5,)}),
     "optim.warmup_cosine": Row(lambda: {"step": 3, "peak": 0.1, "warmup": 2, "total": 9, "final": 0.01}, {"warmup": (10,)},
         {("step", "1.5"): "between two steps"}),
-    "schedule.Costs": Row(lambda: {**{f.name: 1.0 for f in dataclasses.fields(schedule.Costs)}, "collectives": (a_collective(),)}),
-    "schedule.Network": Row(lambda: {"latency": 1.0, "bandwidth": 2.0, "ranks_per_node": 2, "near_latency": 1.0,
-        "near_bandwidth": 2.0, "axes": (schedule.Link("tp", 2),)},
-        {"bandwidth": (0.0,), "near_bandwidth": (0.0,), "axes": ((3,), (schedule.Link("tp", 2), schedule.Link("tp", 3)))},
-        {("bandwidth", "inf"): "no time", ("near_bandwidth", "inf"): "no time"}),
-    "schedule.Collective": Row(lambda: {"kind": "all_gather", "axis": "tp", "nbytes": 8.0, "hidden_under": 1.0, "during": "I",
-        "times": 2}, {"times": (0,)}, {("axis", "'no such'"): "any name", ("hidden_under", "inf"): "always hidden"}),
-    "schedule.Link": Row(lambda: {"axis": "tp", "size": 2, "latency": 1.0, "bandwidth": 2.0}, {"size": (0,), "bandwidth": (0.0,)},
-        {("axis", "'no such'"): "any name", ("bandwidth", "inf"): "no time"}),
-    "schedule.GPU": Row(lambda: {**vars(schedule.GPUS["H100"])}, {name: (0.0,) for name in ("flops", "efficiency", "attention",
-        "memory_bandwidth", "near_bandwidth", "bandwidth")} | {"sms": (0,), "per_node": (0,)}, NAME),
-    "schedule.Decoder": Row(lambda: {**vars(a_decoder())}, {"hidden": (0, 9), "heads": (0, 5), "kv_heads": (0, 3)}),
-    "schedule.Layout": Row(lambda: {"dp": 2, "tp": 2, "pp": 2, "cp": 2, "chunks": 2, "microbatch": 2, "zero": 1,
-        "recompute": "mlp"}, {"zero": (4,), "dp": (0,)}),
-    "schedule.predict": Row(lambda: {"model": a_decoder(), "layout": schedule.Layout(tp=2), "gpu": "A100"},
-        {"layout": (schedule.Layout(tp=3), schedule.Layout(dp=3))}),
-    "schedule.plan_parallel": Row(lambda: {"model": a_decoder(), "gpus": 2, "memory": 1e9, "gpu": "A100", "fixed": {"tp": 2},
-        "show": 1}, {"gpus": (0,), "memory": (0.0, 1.0), "show": (0,), "fixed": ({"ep": 2}, {"tp": 3}, {"tp": 0})},
-        {("fixed", "[]"): "nothing is fixed"}),
-    "schedule.Schedule": Row(lambda: {"name": "mine", "ranks": one_step().ranks, "together": frozenset()},
-        {"ranks": ((), ((1,),), (("0F0",),))}, NAME),
-    "schedule.simulate": Row(lambda: {"schedule": one_step(), "costs": schedule.Costs(), "network": schedule.Network()},
-        {"costs": ([schedule.Costs()], 1.0, "x")}),
-    "schedule.delay_w": Row(lambda: {"schedule": one_step(), "budget_bytes": 9.0, "costs": schedule.Costs(),
-        "network": schedule.Network()},
-        {"budget_bytes": (0.0,)}, {("budget_bytes", "inf"): "no limit"}),
-    "schedule.fold": Row(lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs(), "network": schedule.Network()},
-        {"ranks": (0, 3)}),
-    "schedule.draw": Row(lambda: {"simulated": schedule.simulate(one_step()), "path": None}, {"path": (["a"],)},
-        {("path", "'x'"): "a file of that name"}),
-    "schedule.interleaved_1f1b": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
-    "schedule.interleaved_zb": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
-    **{f"schedule.{name}": Row(sizes, {"ranks": (0,), "microbatches": (0,)})
-        for name in ("dualpipe_v", "gpipe", "one_f_one_b", "zb_h1", "zb_h2", "zb_v")},
-    "schedule.measure": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL, "repeats": 1},
-        {"repeats": (0,)}),
-    "schedule.measure_stages": Row(lambda: {"params": chain_params(), "x": x(), "cfg": CHAIN, "needs": Needs.ALL, "repeats": 1},
-        {"repeats": (0,)}),
-    "schedule.run": Row(run_good, {"xs": ([x()], []), "dys": ([x()],)}),
     "trees.at": Row(lambda: {"tree": tree(), "path": "a"}, {"path": ("no.such", "a.0")},
         {("path", "''"): "the tree itself", **LEAVES}),
     "trees.has": Row(lambda: {"tree": tree(), "path": "a"}, accepts={"tree": ANY, ("path", "'no such'"): "no",
@@ -392,11 +305,6 @@ def case_good() -> dict[str, Any]:
     }
 
 
-def dist_case() -> dict[str, Any]:
-    return {"cfg": dist.GatherConfig, "x": lambda d: d.randn(4), "reference": lambda params, x, n: 1.0 * x, "params": None,
-            "placed_x": testing.Placed("shard"), "placed_y": testing.Placed("replicate")}  # fmt: skip
-
-
 def rule() -> dict[str, Any]:
     return {
         "name": f"fresh {next(COUNT)}",
@@ -418,7 +326,7 @@ GRAPHED = {"slots": 1, "outputs": "clone", "warmup": 1, "capture_error_mode": "g
 NO_PATH = {("needs", "Needs(x=False, params=('no.such',))"): "nothing is asked for"}
 MODULE = "the module itself says what it takes"
 DEVICES_OWN = {name: "looked at where there is a GPU" for name in ("pool", "stream", "capture_error_mode", "keep_graph")}
-OWN |= {
+OWN |= DIST | SCHEDULES | {
     "Needs": Row(lambda: {"x": True, "params": ("a",)}, {"x": (3,), "params": (3, (3,), {"a": 1})},
         {("x", "'yes'"): "a path", ("params", "'x'"): "a path",
         ("params", "[]"): "no paths", }),
@@ -484,29 +392,14 @@ OWN |= {
     "nn.to_torch": Row(lambda: {"model": torch.nn.Sequential(nn.Linear(4, 4))}),
     "nn.quantize_weights": Row(lambda: {"model": nn.Linear(4, 4, recipe=Fp8Block()), "dtype": torch.float32, "columns": True}),
     "nn.functional": Row(lambda: {"module": nn.Linear(4, 4)}),
-    **{f"dist.{name}_start": Row(lambda: {"x": x(), "axis": ALONE}, accepts={"x": "any tensor, but one without dimensions"})
-       for name in ("gather", "scatter_sum", "sum_over", "all_to_all")},
-    "dist.Axis": Row(lambda: {"name": "tp", "size": 2, "rank": 1, "group": "a"}, {"size": (0,), "rank": (2,)},
-        {("group", "'no such'"): "looked up where it is used"}),
-    "dist.Mesh": Row(lambda: {"axes": (ALONE,), "device": "cpu"}),
-    "dist.finish": Row(lambda: {"h": dist.gather_start(x(), ALONE)}),
-    "dist.record": Row(lambda: {"step": lambda: None}),
-    "dist.handshake": Row(lambda: {"mesh": dist.Mesh(axes=(ALONE,)), "step": lambda: None}),
-    "dist.check_program": Row(lambda: {"step": lambda mesh: None, "sizes": {"tp": 2}, "ranks": (0, 1)}, {"sizes": ({"tp": 0},),
-        "ranks": ((2,), (1.5,))}),
-    "testing.Placed": Row(lambda: {"kind": "shard", "dim": 1}, accepts={("dim", "-1"): "the last"}),
-    "testing.DistCase": Row(lambda: {**dist_case(), "placed_params": None, "name": "a", "twin": None}, {}, {**NAME,
-        **{name: "looked at where it is used" for name in ("placed_x", "placed_y", "placed_params")}}),
-    "testing.check_dist": Row(lambda: {"op": dist.gather, "cases": testing.DistCase(**dist_case()), "sizes": (1,),
-        "tolerance": 1e-12}, {"sizes": ((), (0,), 3)}, {("cases", "[]"): "none"}),
-    "testing.run_ranks": Row(lambda: {"sizes": {"tp": 2}, "fn": lambda mesh: mesh.rank}, {"sizes": ({"tp": 0},)}),
-    "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu"}, {"dtypes": ((3,),), "free": ((3,),)},
+    "testing.Case": Row(lambda: {**case_good(), "name": "a", "exempt": (), "device": "cpu", "bits": 13},
+        {"dtypes": ((3,),), "free": ((3,),)},
         {**NAME, ("reference", "None"): "for laws that compare with none", ("device", "None"): "torch's own"}),
     "testing.Draw": Row(lambda: {"dtype": torch.float32, "seed": 3}),
     "testing.Error": Row(lambda: {"call": lambda: None, "match": "a", "error": ValueError},
         accepts={("match", "'no such'"): "any text", ("match", "''"): "any text"}),
     "testing.assert_close": Row(lambda: {"got": x(), "want": x(), "dtype": torch.float32, "length": 3, "what": "x", "by_leaf": True,
-        "cancels": ()},
+        "cancels": (), "bits": 13},
         accepts={"got": "what it is asked of", "want": "what it is asked of", ("what", "'no such'"): "any text"}),
     "testing.check_op": Row(lambda: {**case_good(), "laws": ("mirror",)}, {"laws": (("no such",),)},
         {("reference", "None"): "for laws that compare with none", "x": "a tree, or a function",

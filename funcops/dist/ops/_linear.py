@@ -7,17 +7,41 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.dist import comm
-from funcops.dist.mesh import Axis
-from funcops.dist.plain import check_tensor
+from funcops.dist.init import init_part
+from funcops.dist.plain import check_tensor, require_axis, require_shares
 from funcops.errors import check_rows, describe, fail, require
 from funcops.ops.linear import LinearConfig, LinearParams, linear_init
 
-OVERLAPS = ("none", "bulk")
+OVERLAPS = ("none", "bulk", "ring")
 
 
-def require_overlap(where: str, overlap: str) -> None:
+def check_config(cfg: Any, shared: str) -> None:
+    """Of a config whose feature `shared` the axis shares out."""
+    where = type(cfg).__name__
+    require(cfg.in_features >= 1, where, "in_features", "at least 1", cfg.in_features)
+    require(cfg.out_features >= 1, where, "out_features", "at least 1", cfg.out_features)
+    require_axis(where, cfg.axis)
+    require_shares(where, shared, getattr(cfg, shared), cfg.axis)
+    require_overlap(where, cfg.overlap)
+    whole = "'none' or 'bulk' without sequence_parallel, where no rows are shared out"
+    require(cfg.overlap != "ring" or cfg.sequence_parallel, where, "overlap", whole, "'ring'")
+
+
+def require_overlap(where: str, overlap: Any) -> None:
     require(overlap in OVERLAPS, where, "overlap", " or ".join(map(repr, OVERLAPS)), repr(overlap))
+
+
+def check_parts(cfg: Any) -> None:
+    """Of a config whose outputs may be several, packed."""
+    where, parts, total = type(cfg).__name__, cfg.parts, cfg.out_features
+    right = isinstance(parts, tuple) and all(type(n) is int and n >= 1 for n in parts) and sum(parts) in (0, total)
+    require(right, where, "parts", f"a tuple of sizes whose sum is {total}, the out_features, or ()", describe(parts))
+    for n in parts:
+        require_shares(where, "parts", n, cfg.axis)
+
+
+def by_ring(cfg: Any) -> bool:
+    return cfg.overlap == "ring" and cfg.axis.size > 1
 
 
 def check_x(where: str, x: Any, width: int, sequence_parallel: bool) -> None:
@@ -35,11 +59,7 @@ def check_params(where: str, params: LinearParams, weight: tuple[int, int], bias
         fail(where, "params.bias", "None (cfg.bias is False)", "a tensor")
 
 
-def init_part(cfg: Any, dim: int, key: Any, device: Any, dtype: torch.dtype | None) -> LinearParams:
-    """This rank's part, along `dim` of the weight, of what `linear_init` draws: the parts of all ranks are its bits."""
-    whole = linear_init(LinearConfig(cfg.in_features, cfg.out_features, bias=cfg.bias), key=key, device=device, dtype=dtype)
-    axis: Axis = cfg.axis
-    if axis.size == 1:
-        return whole
-    bias = whole.bias if dim or whole.bias is None else comm.own_slice(whole.bias, axis).clone()
-    return LinearParams(comm.own_slice(whole.weight, axis, dim).clone(memory_format=torch.contiguous_format), bias)
+def init_linear(cfg: Any, key: Any, device: Any, dtype: torch.dtype | None) -> LinearParams:
+    """This rank's part of what `linear_init` draws."""
+    plain = LinearConfig(cfg.in_features, cfg.out_features, bias=cfg.bias)
+    return init_part(cfg, lambda: linear_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]

@@ -10,6 +10,8 @@ of a sum that is scattered. Without, x is the same on all ranks, as dx is. The g
 
 Kept: x_r and w_r, both aliases. The weight gradient gathers x once more, whenever it comes: a schedule can hide that.
 `overlap="bulk"` orders the whole backward so that x is on its way under the product of dx, and dx under that of dw: the same bits.
+`overlap="ring"` sends x on from rank to rank, each part under the product of another, and sums dx as it goes round, under its own
+products: in another order. In the whole backward x is on its way meanwhile, and whole before dw, whose bits are the same.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from torch import Tensor
 
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
-from funcops.dist.ops._linear import check_params, check_x, init_part, require_overlap
-from funcops.dist.plain import check_tensor, require_axis, require_shares
-from funcops.errors import require
+from funcops.dist.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
+from funcops.dist.plain import check_tensor
+from funcops.dist.ring import gathered_products, scattered_products
+from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
@@ -47,7 +50,8 @@ __all__ = [
 @config
 class ColumnLinearConfig:
     """`in_features` (I) and `out_features` (O) of the whole layer, O a multiple of the size of `axis`; `bias` adds b.
-    `sequence_parallel`: x is shared out along its first dimension. `overlap`: "none", or "bulk"."""
+    `sequence_parallel`: x is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring".
+    `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is shared out by itself."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -55,19 +59,23 @@ class ColumnLinearConfig:
     bias: bool = True
     sequence_parallel: bool = True
     overlap: str = "none"
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        require(self.in_features >= 1, "ColumnLinearConfig", "in_features", "at least 1", self.in_features)
-        require(self.out_features >= 1, "ColumnLinearConfig", "out_features", "at least 1", self.out_features)
-        require_axis("ColumnLinearConfig", self.axis)
-        require_shares("ColumnLinearConfig", "out_features", self.out_features, self.axis)
-        require_overlap("ColumnLinearConfig", self.overlap)
+        check_config(self, "out_features")
+        check_parts(self)
         own = self.out_features // self.axis.size
         object.__setattr__(self, "weight_shape", (own, self.in_features))
         object.__setattr__(self, "bias_shape", (own,) if self.bias else None)
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        spec = Spec(self.axis.name, 0, parts=self.parts)
+        return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.weight_shape[0]
@@ -89,7 +97,7 @@ def column_linear_init(
     cfg: ColumnLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
     """This rank's rows of what `linear_init` draws with the same key, on every mesh."""
-    return init_part(cfg, 0, key, device, dtype)
+    return init_linear(cfg, key, device, dtype)
 
 
 @forward(ColumnLinearConfig, LinearParams)
@@ -99,8 +107,12 @@ def column_linear_fwd(
     """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]."""
     check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
     check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
-    y = kernels.linear_fwd(_rows(x, cfg), params.weight, params.bias)
-    return y, ColumnLinearResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
+    weight, bias = params.weight, params.bias
+    if by_ring(cfg):
+        y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
+    else:
+        y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
+    return y, ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
 
 
 @dgrad_of(ColumnLinearResiduals)
@@ -110,7 +122,7 @@ def column_linear_dgrad(
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    dx = comm.wait(_send_dx(kernels.linear_dgrad(dy, weight), cfg), cfg.axis) if needs.x else NO_GRADIENT
+    dx = _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
     return dx, ColumnLinearPending.keep(cfg, needs, x=x, dy=dy)
 
 
@@ -131,13 +143,11 @@ def column_linear_bwd(
     bias = _wants_bias(cfg, needs)
     if into is not None:  # before anything is sent
         check_linear_into("column_linear_bwd", dy, x, bias, into)
-    early = cfg.overlap == "bulk"
-    sent = comm.start_gather(x, cfg.axis) if early and cfg.sequence_parallel and x is not None else None
-    dx = _send_dx(kernels.linear_dgrad(dy, weight), cfg) if needs.x else NO_GRADIENT
-    if not early and needs.x:
-        dx = comm.wait(dx, cfg.axis)
+    sent = comm.start_gather(x, cfg.axis) if cfg.overlap != "none" and cfg.sequence_parallel and x is not None else None
+    late = cfg.overlap == "bulk" and needs.x
+    dx = _send_dx(kernels.linear_dgrad(dy, weight), cfg) if late else _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
     dparams = _gradients("column_linear_bwd", dy, x, sent, bias, cfg, into)
-    return dparams, comm.wait(dx, cfg.axis) if early and needs.x else dx
+    return dparams, comm.wait(dx, cfg.axis) if late else dx
 
 
 def _wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
@@ -147,6 +157,12 @@ def _wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
 def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
     """All of x."""
     return comm.gather(x, cfg.axis) if cfg.sequence_parallel else x
+
+
+def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
+    if by_ring(cfg):
+        return scattered_products(dy, cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
+    return comm.wait(_send_dx(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
 
 
 def _send_dx(dx: Tensor, cfg: ColumnLinearConfig) -> Tensor:

@@ -10,6 +10,8 @@ which is gathered. The gradient of w_r is whole. That of b is of this rank's row
 such layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are whole.
 
 Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is on its way while db is summed, for the same bits.
+`overlap="ring"` sums y as it goes round the ranks, each part under the product of another: in another order. dy goes round likewise
+in the backward, under the products of dx.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ from torch import Tensor
 
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
-from funcops.dist.ops._linear import check_params, check_x, init_part, require_overlap
-from funcops.dist.plain import check_divides, check_tensor, require_axis, require_shares
-from funcops.errors import require
+from funcops.dist.ops._linear import by_ring, check_config, check_params, check_x, init_linear
+from funcops.dist.plain import check_divides, check_tensor
+from funcops.dist.ring import gathered_products, scattered_products
+from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.needs import Needs
@@ -48,7 +51,7 @@ __all__ = [
 @config
 class RowLinearConfig:
     """`in_features` (I) and `out_features` (O) of the whole layer, I a multiple of the size of `axis`; `bias` adds b.
-    `sequence_parallel`: y is shared out along its first dimension. `overlap`: "none", or "bulk"."""
+    `sequence_parallel`: y is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring"."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -58,16 +61,17 @@ class RowLinearConfig:
     overlap: str = "none"
 
     def __post_init__(self) -> None:
-        require(self.in_features >= 1, "RowLinearConfig", "in_features", "at least 1", self.in_features)
-        require(self.out_features >= 1, "RowLinearConfig", "out_features", "at least 1", self.out_features)
-        require_axis("RowLinearConfig", self.axis)
-        require_shares("RowLinearConfig", "in_features", self.in_features, self.axis)
-        require_overlap("RowLinearConfig", self.overlap)
+        check_config(self, "in_features")
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features // self.axis.size))
         object.__setattr__(self, "bias_shape", (self.out_features,) if self.bias else None)
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        return {"weight": Spec(self.axis.name, 1)}
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.weight_shape[1], self.out_features
@@ -90,7 +94,7 @@ def row_linear_init(
     cfg: RowLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
 ) -> LinearParams:
     """This rank's columns of what `linear_init` draws with the same key, on every mesh, and the whole bias."""
-    return init_part(cfg, 1, key, device, dtype)
+    return init_linear(cfg, key, device, dtype)
 
 
 @forward(RowLinearConfig, LinearParams)
@@ -104,10 +108,9 @@ def row_linear_fwd(
     if axis.size == 1:
         y = kernels.linear_fwd(x, params.weight, params.bias)
     else:
-        part = kernels.linear_fwd(x, params.weight, None)
         if cfg.sequence_parallel:
             check_divides("row_linear_fwd", "x", x, 0, axis)
-        y = comm.scatter_sum(part, axis) if cfg.sequence_parallel else comm.sum_over(part, axis)
+        y = _sum_of_products(x, params.weight, cfg)
         y = y if params.bias is None else pointwise.add(y, params.bias)
     return y, RowLinearResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
 
@@ -119,10 +122,14 @@ def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearCo
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("row_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     rows = dy
-    if _gathers(cfg) and (needs.x or x is not None):
-        rows = comm.gather(dy, cfg.axis)
+    if by_ring(cfg) and needs.x:
+        dx, rows = _products_of_dy(dy, x, weight, cfg.axis)
+    else:
+        if _gathers(cfg) and (needs.x or x is not None):
+            rows = comm.gather(dy, cfg.axis)
+        dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
+    if rows is not dy:
         dy = comm.own_slice(rows, cfg.axis)
-    dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
     return dx, RowLinearPending.keep(cfg, needs, x=x, rows=rows, dy=dy if cfg.bias else None)
 
 
@@ -153,13 +160,31 @@ def row_linear_bwd(
     if not _gathers(cfg) or not (needs.x or x is not None):
         dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
         return linear_gradients("row_linear_bwd", dy, x, bias, into), dx
-    dy = dy.contiguous()
-    sent = comm.start_gather(dy, cfg.axis)
-    rows = comm.wait(sent, cfg.axis) if cfg.overlap == "none" else None
-    db = _db("row_linear_bwd", dy, into) if bias else None
-    rows = comm.wait(sent, cfg.axis) if rows is None else rows
-    dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
+    if by_ring(cfg) and needs.x:
+        dx, rows = _products_of_dy(dy, x, weight, cfg.axis)
+        db = _db("row_linear_bwd", dy, into) if bias else None
+    else:
+        dy = dy.contiguous()
+        sent = comm.start_gather(dy, cfg.axis)
+        early = cfg.overlap == "none"
+        rows = comm.wait(sent, cfg.axis) if early else sent
+        db = _db("row_linear_bwd", dy, into) if bias else None
+        rows = rows if early else comm.wait(sent, cfg.axis)
+        dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
     return _with_db(linear_gradients("row_linear_bwd", rows, x, False, _weight_of(into)), db, into), dx
+
+
+def _sum_of_products(x: Tensor, weight: Tensor, cfg: RowLinearConfig) -> Tensor:
+    if by_ring(cfg):
+        return scattered_products(x, cfg.axis, lambda rows: kernels.linear_fwd(rows, weight, None))
+    part = kernels.linear_fwd(x, weight, None)
+    return comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
+
+
+def _products_of_dy(dy: Tensor, x: Tensor | None, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """dx of dy of all ranks, and that dy, where x, for whose product it is, is there."""
+    dx, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
+    return dx, dy if x is None else torch.cat(parts)
 
 
 def _gathers(cfg: RowLinearConfig) -> bool:

@@ -1,0 +1,103 @@
+"""The stages of a model on the ranks of a pipeline: each has the params of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist
+from funcops.dist import Mesh, parallel
+from funcops.needs import Needs
+from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
+from funcops.trees import cast, leaves, tree_map_tensors
+from lm.model import ROLES, model, rotation
+from lm.stages import joined, split, staged
+
+
+def roles(mesh: Mesh) -> dict[str, Any]:
+    """What becomes of the steps of a model on a mesh, as `parallel` takes it."""
+    return {**ROLES, "*.mix": "context"} if mesh["cp"].size > 1 else ROLES
+
+
+if TYPE_CHECKING:
+    from funcops.adapters.pipelining import Pipeline
+
+SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
+
+NEEDS = Needs(x=False)
+
+
+class Stages:
+    """Of a mesh of several ranks along "pp", each of which has one stage."""
+
+    def __init__(self, mesh: Mesh, args: Any) -> None:
+        self.axis, self.cp, self.sizes, self.count = mesh["pp"], mesh["cp"], args.sizes, args.microbatches
+        self.schedule = SCHEDULES[args.schedule](self.axis.size, self.count)
+        self.cfg = parallel(staged(args.sizes, self.axis.size), roles(mesh), mesh, overlap=args.overlap)
+        self.name = self.cfg.steps[self.axis.rank].name
+        self.pipeline: Pipeline | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.axis.rank == self.axis.size - 1
+
+    def own(self, params: Any) -> dict[str, Any]:
+        """This rank's stage of the params of the whole model."""
+        return {self.name: split(params, self.sizes, self.axis.size)[self.name]}
+
+    def whole(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Those of the whole model, on every rank: each leaf is zero but on one."""
+        like = next(t for t in leaves(own) if t is not None)
+        stages = split(chain.init(model(self.sizes), device="meta", dtype=like.dtype), self.sizes, self.axis.size)
+        mine = {
+            name: own.get(name, tree_map_tensors(lambda t: torch.zeros_like(t, device=like.device), stages[name]))
+            for name in stages
+        }
+        return joined(tree_map_tensors(lambda t: dist.finish(dist.sum_over_start(t, self.axis)), mine))
+
+    def inputs(self, x: Tensor, labels: Tensor, dtype: torch.dtype) -> WithExtras:
+        table = rotation(x.shape[1], self.sizes, torch.empty(0, dtype=dtype, device=x.device), self.cp)
+        return WithExtras(x, {"rotation": table, "labels": labels})
+
+    def loss_and_grads(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int) -> tuple[Tensor, Any]:
+        """The mean loss of these rows on the last rank, elsewhere 0, and the gradients of this rank's params, as a part of the mean
+        of `shares` times as many rows."""
+        parts = zip(x.chunk(self.count), labels.chunk(self.count), strict=True)
+        xs = [self.inputs(*part, dtype) for part in parts]
+        if self.pipeline is None:
+            from funcops.adapters.pipelining import Pipeline  # of torch versions it was tried with one, and warns of others
+
+            group = self.axis.process_group()
+            self.pipeline = Pipeline(self.schedule, self.cfg, xs[0], dtype=dtype, device=x.device, group=group, needs=NEEDS)
+        zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x.device)
+        dys = [zero + 1 / (self.count * shares)] * self.count
+        losses, grads, _, _ = self.pipeline.step(cast(params, dtype), xs, dys, check_finite=False)
+        return zero if losses is None else torch.stack(losses).mean(), grads
+
+    def once(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
+        """What this rank computes for one microbatch, of zeros where it would be sent to: for a handshake."""
+        x, labels = (t[: len(t) // self.count] for t in (x, labels))
+        given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.sizes.dim, dtype=dtype))
+        y, residuals = chain.fwd(cast(params[self.name], dtype), given, cfg, needs=NEEDS)
+        grads, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
+        return y.sum(), {self.name: grads}
+
+    def _given(self, x: Tensor, labels: Tensor, dtype: torch.dtype, between: Tensor) -> tuple[WithExtras, ChainConfig]:
+        """What this rank's stage is given, and its config."""
+        cfg, extras = self.cfg.steps[self.axis.rank].cfg, self.inputs(x, labels, dtype).extras
+        return WithExtras(between if self.axis.rank else x, {name: extras[name] for name in cfg.extras}), cfg
+
+    def loss(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
+        """The mean loss of these rows on the last rank, elsewhere 0: each stage in turn."""
+        compute = cast(params[self.name], dtype)
+        between = torch.zeros(*x.shape, self.sizes.dim, dtype=dtype, device=x.device)
+        y = between.new_zeros(())
+        for turn in range(self.axis.size):
+            if turn == self.axis.rank:
+                given, cfg = self._given(x, labels, dtype, between)
+                y, _ = chain_fwd(compute, given, cfg, needs=Needs.NONE)
+            sent = between if self.last or turn != self.axis.rank else y
+            between, _ = dist.shift.fwd(None, sent, dist.ShiftConfig(self.axis, by=1))
+        return y if self.last else y.new_zeros(())

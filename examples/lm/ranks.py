@@ -1,0 +1,220 @@
+"""The processes of a run that torchrun starts: which rows of a batch and which part of the params each has, and what they send.
+
+    --dp    rows of the batch, and with --zero parts of what belongs to the params
+    --pp    some of the layers
+    --cp    some of the positions of a row
+    --tp    a part of every projection, and rows of the batch between them (sequence parallelism)
+
+A process that is run by itself is the only rank of a mesh of ones, and nothing is sent. All ranks have the same seed and read the
+same text; the first one speaks and writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from funcops import ChainConfig, CrossEntropyConfig, chain, dist
+from funcops.dist import Axis, Mesh, Spec, parallel, specs_of
+from funcops.optim import AdamWState, clip_by_global_norm
+from funcops.trees import tensors
+from lm.model import model
+from lm.piped import Stages, roles
+
+AXES = ("pp", "dp", "cp", "tp")  # the last the fastest: ranks along it are the nearest
+IGNORED = CrossEntropyConfig().ignore_index
+TIMEOUT = timedelta(minutes=5)
+
+
+def sizes_of(args: Any) -> dict[str, int]:
+    """The sizes of the mesh that the flags ask for; without --dp what the others leave. Raises `ValueError`."""
+    sizes = {name: getattr(args, name) for name in AXES}
+    world, others = int(os.environ.get("WORLD_SIZE") or 1), math.prod(n for n in sizes.values() if n)
+    sizes["dp"] = max(1, world // max(1, others)) if sizes["dp"] is None else sizes["dp"]
+    for name, n in sizes.items():
+        if n < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {n}")
+    product = math.prod(sizes.values())
+    said = " ".join(f"--{name} {n}" for name, n in sizes.items())
+    if product != world:
+        raise ValueError(f"{said}: expected a product of {world}, the number of processes that torchrun started, got {product}")
+    args.microbatches = args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1)
+    parts = sizes["dp"] * sizes["tp"] * args.microbatches
+    if args.batch % parts:
+        said += f" --microbatches {args.microbatches}" if sizes["pp"] > 1 else ""
+        raise ValueError(f"--batch: expected a multiple of {parts} ({said}), got {args.batch}")
+    if not 1 <= sizes["pp"] <= args.layers:
+        raise ValueError(f"--pp: expected 1 to {args.layers}, as there are --layers {args.layers}, got {sizes['pp']}")
+    if args.context % (2 * sizes["cp"]) and sizes["cp"] > 1:
+        raise ValueError(f"--context: expected a multiple of {2 * sizes['cp']}, twice --cp, got {args.context}")
+    for name in ("heads", "kv_heads", "hidden"):
+        if getattr(args, name) % sizes["tp"]:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag}: expected a multiple of --tp {sizes['tp']}, got {getattr(args, name)}")
+    return sizes
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Of several processes the first alone prints what all would say alike."""
+    with contextlib.ExitStack() as stack:
+        if int(os.environ.get("RANK") or 0):
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
+
+
+@contextlib.contextmanager
+def started(args: Any) -> Iterator[Ranks]:
+    """This process's place among those that torchrun started. Those that are not the first print nothing."""
+    if math.prod(args.mesh.values()) == 1:
+        yield Ranks.one(args)
+        return
+    if args.device.type == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if args.device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    ranks = Ranks.of(Mesh.of(args.mesh, args.device.type), args)
+    with contextlib.ExitStack() as stack:
+        if not ranks.first:
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield ranks
+    torch.distributed.destroy_process_group()
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """A process among others, and its part of the model. `specs`: how the ranks hold each leaf of the params, by path; `like`: its
+    part of these, before ZeRO; `stages`: where the layers are shared out, too; `zero`: what ranks along "dp" share out besides, 1:
+    the optimiser's state, 2: gradients, 3: params."""
+
+    mesh: Mesh
+    model: ChainConfig
+    specs: Mapping[str, Spec] = dataclasses.field(default_factory=dict)
+    like: Any = None
+    stages: Stages | None = None
+    zero: int = 0
+
+    @staticmethod
+    def of(mesh: Mesh, args: Any) -> Ranks:
+        if mesh["pp"].size > 1:
+            stages = Stages(mesh, args)
+            specs = {path: spec for path, spec in specs_of(chain, stages.cfg).items() if path.startswith(f"{stages.name}.")}
+            like = {stages.name: chain.init(stages.cfg, device="meta")[stages.name]}
+            return Ranks(mesh, stages.cfg, specs, like, stages, args.zero)
+        cfg = parallel(model(args.sizes, args.recipe), roles(mesh), mesh, overlap=args.overlap)
+        shared = dist.zero3(cfg, mesh["dp"], dtype=args.dtype) if args.zero == 3 else cfg
+        return Ranks(mesh, shared, specs_of(chain, cfg), chain.init(cfg, device="meta"), None, args.zero)
+
+    @staticmethod
+    def one(args: Any) -> Ranks:
+        return Ranks(Mesh.abstract(dict.fromkeys(AXES, 1), 0), model(args.sizes, args.recipe))
+
+    def __post_init__(self) -> None:  # plain values: a compiler reads them
+        put, mesh = functools.partial(object.__setattr__, self), self.mesh
+        put("alone", mesh.size == 1)
+        put("first", mesh.rank == 0)
+        put("groups", mesh["dp"].size * mesh["tp"].size)
+        put("shares", mesh.size // mesh["pp"].size)
+        put("cp", mesh["cp"] if mesh["cp"].size > 1 else None)
+
+    alone: ClassVar[bool]
+    first: ClassVar[bool]
+    groups: ClassVar[int]  # how many parts the rows of a batch are shared out in
+    shares: ClassVar[int]  # and its tokens
+    cp: ClassVar[Axis | None]
+
+    def rows(self, *batch: Tensor) -> tuple[Tensor, ...]:
+        """This rank's part of a batch, of a number of rows that `groups` divides."""
+        dp, tp, cp = (self.mesh[name] for name in ("dp", "tp", "cp"))
+        return tuple(dist.zigzag(t.chunk(self.groups)[dp.rank * tp.size + tp.rank], cp) for t in batch)
+
+    def padded(self, x: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], float]:
+        """This rank's part of any number of rows, and how many rows it is worth: some only make the parts even, without labels."""
+        missing = -len(x) % self.groups
+        if missing:
+            x = torch.cat((x, x[:1].expand(missing, -1)))
+            labels = torch.cat((labels, torch.full_like(labels[:1], IGNORED).expand(missing, -1)))
+        rows = self.rows(x, labels)
+        counting = int((rows[1][:, 0] != IGNORED).sum()) if missing else len(rows[0])
+        return rows, counting if self.cp is None else counting / self.cp.size
+
+    def total(self, value: float) -> float:
+        """The sum of a number over the ranks that have rows of their own."""
+        return value if self.alone else float(self.summed(torch.tensor(value, dtype=torch.float64, device=self.mesh.device)))
+
+    def summed(self, t: Tensor) -> Tensor:
+        """The sum over all ranks."""
+        for axis in self.mesh.axes:
+            t = dist.finish(dist.sum_over_start(t, axis))
+        return t
+
+    def any(self, flag: bool) -> bool:
+        """Whether it holds on some rank, so that all do the same."""
+        return flag if self.alone else bool(self.summed(torch.tensor([float(flag)], device=self.mesh.device)))
+
+    @functools.cached_property
+    def summed_over(self) -> dict[str, tuple[Axis, ...]]:
+        """The axes of which each rank has a part of the sum that a gradient is, by path."""
+        dp, over = self.mesh["dp"], dist.sum_axes(self.like, self.specs, self.mesh)
+        return {path: tuple(axis for axis in axes if axis != dp) if self.zero == 3 else axes for path, axes in over.items()}
+
+    def reduced(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
+        """The mean loss of all rows, and its gradients, of those of this rank's rows."""
+        if self.alone:
+            return loss, grads
+        flying = dist.reduce_start(grads, self.summed_over, shard=self.mesh["dp"] if self.zero in (1, 2) else None)
+        return self.summed(loss.detach() / self.shares), dist.finish(flying)
+
+    def clip(self, grads: Any, most: float, *, in_place: bool) -> tuple[Any, Tensor]:
+        """`clip_by_global_norm` of whole gradients, of which this rank has its parts."""
+        if self.alone:
+            return clip_by_global_norm(grads, most, in_place=in_place)
+        over = tuple(self.mesh[name] for name in ("pp", "dp")[: 2 if self.zero else 1])
+        norm = dist.global_norm(grads, over, dist.part_axes(self.like, self.specs, self.mesh))
+        return clip_by_global_norm(grads, most, in_place=in_place, norm=norm)
+
+    def shards(self, params: Any) -> Any:
+        """What this rank updates of its params."""
+        return dist.own_shards(params, self.mesh["dp"]) if self.zero in (1, 2) else params
+
+    def gathered(self, shards: Any, like: Any) -> Any:
+        """The params, of what each rank has updated."""
+        return dist.finish(dist.gather_shards_start(shards, like, self.mesh["dp"])) if self.zero in (1, 2) else shards
+
+    def own(self, params: Any, zero: bool = True) -> Any:
+        """This rank's part of the params of one process."""
+        if self.alone:
+            return params
+        params = dist.shard(params if self.stages is None else self.stages.own(params), self.specs, self.mesh)
+        return dist.own_shards(params, self.mesh["dp"]) if zero and self.zero == 3 else params
+
+    def whole(self, params: Any, zero: bool = False) -> Any:
+        """The params of one process, of which every rank has a part; to be called by all."""
+        if self.alone:
+            return params
+        if zero or self.zero == 3:
+            params = dist.finish(dist.gather_shards_start(params, self.like, self.mesh["dp"]))
+        params = dist.unshard(params, self.specs, self.mesh)
+        return params if self.stages is None else self.stages.whole(params)
+
+    def own_state(self, state: AdamWState) -> AdamWState:
+        """Of an optimiser whose steps were of all params."""
+        means = [self.own(tree, zero=False) for tree in (state.exp_avg, state.exp_avg_sq)]
+        if self.zero:
+            means = [dist.own_shards(tree, self.mesh["dp"]) for tree in means]
+        return AdamWState(state.step[: len(tensors(means[0]))].clone(), *means)
+
+    def whole_state(self, state: AdamWState) -> AdamWState:
+        means = [self.whole(tree, zero=self.zero > 0) for tree in (state.exp_avg, state.exp_avg_sq)]
+        return AdamWState(state.step[:1].repeat(len(tensors(means[0]))), *means)

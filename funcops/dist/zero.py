@@ -1,0 +1,48 @@
+"""`zero3`: a model whose params an axis shares out, each layer whole while it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcops.compose.chain import ChainConfig
+from funcops.compose.repeat import RepeatConfig
+from funcops.dist.buckets import BUCKET_BYTES
+from funcops.dist.mesh import Axis
+from funcops.dist.ops.sharded import ShardedConfig, sharded
+from funcops.errors import require_type
+from funcops.op import Op
+from funcops.program.values import has_params, parts_of
+
+
+def zero3(
+    cfg: ChainConfig,
+    axis: Axis,
+    *,
+    also: tuple[Axis, ...] = (),
+    dtype: torch.dtype | None = None,
+    ordered: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> ChainConfig:
+    """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards, as
+    its `init` or `own_shards` gives them; paths, residuals of activations and ties stay. See `ShardedConfig` for the options."""
+    require_type("zero3", "cfg", cfg, ChainConfig)
+
+    def shared_out(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
+        if not has_params(op, inner):
+            return op, inner
+        return sharded, ShardedConfig(
+            op, inner, axis=axis, also=also, dtype=dtype, ordered=ordered, bucket_bytes=bucket_bytes
+        )
+
+    def step(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
+        if type(inner) is RepeatConfig:
+            return op, inner.with_parts(shared_out)
+        return (op, inner.with_parts(step)) if _repeats(inner) else shared_out(name, op, inner)
+
+    return cfg.with_parts(step)
+
+
+def _repeats(cfg: Any) -> bool:
+    return hasattr(cfg, "with_parts") and any([type(inner) is RepeatConfig or _repeats(inner) for _, _, inner in parts_of(cfg)])

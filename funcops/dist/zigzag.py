@@ -1,0 +1,56 @@
+"""The order in which an axis shares out a causal sequence: 2n chunks, of which rank r has the r-th from the front and the r-th from
+the back, so that all ranks see as many keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.dist.mesh import Axis
+from funcops.errors import describe, fail, require, require_count, require_device, require_type
+
+
+def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
+    """[..., T, ...] -> [..., T/n, ...]: this rank's chunks r and 2n - 1 - r of a sequence along `dim`; on one rank t itself.
+
+    What belongs to positions is all shared out alike: ids, labels, masks. Raises `ValueError` where 2n does not divide T."""
+    at = _checked("zigzag", t, axis, dim)
+    if axis.size == 1:
+        return t
+    chunks = t.chunk(2 * axis.size, at)
+    return torch.cat((chunks[axis.rank], chunks[-1 - axis.rank]), at)
+
+
+def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
+    """The whole sequence in its own order, of the `zigzag` parts of all ranks one after the other, as a gather gives them."""
+    at, n = _checked("unzigzag", t, axis, dim), axis.size
+    if n == 1:
+        return t
+    chunks = t.chunk(2 * n, at)
+    return torch.cat((*chunks[::2], *chunks[::-2]), at)
+
+
+def zigzag_positions(length: int, axis: Axis, device: Any = None) -> Tensor:
+    """[T/n] int64: the positions that this rank has of a sequence of `length` T, for `rope`."""
+    require_count("zigzag_positions", 0, length=length)
+    require_type("zigzag_positions", "axis", axis, Axis)
+    require(length % _chunks(axis) == 0, "zigzag_positions", "length", f"a multiple of {_chunks(axis)} ({axis})", length)
+    require_device("zigzag_positions", device)
+    return zigzag(torch.arange(length, device=device), axis, 0)
+
+
+def _chunks(axis: Axis) -> int:
+    return 2 * axis.size if axis.size > 1 else 1
+
+
+def _checked(where: str, t: Any, axis: Any, dim: Any) -> int:
+    require_type(where, "axis", axis, Axis)
+    require_type(where, "dim", dim, int)
+    require_type(where, "t", t, Tensor)
+    if not -t.dim() <= dim < t.dim():
+        fail(where, "t", f"of more dimensions (dim is {dim})", describe(t))
+    if t.shape[dim] % _chunks(axis):
+        fail(where, "t", f"of a multiple of {_chunks(axis)} along dimension {dim} ({axis})", describe(t))
+    return dim % t.dim()

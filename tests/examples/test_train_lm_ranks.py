@@ -1,0 +1,150 @@
+"""The main job on several ranks: the losses of one process on every mesh, and checkpoints that go from one mesh to another."""
+
+import ast
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import programs
+import pytest
+import torch
+
+from funcops.testing import run_ranks
+from funcops.trees import nbytes, paths, tree_map_tensors
+
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = "--dim 16 --layers 2 --heads 4 --kv-heads 4 --hidden 24 --context 16 --batch 8 --dtype float64 --lr 0.02 --warmup 2".split()
+MESHES = ("--dp 4", "--tp 4 --overlap ring", "--dp 2 --tp 2", "--pp 2 --tp 2", "--dp 2 --cp 2", "--dp 4 --zero 3")
+MOVED = {  # one run from mesh to mesh, by how many processes
+    "--dp 2 --tp 2 --zero 3": 4,
+    "--pp 2 --dp 2 --schedule one_f_one_b --microbatches 2 --zero 1": 4,
+    "--pp 2 --cp 2 --overlap none": 4,
+    "--dp 1": 1,
+}
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "funcops" / "needs.py").read_bytes()[:2100])
+    return path
+
+
+THREADS = ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, 3), ({"pp": 1, "dp": 2, "cp": 2, "tp": 1}, 1)
+
+
+@pytest.mark.parametrize(("sizes", "zero"), THREADS, ids=["tp-zero3", "cp-zero1"])
+def test_losses_on_ranks_that_are_threads(sizes, zero, text, tmp_path, monkeypatch):
+    """Of params in parts, of rows in parts, and of a held-out text whose windows the ranks do not share out evenly."""
+    programs.main_of("train_lm.py")
+    import train_lm
+    from lm.data import load_corpus
+    from lm.flags import parse
+    from lm.ranks import Ranks
+
+    monkeypatch.setattr(train_lm, "trigram_loss", lambda train, held_out: 0.0)
+    corpus = load_corpus(text, context=16)
+    args = parse([*SIZES, "--text", str(text), "--steps", "3", "--eval-every", "3", "--zero", str(zero), "--out", str(tmp_path)])
+
+    def run(mesh=None):
+        made = train_lm.Run(args, corpus, mesh and Ranks.of(mesh, args))
+        made.agree()
+        rows = [made.advance() for _ in range(3)]
+        means = made.ranks.whole_state(made.state.optimiser).exp_avg
+        whole = tree_map_tensors(torch.clone, (made.ranks.whole(made.params), means))
+        if mesh is not None:  # what is not finite on one rank
+            paths(made.params)["blocks.1.mlp.up.weight"].fill_(float("nan") if mesh.rank == 1 else 1.0)
+            made.advance()
+        return [[row.loss, row.norm, row.val_loss or 0.0] for row in rows], whole, made
+
+    rows, params, one = run()
+    assert len(one.val[0]) % 4
+    for found, whole, made in run_ranks(sizes, run):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(rows), rtol=0, atol=1e-12)
+        for (path, t), want in zip(paths(whole).items(), paths(params).values(), strict=True):
+            torch.testing.assert_close(t, want, rtol=0, atol=1e-9, msg=path)
+        assert made.skipped == 1 and bool(made.state.optimiser.step.eq(3).all()), "all ranks skip the step"
+        assert nbytes(made.state.optimiser.exp_avg) < 0.6 * nbytes(one.state.optimiser.exp_avg)
+        assert zero < 3 or nbytes(made.params) < 0.6 * nbytes(one.params)
+
+
+BAD = {
+    "--dp 2 --tp 4": "--pp 1 --dp 2 --cp 1 --tp 4: expected a product of 4, the number of processes that torchrun started, got 8",
+    "--tp 3": "--pp 1 --dp 1 --cp 1 --tp 3: expected a product of 4, the number of processes that torchrun started, got 3",
+    "--dp 0": "--dp: expected at least 1, got 0",
+    "--batch 6": "--batch: expected a multiple of 4 (--pp 1 --dp 4 --cp 1 --tp 1), got 6",
+    "--pp 2 --batch 4": "--batch: expected a multiple of 8 (--pp 2 --dp 2 --cp 1 --tp 1 --microbatches 4), got 4",
+    "--tp 4 --kv-heads 2": "--kv-heads: expected a multiple of --tp 4, got 2",
+    "--cp 4 --context 12": "--context: expected a multiple of 8, twice --cp, got 12",
+    "--pp 2 --zero 3": "--zero: expected 0 to 2 with --pp 2, got 3",
+    "--pp 4": "--pp: expected 1 to 2, as there are --layers 2, got 4",
+    "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --cp 1 --tp 1, got True",
+    "--check": "--check: expected without --pp 1 --dp 4 --cp 1 --tp 1, got True",
+    "--compile": "--compile: expected without --pp 1 --dp 4 --cp 1 --tp 1, got True",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_what_does_not_fit_is_named_before_a_group_is_made(flags, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert BAD[flags] in programs.run("train_lm.py", *SIZES, *flags.split(), code=2)
+    monkeypatch.setenv("RANK", "1")
+    assert programs.run("train_lm.py", *SIZES, *flags.split(), code=2) == "" and not torch.distributed.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def runs(text, tmp_path_factory):
+    """Folders and words of runs on one process and on four, and of one run that goes from mesh to mesh."""
+    folder = tmp_path_factory.mktemp("runs")
+    shared = *SIZES, "--text", str(text), "--steps", str(STEPS), "--eval-every", "10", "--sample", "5"
+    listed = [("one", 1, [*shared, "--out", str(folder / "one")])]
+    listed += [(mesh, 4, [*shared, *mesh.split(), "--out", str(folder / mesh)]) for mesh in MESHES]
+    for i, (flags, count) in enumerate(MOVED.items()):
+        until = ["--stop-at", str(STEPS // len(MOVED) * (i + 1)), "--out", str(folder / "moved"), *["--resume"] * (i > 0)]
+        listed.append((f"moved {i}", count, [*shared, *flags.split(), *until]))
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("four_ranks.py")), str(folder)]
+    done = subprocess.run(command, input=json.dumps(listed), env=env, capture_output=True, text=True, timeout=600)
+    said = {path.stem: path.read_text() for path in folder.glob("*.out")}
+    failed = {name: (folder / f"{name}.err").read_text() for name, code in json.loads(done.stdout or "{}").items() if code}
+    assert done.returncode == 0 and not failed, (done.stderr, failed)
+    return folder, said
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open() as file:
+        found = [(row["loss"], row["norm"], row["val_loss"] or "0") for row in csv.DictReader(file)]
+    return torch.tensor([[float(one) for one in row] for row in found], dtype=torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*MESHES, "moved"])
+def test_losses_are_those_of_one_process(name, runs):
+    folder, said = runs
+    want = rows(folder / "one")
+    assert want.shape == (STEPS, 3) and want[-1, 0] < want[0, 0] - 0.5
+    torch.testing.assert_close(rows(folder / name), want, rtol=0, atol=1e-9)
+    if name != "moved":
+        sample = said["one-0"].partition("sample:")[2]
+        assert said[f"{name}-0"].endswith(f"sample:{sample}") and not any(said[f"{name}-{rank}"] for rank in (1, 2, 3))
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it(text, tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_lm.py"]
+    flags = *SIZES, "--text", text, "--steps", 2, "--tp", 2, "--out", tmp_path, "--sample", 0
+    done = subprocess.run([*command, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("2 processes: pp 1 x dp 1 x cp 1 x tp 2") == 1 and len(rows(tmp_path)) == 2
+
+
+def test_one_process_imports_no_pipelines():
+    """They warn of a torch that they were not tried with, and take a second."""
+    for file in (ROOT / "examples" / "train_lm.py", *(ROOT / "examples" / "lm").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            name = node.module if isinstance(node, ast.ImportFrom) else ""
+            assert not str(name).startswith("funcops.adapters.pipelining"), file

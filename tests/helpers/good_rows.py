@@ -1,0 +1,37 @@
+"""What a row of good arguments is, and the makers that rows of several rooms share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from funcops import ChainConfig, LinearConfig, LinearParams, Step, chain, linear, random
+
+
+class Row(NamedTuple):
+    """`good()` makes arguments by name. `also`: wrong values by argument besides those that its good value has by its type.
+    `accepts`: by argument, or argument and repr of a value, why what seems wrong is right."""
+
+    good: Callable[[], dict[str, Any]]
+    also: dict[str, tuple[Any, ...]] = {}
+    accepts: dict[Any, str] = {}
+
+
+ANY = "any tree is a tree, a leaf included"
+CFG = LinearConfig(4, 4)
+CHAIN = ChainConfig(steps=(Step("a", linear, CFG), Step("b", linear, LinearConfig(4, 4, bias=False))))
+NAME = {("name", "'no such'"): "any name", ("name", "''"): "any name"}
+
+
+def params() -> LinearParams:
+    return linear.init(CFG, key=random.key(0))
+
+
+def chain_params() -> dict[str, Any]:
+    return chain.init(CHAIN, key=random.key(0))
+
+
+def x() -> torch.Tensor:
+    return torch.arange(8.0).reshape(2, 4)
