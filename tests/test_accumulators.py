@@ -1,6 +1,7 @@
 """`into`: whatever is refused is refused before anything is added, by chains of every shape and by `batch_wgrads`."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -135,6 +136,47 @@ def test_accumulators_as_wide_as_their_gradients_are_taken(dtype, policy):
     want, _ = op.bwd(residuals, dy, cfg)
     got, _ = op.bwd(residuals, dy, cfg, into=tree_map_tensors(torch.zeros_like, params))
     assert_close(got, want, dtype=dtype)
+
+
+CALLS = {
+    "bwd": lambda op, residuals, dy, cfg, into: op.bwd(residuals, dy, cfg, into=into),
+    "wgrad": lambda op, residuals, dy, cfg, into: op.wgrad(op.dgrad(residuals, dy, cfg)[1], cfg, into=into),
+    "batch_wgrads": lambda op, residuals, dy, cfg, into: batch_wgrads(op, [op.dgrad(residuals, dy, cfg)[1]], cfg, into=into),
+}
+TWO = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("up", linear, LinearConfig(4, 4))))
+COMPILED = {  # a compiler is slow: small ones
+    "chain": (chain, TWO, "bwd"),
+    "skip": (skip, SkipConfig(chain, TWO), "bwd"),
+    "repeat": (repeat, RepeatConfig(linear, LinearConfig(4, 4), 2), "wgrad"),
+    "stacked": (repeat, RepeatConfig(skip, SkipConfig(linear, LinearConfig(4, 4)), 2, stacked=True), "bwd"),
+    "parallel": (chain, ChainConfig(steps=(Step("b", parallel, ParallelConfig(branches=TWO.steps[1:])),)), "wgrad"),
+    "linear": (linear, LinearConfig(4, 4), "batch_wgrads"),
+}
+
+
+@pytest.mark.parametrize("name", [name if name == "chain" else pytest.param(name, marks=pytest.mark.slow) for name in COMPILED])
+def test_a_compiled_step_adds_and_refuses_as_an_eager_one(name):
+    """The compiler warns of nothing, which here is an error: it traces no cache on the way to the shapes of params."""
+    (op, cfg, call), x = COMPILED[name], torch.randn(3, 4)
+    params = op.init(cfg, key=random.key(0))
+    last = list(paths(params))[-1]
+
+    def step(params, x, into):
+        y, residuals = op.fwd(params, x, cfg)
+        return CALLS[call](op, residuals, y, cfg, into)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
+    got, want, wrong = (tree_map_tensors(torch.ones_like, params) for _ in range(3))
+    compiled(params, x, got)
+    step(params, x, want)
+    assert_close(got, want, dtype=torch.float32)
+    if name != "chain":  # a compilation more
+        wrong = put(wrong, last, torch.ones(7))
+        with pytest.raises(ValueError, match=f"into.{last} must be") as said:
+            step(params, x, wrong)
+        with pytest.raises(Exception, match=re.escape(str(said.value))):
+            compiled(params, x, wrong)
 
 
 @pytest.mark.parametrize("name", OPS)

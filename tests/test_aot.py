@@ -133,7 +133,7 @@ with stubbed(), compiled_launches() as launches:
 with stubbed(), compiled_launches() as quantisers, backend("triton"):
     x, w, one = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((512, 512), 512, 1))
     codes, scales, *_ = quantize.quantize_both(x, "e4m3", 1, 128, "pow2", None)
-    quantize.retile(codes, scales, "e5m2", 1, 128)
+    quantize.retile(codes, scales.mT, "e5m2", 1, 128)
     quantize.quantize_scaled(x, "e5m2", one.float())
     quantize_after.rms_norm_quantize(x, w, 1e-5, False, "e4m3", 128, "pow2")
     quantize_after.glu_quantize(x, "swiglu", True, "e5m2", 128, "pow2")

@@ -138,11 +138,13 @@ def cross_entropy_fwd(d):
 def cross_entropy_bwd(d):
     logits, labels, *options = cross_entropy_fwd(d)
     lse = d.floats(len(labels), dtype=wide(d.dtype), least=2.0)
-    return d.choice((d.positive(len(labels)), d.positive())), logits, labels, lse, *options
+    dloss, first, more = d.choice((d.positive(len(labels)), d.positive())), d.randint(0, 5), d.randint(0, 5)
+    some = d.choice(((), (first, first + logits.shape[-1] + more)))
+    return dloss, logits, d.ids(len(labels), below=some[1], ignored=options[1]) if some else labels, lse, *options, *some
 
 
 def cross_entropy_bwd_owned(d):
-    dloss, logits, labels, lse, *options = cross_entropy_bwd(d)
+    dloss, logits, labels, lse, *options = cross_entropy_bwd(d)[:7]
     first, more = d.randint(0, 5), d.randint(0, 5)
     vocab = first + logits.shape[-1] + more
     labels = d.ids(len(labels), below=vocab, ignored=options[1])
@@ -152,7 +154,7 @@ def cross_entropy_bwd_owned(d):
 def embedding_wgrad(d):
     rows, vocab = d.rows(), d.randint(1, 9)
     padding = d.choice((-1, d.randrange(vocab)))
-    return d.floats(*rows, d.randint(1, 5)), d.ids(*rows, below=vocab, ignored=max(padding, 0)), vocab, padding
+    return d.floats(*rows, d.randint(1, 5)), d.ids(*rows, below=vocab, ignored=padding), vocab, padding
 
 
 def embedding_wgrad_into(d):

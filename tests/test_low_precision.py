@@ -1,6 +1,8 @@
 """Low precision in a training step: the working tree is made once, and delayed scaling's state is the same by every way that a
 step may go."""
 
+import contextlib
+import itertools
 import math
 import time
 
@@ -27,7 +29,7 @@ from funcops.low_precision import (
     split_amaxes,
     with_recipe,
 )
-from funcops.ops.qlinear import qlinear
+from funcops.ops.qlinear import QLinearConfig, op_of, qlinear
 from funcops.program.values import add
 from funcops.residuals import Ledger
 from funcops.schedule import one_f_one_b, run, zb_h1
@@ -445,3 +447,26 @@ def test_gradients_do_not_depend_on_which_others_are_asked(recipe):
         assert found is None or torch.equal(found, dx)
         for path, gradient in paths(some).items():
             assert gradient is None or torch.equal(gradient, paths(whole)[path]), (needs, path)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [Fp8Delayed(keep="col"), NVFP4(stochastic=True), *[NVFP4(stochastic=True, keep="input", wgrad=w) for w in ("low", "high")]],
+    ids=str,
+)
+def test_a_backward_without_what_dy_is_rounded_by_raises(recipe):
+    """Residuals made by hand, which never had it: a dy that is rounded anyhow would give other gradients in silence."""
+    cfg, op = QLinearConfig(16, 32, recipe), op_of(recipe)
+    params, x, dy = linear.init(LinearConfig(16, 32), key=random.key(0)), torch.randn(4, 16), torch.randn(4, 32)
+    state = recipe_init(cfg, params) if recipe.delayed else None
+    work = quantize_params(params, cfg, state, dtype=torch.float32, key=random.key(1) if recipe.stochastic else None)
+    raised = 0
+    for dx, asked in itertools.product((True, False), (True, ("weight",), ("bias",))):
+        node = op.fwd(work, x, cfg, needs=Needs(x=dx, params=asked))[1].copy(rounding=None)
+        rounded = dx or (asked != ("bias",) and recipe.wgrad == "low")
+        raised += rounded
+        said = rf"^{op.name}_dgrad: residuals.rounding must be kept .*, got None"
+        for backward in (op.bwd, op.dgrad):
+            with pytest.raises(ValueError, match=said) if rounded else contextlib.nullcontext():
+                backward(node, dy, cfg)
+    assert raised == (5 if recipe.wgrad == "low" else 3)

@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
+from committed import committed
 from hypothesis import given
 from hypothesis import strategies as st
 from launches import launches
-from test_bench_figures import committed
 from test_policy import COMBINED, bits, made, same
 from tiers import drawn
 
@@ -134,7 +134,7 @@ def test_what_is_no_number_is_seen_after_packing(name):
 
 
 def test_a_block_keeps_what_its_targets_are():
-    """Bytes a token and unit, as committed, which `test_bench_figures.py` counts again."""
+    """Bytes a token and unit, as committed, which `test_committed_figures.py` counts again."""
     rows = {
         (provider, metric): value for (case, provider, metric), value in committed("cpu-residuals").items() if case == "llama block"
     }

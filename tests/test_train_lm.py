@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import os
 import re
 import signal
 import subprocess
@@ -77,6 +78,16 @@ def test_policies_change_bytes_and_not_losses(text, tmp_path):
 def test_check_against_plain_pytorch(text, tied):
     said = run(*TINY, "--text", text, "--check", "--kv-heads", 1, *tied)
     assert float(said.split("float64: ")[1].split()[0]) < 1e-9
+
+
+@pytest.mark.slow
+def test_the_check_runs_as_a_user_calls_it(text, tmp_path):
+    """Without the paths that the tests add."""
+    script = Path(__file__).resolve().parents[1] / "examples" / "train_lm.py"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, script, *TINY, "--text", text, "--check"]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0 and "float64: " in said.stdout, said.stderr
 
 
 def test_bfloat16_trains(text, tmp_path):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -145,19 +146,22 @@ def test_draw(tmp_path, suffix):
 
 
 BIG = """
-import resource
+from pathlib import Path
 from funcops.schedule import Costs, Network, simulate, zb_h1
-found = simulate(zb_h1(1_000, 1_000), Costs(1.0, 1.1, 0.9), Network(latency=0.01, ranks_per_node=8))
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, found.time)
+found = simulate(zb_h1(500, 500), Costs(1.0, 1.1, 0.9), Network(latency=0.01, ranks_per_node=8))
+(most,) = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+print(int(most) / 2**20, found.time)  # of this program alone: getrusage counts that of what started it
 """
 
 
 @pytest.mark.slow
-def test_a_thousand_ranks():
-    """Planning for machines that one does not have: the limit, in GiB, is the library's promise."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
+def test_hundreds_of_ranks():
+    """Planning for machines that one does not have: the limit, in GiB, is that of 2 for a thousand ranks, which take four times as
+    much beyond what torch takes."""
     done = subprocess.run([sys.executable, "-c", BIG], capture_output=True, text=True, check=True)
     gib, total = map(float, done.stdout.split())
-    assert gib < 2 and total > 3_000
+    assert gib < 0.7 and total > 1_500
 
 
 def lines_run(call):

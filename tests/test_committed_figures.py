@@ -1,0 +1,93 @@
+"""The committed figures: those that are counted are had again, and pages say what the files do."""
+
+import csv
+import json
+import math
+import re
+
+import pytest
+import torch
+from committed import COMMITTED, committed
+
+from funcops.bench import memory, residuals
+
+RECORDED = torch.__version__.startswith("2.13.")
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("cpu-residuals", residuals.run),
+        ("cpu-memory", lambda: memory._measure(1, torch.float32)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_exact_benches_give_the_committed_figures(name, rows):
+    """Bytes are counted, not measured: another figure is another library, or another torch."""
+    want = committed(name)
+    for row in rows():
+        if "autograd" not in row.provider + row.metric and "torch" not in row.provider + row.metric or RECORDED:
+            assert row.value == pytest.approx(want[row.case, row.provider, row.metric], rel=1e-3), row
+
+
+def test_the_figures_of_a_device_are_committed_ones():
+    """Of the page on kernels: the steps' milliseconds, and that no kernel is 2 % slower than another's."""
+    text = (COMMITTED.parent / "kernels.md").read_text()
+    known = [*committed("step-cuda").values(), *committed("graph").values()]
+    (table,) = re.findall(r"^\| one H100, bfloat16 .*\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    figures = re.findall(r"\| (\d+\.\d+)(?= \|)", table)
+    assert len(figures) >= 8
+    for figure in figures:
+        digits = len(figure.partition(".")[2])
+        assert any(f"{value:.{digits}f}" == figure for value in known), figure
+    times = {}
+    for row in json.loads((COMMITTED / "kernels.json").read_text())["rows"]:
+        times.setdefault((row["kernel"], row["shape"]), {})[row["provider"]] = row["device_us"]
+    assert len(times) > 200
+    for call, of in times.items():
+        assert of["funcops"] <= 1.02 * min(of.get(rival, math.inf) for rival in ("torch", "liger")), call
+
+
+def test_the_figures_of_recipes_on_a_device_are_committed_ones():
+    """Of the page on low precision: milliseconds and speedups in the order of their columns, and the rates of products."""
+    text = (COMMITTED.parent / "low-precision.md").read_text()
+    rows, wanted = json.loads((COMMITTED / "recipes.json").read_text())["rows"], {}
+    for row in rows:
+        said = f"{row['device_us'] / 1e3:.2f}" + (f" ({row['speedup']:.2f})" if row["provider"] != "bfloat16" else "")
+        wanted.setdefault(row["provider"], []).append(said)
+    (table,) = re.findall(r"^\| ms \|.*\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    for line in table.splitlines():
+        name, *figures = (cell.strip() for cell in line.strip("|").split("|"))
+        recipe, _, kept = name.strip("`").partition("(")
+        provider = name if name == "bfloat16" else f"{recipe}, keep={'col' if 'col' in kept else 'row'}"
+        assert figures == wanted[provider], name
+    (rates,) = re.findall(r"^\| codes and tiles \|.*\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    known = {f"{row['tflop_per_s']:.0f}" for row in json.loads((COMMITTED / "kernels.json").read_text())["rows"]}
+    assert set(re.findall(r"\| (\d+) \|", rates)) <= known
+
+
+def test_recipes_learn_as_well_as_bfloat16():
+    """Of the example at its own sizes: the held-out loss is at most 2.5 % above that without a recipe."""
+    with (COMMITTED / "low-precision.csv").open() as file:
+        rows = {row["recipe"]: row for row in csv.DictReader(file)}
+    assert set(rows) == {"none", "fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"}
+    assert {(row["steps"], row["seed"], row["flags"]) for row in rows.values()} == {("200", "0", "--dtype bfloat16")}
+    page = (COMMITTED.parent / "low-precision.md").read_text()
+    for name, row in rows.items():
+        ratio = float(row["held-out loss"]) / float(rows["none"]["held-out loss"])
+        assert ratio <= 1.025 and row["ratio to none"] == f"{ratio:.4f}", name
+        assert f"| {row['held-out loss']} | {ratio:.3f} |" in page, name
+
+
+def test_the_figures_of_the_first_page_are_committed_ones():
+    """Each is the rounded value of a row of the bench that its line names."""
+    text = (COMMITTED.parents[1] / "README.md").read_text()
+    lines = re.findall(r"^\| (.+) \| (.+) \| (.+) \| `python -m funcops\.bench (\w+)( --device cuda)?` \|$", text, re.M)
+    assert len(lines) >= 7
+    for what, ours, theirs, bench, on_cuda in lines:
+        rows = committed(f"{bench}-cuda" if on_cuda else bench if bench == "graph" else f"cpu-{bench}")
+        for cell, plain in ((ours, False), (theirs, True)):
+            known = [value for (_, provider, _), value in rows.items() if provider.startswith("funcops") is not plain]
+            for figure in re.findall(r"\d+(?:\.\d+)?", cell):
+                digits = len(figure.partition(".")[2])
+                assert any(f"{value:.{digits}f}" == figure for value in known), f"{what}: {figure}"
