@@ -5,7 +5,7 @@
     dparams = finish(flying)
 
 An ordered sum adds what the ranks send one after another in float32 (float64 for float64), in the order of the ranks: the bits of
-accumulating their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up, and gathers
+adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up, and gathers
 the sums: the bytes of an all-reduce. Else the sum is the backend's own.
 """
 
