@@ -43,7 +43,7 @@ class Step:
         extras, outputs = extras_of(self.cfg), outputs_of(self.cfg)
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
-        if self.gives and hasattr(self.cfg, "with_parts"):
+        if self.gives and not gives_by_place(self.cfg):
             expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
             require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
         require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)
@@ -132,6 +132,11 @@ def extras_of(cfg: Any) -> tuple[str, ...]:
 def outputs_of(cfg: Any) -> tuple[str, ...]:
     """What a combinator's config gives beside y's main value; () for any other op."""
     return getattr(cfg, "outputs", ())
+
+
+def gives_by_place(cfg: Any) -> bool:
+    """Whether y may be `(main, *gives)`: of no combinator, but of one whose y is its body's (`as_body`) if of the body."""
+    return not hasattr(cfg, "with_parts") or (getattr(cfg, "as_body", False) and gives_by_place(cfg.cfg))
 
 
 def keys_of(cfg: Any) -> tuple[str, ...]:

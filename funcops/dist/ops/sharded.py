@@ -81,6 +81,7 @@ class ShardedConfig:
     outputs: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     like: ClassVar[Any]  # the body's params, by shape alone
+    as_body: ClassVar[bool] = True  # y is the body's, whatever that is
 
     @property
     def fsdp(self) -> Axis:
