@@ -87,8 +87,9 @@ def routed_stages(stages=4):
     last = ChainConfig(steps=head, extras=("labels",), outputs=given)
     steps.append(Step("last", chain, last, gives=names[-1]))
     cfg = ChainConfig(steps=tuple(steps), extras=("labels",), outputs=tuple(name for own in names for name in own))
-    data = torch.randn(8, 5, DIM, dtype=torch.float64)
-    xs = [WithExtras(x, {"labels": torch.randint(0, DIM, (5,))}) for x in data]
+    generator = torch.Generator().manual_seed(0)
+    data, labels = torch.randn(8, 5, DIM, dtype=torch.float64, generator=generator), torch.arange(5)
+    xs = [WithExtras(x, {"labels": labels}) for x in data]
     return cfg, chain.init(cfg, key=random.key(0), dtype=torch.float64), xs
 
 
