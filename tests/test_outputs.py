@@ -128,15 +128,10 @@ def test_gradients_of_outputs_are_autograds(model, parts, seed):
     pairs = [(o, d) for o, d in zip(leaves(want), leaves(dy), strict=True) if d is not None]
     inputs = tensors((asked, given))
     sought = torch.autograd.grad([o for o, _ in pairs], inputs, [d for _, d in pairs], allow_unused=True) if pairs else ()
+    got = [g for t, g in zip(leaves((params, x)), leaves(found), strict=True) if t is not None]
     zeros = [torch.zeros_like(t) for t in inputs]
-    got = [z if g is None else g for g, z in zip(leaves(found_like(found, params, x)), zeros, strict=True)]
-    assert_close(got, [z if g is None else g for g, z in zip(sought or zeros, zeros, strict=True)], dtype=torch.float64)
-
-
-def found_like(found, params, x):
-    """Gradients where there are params, in their order."""
-    pairs = zip(leaves((params, x)), leaves(found), strict=True)
-    return [g for t, g in pairs if t is not None]
+    filled = [[z if g is None else g for g, z in zip(gs, zeros, strict=True)] for gs in (got, sought or zeros)]
+    assert_close(*filled, dtype=torch.float64)
 
 
 MOE = RepeatConfig(skip, SkipConfig(chain, routed(D)), 3)
@@ -227,15 +222,21 @@ def test_wrong_gradients_of_stacked_outputs():
     raises(r"dy.extras must be load, loss, logits.*missing \[\], extra \['more'\]", more=None)
 
 
-def test_outputs_that_cannot_be_stacked():
-    """Of a body whose output is a pair: a parallel's."""
-    pair = ParallelConfig(branches=(Step("a", linear, LinearConfig(D, D)), Step("b", linear, LinearConfig(D, D))))
-    given = tally._replace(fwd=lambda params, x, cfg, needs=Needs.ALL: ((x, (x, x), x.sum()), None))
-    cfg = RepeatConfig(
-        chain, ChainConfig(steps=(Step("t", given, TallyConfig(D), gives=("load", "loss")),), outputs=("load", "loss")), 2
-    )
-    assert pair.outputs == ()
-    with pytest.raises(TypeError, match=r"0: repeat_fwd: y.extras.load must be a tensor, to be stacked, got tuple"):
+@pytest.mark.parametrize(
+    ("second", "error", "match"),
+    [
+        ((torch.ones(3), torch.ones(3)), TypeError, "a tensor, to be stacked, got tuple"),
+        (torch.ones(2), ValueError, r"float32\[3\], as that of the first layer, got float32\[2\]"),
+        (torch.ones(3).double(), ValueError, r"float32\[3\], as that of the first layer, got float64\[3\]"),
+    ],
+    ids=["pair", "shape", "dtype"],
+)
+def test_outputs_that_cannot_be_stacked(second, error, match):
+    loads = iter([torch.ones(3), second])
+    odd = tally._replace(fwd=lambda params, x, cfg, needs=Needs.ALL: ((x, next(loads), x.sum()), None))
+    names = ("load", "loss")
+    cfg = RepeatConfig(chain, ChainConfig(steps=(Step("t", odd, TallyConfig(D), gives=names),), outputs=names), 2)
+    with pytest.raises(error, match=f"^1: repeat_fwd: y.extras.load must be {match}"):
         repeat.fwd(repeat.init(cfg), torch.ones(2, D), cfg)
 
 
