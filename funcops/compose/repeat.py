@@ -133,7 +133,13 @@ def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = N
 
 
 def _stack(layers: tuple[Any, ...]) -> Any:
-    return tree_map(lambda *t: None if t[0] is None else torch.stack(t), *layers)
+    """Of gradients a layer may have none where others have one: none of its outputs that reach the caller asks for it."""
+
+    def one(*ts: Any) -> Any:
+        like = next((t for t in ts if t is not None), None)
+        return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in ts])
+
+    return tree_map(one, *layers)
 
 
 def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
