@@ -12,10 +12,13 @@ from torch import nn
 from funcops import (
     AddConfig,
     ChainConfig,
+    CrossEntropyConfig,
     ForkConfig,
     LinearConfig,
     Needs,
     ParallelConfig,
+    Policy,
+    Recompute,
     RepeatConfig,
     RMSNormConfig,
     SkipConfig,
@@ -23,6 +26,7 @@ from funcops import (
     WithExtras,
     add,
     chain,
+    cross_entropy,
     differentiable,
     explain,
     fork,
@@ -239,6 +243,24 @@ def test_outputs_that_cannot_be_stacked(second, error, match):
     cfg = RepeatConfig(chain, ChainConfig(steps=(Step("t", odd, TallyConfig(D), gives=names),), outputs=names), 2)
     with pytest.raises(error, match=f"^1: repeat_fwd: y.extras.load must be {match}"):
         repeat.fwd(repeat.init(cfg), torch.ones(2, D), cfg)
+
+
+def test_outputs_beside_two_steps_that_are_joined():
+    """The logits are computed again, the loss of a router leaves."""
+    steps = (
+        Step("moe", repeat, MOE),
+        Step("head", linear, LinearConfig(D, 7, bias=False)),
+        Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)),
+    )
+    cfg = ChainConfig(steps=steps, extras=("labels",), outputs=("logits", "load", "loss"))
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    x = WithExtras(torch.randn(5, D, dtype=torch.float64), {"labels": torch.arange(5)})
+    joined = with_policy(chain, Policy({"loss.logits": Recompute()}))
+    (y, kept), (want, plain) = joined.fwd(params, x, cfg), chain.fwd(params, x, cfg)
+    dy = float_like(y, 0)
+    assert list(y.extras) == list(cfg.outputs) and "head" not in kept
+    got = y, joined.bwd(kept, dy, cfg)
+    assert_close(got, (want, chain.bwd(plain, dy, cfg)), dtype=torch.float64)
 
 
 def test_value_and_grad_adds_outputs_to_the_loss():
