@@ -15,7 +15,7 @@ from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
-from funcops.trees import leaves, paths, tensors, tree_map_tensors
+from funcops.trees import WithExtras, leaves, paths, put, same_structure, tensors, tree_map_tensors
 
 
 def law_loud(case: Case, dtype: torch.dtype) -> None:
@@ -23,7 +23,7 @@ def law_loud(case: Case, dtype: torch.dtype) -> None:
     params, x, y, residuals, dy, _ = run(case, dtype)
     op = case.op
     names = tuple(f"{op.name}_{f}" for f in ("fwd", "bwd", "dgrad", "wgrad"))
-    for what, call in bad_calls(case, params, x, residuals, dy):
+    for what, call in itertools.chain(bad_calls(case, params, x, residuals, dy), bad_parts(case, y, residuals, dy, dtype)):
         try:
             call()
         except (ValueError, TypeError, GradModeError, DonatedError, StaleResidualError) as error:
@@ -81,6 +81,27 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
         yield "pending of another op", lambda: op.wgrad(Foreign(), cfg)
     yield from stale_calls(case, params, x, residuals, dy)
     yield from into_calls(case, params, residuals, dy)
+
+
+def bad_parts(case: Case, y: Any, residuals: Any, dy: Any, dtype: torch.dtype) -> Any:
+    """(what, call): a dy whose parts are not those of y, and a gradient of what has none."""
+
+    def call(bad: Any) -> Callable[[], Any]:
+        return lambda: case.op.dgrad(residuals, bad, case.cfg)
+
+    if type(y) is WithExtras:
+        first, *rest = dy.extras
+        yield "dy without its outputs", call(dy.main)
+        yield f"dy without {first}", call(WithExtras(dy.main, {name: dy.extras[name] for name in rest}))
+        yield "dy with an output more", call(WithExtras(dy.main, {**dy.extras, "no_such": None}))
+    if same_structure(y, dy):
+        for path, t in paths(y).items():
+            if path and isinstance(t, Tensor) and not t.is_floating_point():
+                yield f"dy.{path} of integers", call(put(dy, path, torch.zeros_like(t)))
+                yield (
+                    f"dy.{path} of what is no float",
+                    call(put(dy, path, torch.zeros(t.shape, dtype=dtype, device=t.device))),
+                )
 
 
 def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
