@@ -4,8 +4,8 @@
 
 x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in [0, E], the experts of each token. y is
 `(rows, offsets, place)`: rows [N, D], N = T K of T tokens, of which those from offsets[e] to offsets[e + 1] are expert e's; offsets
-[E + 1] and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a choice that was dropped: its
-row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
+[E + 1] and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a choice that was dropped:
+its row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 """
@@ -66,9 +66,7 @@ def permute_fwd(
     _, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
     by_token = place.view(-1, indices.shape[-1])
     rows = kernels.scatter_rows(t.reshape(by_token.shape[0], t.shape[-1]), by_token, offsets)
-    kept = PermuteResiduals.keep(
-        cfg, needs, offsets=offsets, place=place, inputs=Inputs.of(x), shape=rows.shape, dtype=t.dtype
-    )
+    kept = PermuteResiduals.keep(cfg, needs, offsets=offsets, place=place, inputs=Inputs.of(x), shape=rows.shape, dtype=t.dtype)
     return (rows, offsets, place), kept
 
 

@@ -5,8 +5,8 @@
     loss = aux E / (K T^2) sum_e n_e sum_t q_te + z mean_t (log sum_e exp l_te)^2
 
 x, dx: logits [*, E] of one float dtype. y is `(weights, indices, load, loss)`: w [*, K] and loss [] in float32 (float64 for
-float64), i [*, K] and n [E] int32. dy is `(dw, None, None, dloss)`: integers have no gradient, and a part that is None is zero. With
-g = c dw, a_e = dloss aux E n_e / (K T^2), and S the sum of the chosen s:
+float64), i [*, K] and n [E] int32. dy is `(dw, None, None, dloss)`: integers have no gradient, and a part that is None is zero.
+With g = c dw, a_e = dloss aux E n_e / (K T^2), and S the sum of the chosen s:
 
     normalised:        ds_i = (g_i - sum_j g_j s_j / S) / S, of softmax: dl_i = s_i ds_i, s the softmax of the chosen logits
     not normalised:    ds_i = g_i
@@ -15,21 +15,22 @@ g = c dw, a_e = dloss aux E n_e / (K T^2), and S the sum of the chosen s:
 
 Logits are computed with in float32 whatever they come in. The choice has no gradient, nor has its bias b [E], a parameter that
 `balance` updates: no optimiser may decay it. Equal scores: the lowest index. NaN counts as the highest.
-Kept: indices, and with them weights (softmax normalised; sigmoid that is not), the chosen s (sigmoid normalised), or logits where the
-gradient takes all of a row: softmax that is not normalised, or a loss. The first two are parts of y, logits are x: aliases.
+Kept: indices, and with them weights (softmax normalised; sigmoid that is not), the chosen s (sigmoid normalised), or logits where
+the gradient takes all of a row: softmax that is not normalised, or a loss. All but the chosen s are aliases, of x and parts of y.
 
-As models name it: softmax, then the K best (Qwen2-MoE) is normalize=False. The same, normalised (Mixtral, Qwen3-MoE), and the K best,
-then softmax over these (GPT-OSS), are one function: normalize=True. DeepSeek-V3 and GLM-4.5: score="sigmoid", bias=True, scale, and
-groups, of which the top_groups best take part; a group's score is the sum of its two best s + b.
+As models name it: softmax, then the K best (Qwen2-MoE) is normalize=False. The same, normalised (Mixtral, Qwen3-MoE), and the K
+best, then softmax over these (GPT-OSS), are one function: normalize=True. DeepSeek-V3 and GLM-4.5: score="sigmoid", bias=True,
+scale, and groups, of which the top_groups best take part; a group's score is the sum of its two best s + b.
 
 The first loss is that of Switch (arXiv 2101.03961), which is `aux` where every expert gets as much. `load_balancing_loss_func` of
-Hugging Face's has no 1/K, so is K times this one with aux=1, and takes the means over the tokens of all layers before their product.
-`sequence_wise` (DeepSeek-V3, arXiv 2412.19437, eq. 17): the same of each sequence, logits [*, T, E], then their mean; the paper's has
-alpha for aux. The second is ST-MoE's z loss (arXiv 2202.08906). No tokens have a loss of 0.
+Hugging Face's has no 1/K, so is K times this one with aux=1, and takes means over the tokens of all layers before their product.
+`sequence_wise` (DeepSeek-V3, arXiv 2412.19437, eq. 17): the same of each sequence, logits [*, T, E], then their mean; aux is the
+paper's alpha. The second is ST-MoE's z loss (arXiv 2202.08906). The loss of no tokens is 0.
 
 `jitter`: x is `(logits, key)`, and logits are multiplied by u, uniform in [1 - jitter, 1 + jitter) and drawn again by the backward.
-`capacity`: an expert takes ceil(capacity T K / E) tokens, the first of them. The choices beyond are dropped: their index is E, their
-weight and its gradient are 0; w_k is normalised before, and n counts them.
+`capacity`: an expert takes ceil(capacity T K / E) choices, the first of them by token. Those beyond are dropped: their index is E,
+their weight and its gradient are 0; w_k is normalised before, and n counts them. Then a tensor of [*, K] is kept for each of
+weights and indices.
 """
 
 from __future__ import annotations
@@ -133,17 +134,13 @@ class RoutePending(Pending):
 
 
 @init_of(RouteConfig)
-def route_init(
-    cfg: RouteConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
-) -> RouteParams:
+def route_init(cfg: RouteConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> RouteParams:
     """A bias of zeros where cfg.bias asks for one; draws nothing."""
     return RouteParams(torch.zeros(cfg.experts, device=device, dtype=dtype) if cfg.bias else None)
 
 
 @forward(RouteConfig, RouteParams)
-def route_fwd(
-    params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = Needs.ALL
-) -> tuple[Routed, RouteResiduals | None]:
+def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = Needs.ALL) -> tuple[Routed, RouteResiduals | None]:
     """x: logits [*, E], with jitter `(logits, key)` -> `(weights, indices, load, loss)`. Raises `ValueError` or `TypeError` for a
     wrong shape, dtype or device."""
     logits, key = _check_x(params.bias, x, cfg)

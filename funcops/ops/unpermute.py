@@ -2,11 +2,11 @@
 
     y_t = sum_k rows[place_tk], over k in order        drows[place_tk] = dy_t        (the backward is `permute`, the forward its)
 
-x is `(rows, place)`, as `permute` gives them. rows, drows: [N, D] of one float dtype; place: [*, K] int32, a permutation of N = T K
-rows, T tokens; y, dy: [*, D]. Sums are in float32 (float64 for float64), rounded once. Rows of choices that were dropped are zero as
-`permute` leaves them, and add nothing. Kept: place, an alias.
-A place outside [0, N) raises `IndexError` on the CPU. Weights are the business of whoever makes the rows: before a product they cost
-no kept rows, here they would.
+x is `(rows, place)`, as `permute` gives them. rows, drows: [N, D] of one float dtype; place: [*, K] int32, a permutation of the
+N = T K rows of T tokens; y, dy: [*, D]. Sums are in float32 (float64 for float64), rounded once. Rows of choices that were dropped
+are zero as `permute` leaves them, and add nothing. Kept: place, an alias.
+A place outside [0, N) raises `IndexError` on the CPU. Weights are the business of whoever makes the rows: before a product they
+cost no kept rows, here they would.
 """
 
 from __future__ import annotations

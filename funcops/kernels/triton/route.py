@@ -1,7 +1,7 @@
 """The choice of experts: a program takes some tokens of a sequence, a tile at a time, of which it keeps all logits.
 
-The best of a row are found one by one. What is compared are integers, which are in the order of the scores, and of equal ones in that
-of their places: no two are equal, and none is chosen twice whatever the logits are. Each program leaves counts and sums of its own,
+The best of a row are found one by one. What is compared are integers, in the order of the scores, and of equal ones in that of
+their places: no two are equal, and none is chosen twice whatever the logits are. Each program leaves counts and sums of its own,
 which a second launch adds up in order.
 """
 
@@ -190,13 +190,13 @@ def route_fwd(
     blocks = next_power_of_2(groups)
     tokens = max(1, TILE // (blocks * size))
     tiles = cdiv(max(TOKENS, cdiv(length, PROGRAMS)), tokens)
-    programs = cdiv(length, tiles * tokens)
+    programs, scored = cdiv(length, tiles * tokens), bias is not None or groups > 1
     parts = indices.new_empty((sequences, programs, experts))
     sums = torch.empty_like(parts, dtype=torch.float32) if aux else None
     squares = weights.new_empty((sequences, programs)) if z else None
     _launch_forward(
-        programs, sequences, 1, logits.contiguous(), contiguous(bias), weights, indices, kept, parts, sums, squares, length, experts,
-        groups, tiles, scale, top_k, top_groups, score == "softmax", normalize, bias is not None, bias is not None or groups > 1,
+        programs, sequences, 1, logits.contiguous(), contiguous(bias), weights, indices, kept, parts, sums, squares, length,
+        experts, groups, tiles, scale, top_k, top_groups, score == "softmax", normalize, bias is not None, scored,
         keep, aux != 0.0, z != 0.0, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
     )  # fmt: skip
     counts, losses = indices.new_empty((sequences, experts)), weights.new_empty(sequences)
@@ -204,7 +204,7 @@ def route_fwd(
     a, b = aux * experts / (top_k * length * length * sequences), z / (sequences * length)
     _launch_finish(
         sequences, 1, 1, parts, sums, squares, counts, losses, programs, experts, a, b, aux != 0.0, z != 0.0,
-        max(1, TILE // block), block, num_warps=4,
+        max(1, TILE // 2 // block), block, num_warps=4,
     )  # fmt: skip
     return weights, indices, kept, counts, losses.view(()) if sequences == 1 else losses.sum()
 

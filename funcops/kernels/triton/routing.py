@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Optional
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -62,12 +62,12 @@ def gather_rows(rows: Tensor, place: Tensor, offsets: Optional[Tensor]) -> Tenso
     return y
 
 
-def _launch(launch: object, given: Tensor, place: Tensor, offsets: Optional[Tensor], out: Tensor) -> None:
+def _launch(launch: Callable[..., None], given: Tensor, place: Tensor, offsets: Optional[Tensor], out: Tensor) -> None:
     (tokens, choices), width = place.shape, given.shape[-1]
     if tokens and width:
         block = block_of(width, BLOCK)
         end = None if offsets is None else offsets[-1:]
-        launch(  # type: ignore[operator]
+        launch(
             tokens, cdiv(width, block), 1, given.contiguous(), place.contiguous(), contiguous(end), out, width, choices,
             end is not None, block, num_warps=warps_of(block),
         )  # fmt: skip
