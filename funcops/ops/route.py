@@ -48,14 +48,13 @@ from funcops.errors import FLOATS, check, check_rows, describe, fail, require, r
 from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
 from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import DGRAD, Inputs, Pending, Residuals, saved
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 from funcops.trees import leaf, tree
 
 __all__ = [
     "RouteConfig",
     "RouteParams",
-    "RoutePending",
     "RouteResiduals",
     "balance",
     "route",
@@ -127,10 +126,6 @@ class RouteResiduals(Residuals, static=("inputs", "shape", "dtype")):
     scores: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # s of the chosen; with a capacity w before drops
     choice: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # with a capacity: indices, -1 - e of a dropped choice of e
     counts: Tensor | None = saved("[S, E]", needed_by=DGRAD)  # of sequences
-
-
-class RoutePending(Pending):
-    """No tensor, and never made: no parameter here has a gradient."""
 
 
 @init_of(RouteConfig)
@@ -218,11 +213,36 @@ def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig) -> tuple[Routed,
 def route_dgrad(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> tuple[Any, None]:
     """dy: `(dw, None, None, dloss)`, a part that is None being zero -> dx, with jitter `(dx, None)`. There is no weight gradient:
     pending is None."""
+    return _gradient(residuals, dy, cfg), None
+
+
+@bwd_of(RouteResiduals, RouteParams)
+def route_bwd(residuals: RouteResiduals, dy: Any, cfg: RouteConfig, *, into: RouteParams | None = None) -> tuple[RouteParams, Any]:
+    """The whole backward: `route_dgrad`, and `into` as it is."""
+    dx = _gradient(residuals, dy, cfg)
+    return RouteParams(None) if into is None else into, dx
+
+
+def route_wgrad(pending: None, cfg: RouteConfig, *, into: RouteParams | None = None) -> RouteParams:
+    """A gradient of None, as the bias has none; `into` as it is."""
+    if type(cfg) is not RouteConfig:
+        fail("route_wgrad", "cfg", "RouteConfig", describe(cfg), TypeError)
+    if pending is not None:
+        fail("route_wgrad", "pending", "None (no parameter has a gradient)", describe(pending), TypeError)
+    if into is not None and type(into) is not RouteParams:
+        fail("route_wgrad", "into", "RouteParams", describe(into), TypeError)
+    return RouteParams(None) if into is None else into
+
+
+route_wgrad.opens = None, RouteParams  # type: ignore[attr-defined]
+
+
+def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
     shape, dtype = residuals.shape, residuals.dtype
     dweights, dloss = _check_dy(dy, (*shape[:-1], cfg.top_k), wide(dtype), residuals)
     needed = residuals.needs.input(0) if cfg.jitter else residuals.needs.x
     if not needed or (dweights is None and dloss is None):
-        return residuals.nothing(), None
+        return residuals.nothing()
     logits, key = residuals.logits, residuals.key
     at = residuals.indices if residuals.choice is None else residuals.choice
     assert at is not None
@@ -240,8 +260,8 @@ def route_dgrad(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> tuple[A
         dtype if of_keys is None else of_keys.dtype, cfg.score, cfg.normalize, cfg.scale, cfg.aux, cfg.z,
     ).view(shape)  # fmt: skip
     if of_keys is None:
-        return dx, None
-    return residuals.inputs.make(((dx * of_keys).to(dtype), None)), None
+        return dx
+    return residuals.inputs.make(((dx * of_keys).to(dtype), None))
 
 
 def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: RouteResiduals) -> tuple[Any, Any]:
@@ -258,12 +278,6 @@ def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: Ro
     return dy[0], dy[3]
 
 
-@wgrad_of(RoutePending, RouteParams)
-def route_wgrad(pending: RoutePending, cfg: RouteConfig, *, into: RouteParams | None = None) -> RouteParams:
-    """A gradient of None: the bias has none."""
-    return RouteParams(None) if into is None else into
-
-
 def balance(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     """The bias of a sigmoid router after a step: `bias + rate sign(mean(n) - n)` (arXiv 2408.15664). bias: [E], load n: [E], the
     sum of `load` over microbatches, layers that share the bias, and ranks. A new tensor, of the dtype of bias.
@@ -278,5 +292,6 @@ def balance(bias: Tensor, load: Tensor, rate: float) -> Tensor:
     return bias + rate * torch.sign(exact.sum() - exact * exact.numel()).to(bias.dtype)
 
 
-route = make_op("route", RouteConfig, init=route_init, fwd=route_fwd, dgrad=route_dgrad, wgrad=route_wgrad, keyed=True)
-route_bwd = both_halves(route, route_dgrad, route_wgrad)
+route = make_op(
+    "route", RouteConfig, init=route_init, fwd=route_fwd, dgrad=route_dgrad, wgrad=route_wgrad, bwd=route_bwd, keyed=True
+)

@@ -21,7 +21,7 @@ def case(rows, width, experts, choices, used=None):
     """`used`: the experts that are chosen; E is a choice that was dropped."""
 
     def x(d):
-        few = torch.tensor(list(range(experts)) if used is None else used)
+        few = torch.tensor(list(range(experts)) if used is None else used, device="cpu")
         picks = few[d.integers(0, len(few), *rows, choices)]
         return d.randn(*rows, width), picks.to(torch.int32)
 

@@ -13,7 +13,7 @@ def reference(params, x, cfg):
 def case(tokens, width, choices):
     def x(d):
         count = torch.Size((*tokens, choices)).numel()
-        place = torch.randperm(count, generator=d.generator).view(*tokens, choices)
+        place = torch.randperm(count, generator=d.generator, device="cpu").view(*tokens, choices)
         return d.randn(count, width), place.to(torch.int32)
 
     return Case(op=unpermute, cfg=UnpermuteConfig(), x=x, reference=reference, name=f"unpermute-{tokens}-{width}-{choices}")

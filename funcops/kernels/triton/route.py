@@ -44,14 +44,16 @@ def _ranked(v, at, LAST: tl.constexpr):
 
 
 @triton.jit
-def _in_best_groups(rank, groups, TOP: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Ranks of the groups whose two best are best; those of the others are gone."""
+def _in_best_groups(
+    rank, OF: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Ranks of the groups, OF how many, whose two best are best; those of the others are gone."""
     rank = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
     first = tl.max(rank, 2)
     second = tl.max(tl.where(rank == first[:, :, None], GONE, rank), 2)
     total = _number((first >> 32).to(tl.int32)) + _number((second >> 32).to(tl.int32))
     group = tl.arange(0, GROUPS)
-    order = tl.where(group[None, :] < groups, _ranked(total, group[None, :], GROUPS - 1), GONE)
+    order = tl.where(group[None, :] < OF, _ranked(total, group[None, :], GROUPS - 1), GONE)
     for _ in range(0, TOP):
         order = tl.where(order == tl.max(order, 1)[:, None], TAKEN, order)
     return tl.reshape(tl.where((order == TAKEN)[:, :, None], rank, GONE), [TOKENS, GROUPS * SIZE])
@@ -72,26 +74,36 @@ def _sigmoid(t):
 
 
 @triton.jit
+def _chosen(logits_ptr, row, index, wanted, inside, EXPERTS: tl.constexpr):
+    """The logits of the chosen, from the cache: -inf where there are no more, and 0 in rows that are not there."""
+    t = tl.load(logits_ptr + row[:, None] * EXPERTS + index, mask=wanted, other=-float("inf")).to(tl.float32)
+    return tl.where(inside[:, None], t, 0.0)
+
+
+@triton.jit
 def _forward(
-    logits_ptr, bias_ptr, weights_ptr, indices_ptr, kept_ptr, counts_ptr, sums_ptr, squares_ptr, length, experts, groups, tiles,
-    scale: tl.float32, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
-    BIASED: tl.constexpr, SCORED: tl.constexpr, KEEP: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr,
-    GROUPS: tl.constexpr, SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+    logits_ptr, bias_ptr, weights_ptr, indices_ptr, kept_ptr, counts_ptr, sums_ptr, squares_ptr, length, tiles,
+    scale: tl.float32, EXPERTS: tl.constexpr, OF_GROUPS: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, SCORED: tl.constexpr, KEEP: tl.constexpr,
+    AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Tiles of TOKENS tokens of sequence program_id(1). A tile has SIZE places for the experts of each of GROUPS groups."""
     BLOCK: tl.constexpr = GROUPS * SIZE
     part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    OWN: tl.constexpr = EXPERTS // OF_GROUPS
     at = tl.arange(0, BLOCK)
-    size = experts // groups
-    expert = at // SIZE * size + at % SIZE
-    real = (at % SIZE < size) & (at // SIZE < groups)
+    expert = at
+    if OWN != SIZE:
+        expert = at // SIZE * OWN + at % SIZE
+    real = (at % SIZE < OWN) & (at // SIZE < OF_GROUPS)
     k = tl.arange(0, K_BLOCK)
-    counts, sums, squares = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32), tl.zeros([TOKENS], tl.float32)
+    counts, sums = tl.zeros([TOKENS, BLOCK], tl.int32), tl.zeros([TOKENS, BLOCK], tl.float32)
+    squares = tl.zeros([TOKENS], tl.float32)
     for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         inside = token < length
         row = tl.program_id(1).to(tl.int64) * length + token
-        t = load_wide(logits_ptr + row[:, None] * experts + expert[None, :], inside[:, None] & real[None, :])
+        t = load_wide(logits_ptr + row[:, None] * EXPERTS + expert[None, :], inside[:, None] & real[None, :])
         t = tl.where(real[None, :], t, -float("inf"))
         lse = tl.zeros([TOKENS], tl.float32)
         s = t
@@ -102,7 +114,7 @@ def _forward(
             s = _sigmoid(t)
         if AUX:
             q = s if SOFTMAX else s / tl.sum(s, 1)[:, None]
-            sums += tl.sum(tl.where(inside[:, None], q, 0.0), 0)
+            sums += tl.where(inside[:, None], q, 0.0)
         if Z:
             squares += tl.where(inside, lse * lse, 0.0)
         preferred = s if SCORED else t
@@ -110,30 +122,28 @@ def _forward(
             preferred += load_wide(bias_ptr + expert, real)[None, :]
         rank = tl.where(real[None, :], _ranked(preferred, at[None, :], BLOCK - 1), GONE)
         if GROUPS > 1:
-            rank = _in_best_groups(rank, groups, TOP_GROUPS, TOKENS, GROUPS, SIZE)
+            rank = _in_best_groups(rank, OF_GROUPS, TOP_GROUPS, TOKENS, GROUPS, SIZE)
         index = tl.zeros([TOKENS, K_BLOCK], tl.int32)
         chosen = tl.full([TOKENS, K_BLOCK], -float("inf"), tl.float32)
         for n in range(0, TOP_K):
             best = tl.max(rank, 1)
-            hit = rank == best[:, None]
-            if SCORED:
-                logit = tl.sum(tl.where(hit, t, 0.0), 1)
-            else:
-                logit = _number((best >> 32).to(tl.int32))
-            rank = tl.where(hit, TAKEN, rank)
+            rank = tl.where(rank == best[:, None], TAKEN, rank)
             place = BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32)
-            index = tl.where(k[None, :] == n, (place // SIZE * size + place % SIZE)[:, None], index)
-            chosen = tl.where(k[None, :] == n, logit[:, None], chosen)
-        counts += tl.sum(((rank == TAKEN) & inside[:, None]).to(tl.int32), 0)
-        picked, share = _weighted(chosen, lse, SOFTMAX, NORMALIZE)
+            index = tl.where(k[None, :] == n, (place // SIZE * OWN + place % SIZE)[:, None], index)
+            if not SCORED:
+                chosen = tl.where(k[None, :] == n, _number((best >> 32).to(tl.int32))[:, None], chosen)
+        counts += ((rank == TAKEN) & inside[:, None]).to(tl.int32)
         to, wanted = row[:, None] * TOP_K + k[None, :], inside[:, None] & (k < TOP_K)[None, :]
+        if SCORED:
+            chosen = _chosen(logits_ptr, row, index, wanted, inside, EXPERTS)
+        picked, share = _weighted(chosen, lse, SOFTMAX, NORMALIZE)
         tl.store(weights_ptr + to, picked * (scale / share)[:, None], mask=wanted)
         tl.store(indices_ptr + to, index, mask=wanted)
         if KEEP:
             tl.store(kept_ptr + to, picked, mask=wanted)
-    tl.store(counts_ptr + part * experts + expert, counts, mask=real)
+    tl.store(counts_ptr + part * EXPERTS + expert, tl.sum(counts, 0), mask=real)
     if AUX:
-        tl.store(sums_ptr + part * experts + expert, sums, mask=real)
+        tl.store(sums_ptr + part * EXPERTS + expert, tl.sum(sums, 0), mask=real)
     if Z:
         tl.store(squares_ptr + part, tl.sum(squares, 0))
 
@@ -196,8 +206,8 @@ def route_fwd(
     squares = weights.new_empty((sequences, programs)) if z else None
     _launch_forward(
         programs, sequences, 1, logits.contiguous(), contiguous(bias), weights, indices, kept, parts, sums, squares, length,
-        experts, groups, tiles, scale, top_k, top_groups, score == "softmax", normalize, bias is not None, scored,
-        keep, aux != 0.0, z != 0.0, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
+        tiles, scale, experts, groups, top_k, top_groups, score == "softmax", normalize, bias is not None, scored, keep, aux != 0.0,
+        z != 0.0, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
     )  # fmt: skip
     counts, losses = indices.new_empty((sequences, experts)), weights.new_empty(sequences)
     block = block_of(experts, experts * 2)
@@ -233,19 +243,20 @@ def _of_chosen(g, s, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
 
 @triton.jit
 def _backward(
-    dloss_ptr, dweights_ptr, indices_ptr, kept_ptr, logits_ptr, counts_ptr, dlogits_ptr, length, experts, scale: tl.float32,
-    aux: tl.float32, z: tl.float32, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, OF_WEIGHTS: tl.constexpr,
-    ROWS: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    dloss_ptr, dweights_ptr, indices_ptr, kept_ptr, logits_ptr, counts_ptr, dlogits_ptr, length, scale: tl.float32,
+    aux: tl.float32, z: tl.float32, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     row = tl.program_id(1).to(tl.int64) * length + token
     expert, k = tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)
-    inside = (token < length)[:, None] & (expert < experts)[None, :]
-    to = row[:, None] * experts + expert[None, :]
+    inside = (token < length)[:, None] & (expert < EXPERTS)[None, :]
+    to = row[:, None] * EXPERTS + expert[None, :]
     d = tl.zeros([TOKENS, BLOCK], tl.float32)
     t = d
     if ROWS:
-        t = tl.where((expert < experts)[None, :], load_wide(logits_ptr + to, inside), -float("inf"))
+        t = tl.where((expert < EXPERTS)[None, :], load_wide(logits_ptr + to, inside), -float("inf"))
     spread = d
     if OF_WEIGHTS:
         wanted = (token < length)[:, None] & (k < TOP_K)[None, :]
@@ -254,11 +265,11 @@ def _backward(
         g = tl.where(index < 0, 0.0, scale * load_wide(dweights_ptr + at, wanted))  # of a dropped choice none
         index = tl.where(index < 0, -1 - index, index)
         if ROWS:
-            chosen = tl.load(logits_ptr + row[:, None] * experts + index, mask=wanted, other=-float("inf")).to(tl.float32)
+            chosen = _chosen(logits_ptr, row, index, wanted, token < length, EXPERTS)
             if not SOFTMAX:
                 g = _of_chosen(g, _sigmoid(chosen), SOFTMAX, NORMALIZE)
             elif NORMALIZE:
-                each, total, _ = _exponentials(tl.where((token < length)[:, None], chosen, 0.0))
+                each, total, _ = _exponentials(chosen)
                 g = _of_chosen(g, each / total[:, None], SOFTMAX, NORMALIZE)
         else:
             s = load_wide(kept_ptr + at, wanted)
@@ -268,7 +279,7 @@ def _backward(
         each, total, lse = _exponentials(t)
         p = each / total[:, None]
         if SOFTMAX and (AUX or not NORMALIZE):
-            d = _of_losses(counts_ptr, dloss_ptr, expert, experts, aux, AUX, TOKENS, BLOCK)
+            d = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
             if not NORMALIZE:
                 d += spread
             d = p * (d - tl.sum(tl.where(inside, d * p, 0.0), 1)[:, None])
@@ -277,7 +288,7 @@ def _backward(
     if not SOFTMAX and AUX:
         s = _sigmoid(t)
         total = tl.sum(s, 1)[:, None]
-        a = _of_losses(counts_ptr, dloss_ptr, expert, experts, aux, AUX, TOKENS, BLOCK)
+        a = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
         d += s * (1.0 - s) * (a - tl.sum(a * s, 1)[:, None] / total) / total
     if NORMALIZE or not SOFTMAX:
         d += spread
@@ -286,13 +297,13 @@ def _backward(
 
 @triton.jit
 def _of_losses(
-    counts_ptr, dloss_ptr, expert, experts, aux, AUX: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+    counts_ptr, dloss_ptr, expert, aux, EXPERTS: tl.constexpr, AUX: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """dq of the first loss, of a sequence's tokens."""
     found = tl.zeros([TOKENS, BLOCK], tl.float32)
     if AUX:
-        at = counts_ptr + tl.program_id(1).to(tl.int64) * experts + expert
-        found += (tl.load(at, mask=expert < experts, other=0).to(tl.float32) * (tl.load(dloss_ptr) * aux))[None, :]
+        at = counts_ptr + tl.program_id(1).to(tl.int64) * EXPERTS + expert
+        found += (tl.load(at, mask=expert < EXPERTS, other=0).to(tl.float32) * (tl.load(dloss_ptr) * aux))[None, :]
     return found
 
 
@@ -312,7 +323,7 @@ def route_bwd(
         a, b = aux * experts / (top_k * length * length * sequences), 2 * z / (sequences * length)
         _launch_backward(
             cdiv(length, tokens), sequences, 1, dloss.contiguous(), contiguous(dweights), indices.contiguous(), contiguous(kept),
-            contiguous(logits), contiguous(counts), dlogits, length, experts, scale, a, b, top_k, score == "softmax", normalize,
+            contiguous(logits), contiguous(counts), dlogits, length, scale, a, b, experts, top_k, score == "softmax", normalize,
             dweights is not None, logits is not None, aux != 0.0, z != 0.0, tokens, block, next_power_of_2(top_k),
             num_warps=8 if block > 256 else 4,
         )  # fmt: skip

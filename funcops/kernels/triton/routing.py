@@ -22,12 +22,13 @@ def _scatter(x_ptr, place_ptr, end_ptr, rows_ptr, width, choices, CUT: tl.conste
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + token * width + i, mask=i < width)
+    end = tl.load(end_ptr) if CUT else 0
     for k in range(0, choices):
         at = tl.load(place_ptr + token * choices + k).to(tl.int64)
+        row = x
         if CUT:
-            tl.store(rows_ptr + at * width + i, tl.where(at < tl.load(end_ptr), x, 0.0).to(x.dtype), mask=i < width)
-        else:
-            tl.store(rows_ptr + at * width + i, x, mask=i < width)
+            row = tl.where(at < end, x, 0.0).to(x.dtype)
+        tl.store(rows_ptr + at * width + i, row, mask=i < width)
 
 
 @triton.jit
@@ -36,11 +37,12 @@ def _gather(rows_ptr, place_ptr, end_ptr, y_ptr, width, choices, CUT: tl.constex
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
+    end = tl.load(end_ptr) if CUT else 0
     for k in range(0, choices):
         at = tl.load(place_ptr + token * choices + k).to(tl.int64)
         inside = i < width
         if CUT:
-            inside &= at < tl.load(end_ptr)
+            inside &= at < end
         total += load_wide(rows_ptr + at * width + i, inside)
     store_rounded(y_ptr + token * width + i, total, i < width)
 
