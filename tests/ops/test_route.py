@@ -1,4 +1,4 @@
-"""The router against Hugging Face's, its choice where scores are equal or are no numbers, what it keeps; rows to experts and back."""
+"""The router against Hugging Face's, its choice of equal scores, what it keeps; rows to experts and back."""
 
 import dataclasses
 import importlib
@@ -75,6 +75,7 @@ def as_of(model):
     return getattr(module, model + router)(config), cfg
 
 
+@pytest.mark.slow  # transformers take seconds to import
 @pytest.mark.parametrize("model", ["Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss"])
 def test_weights_and_gradients_are_hugging_faces(model):
     pytest.importorskip("transformers")
@@ -106,6 +107,7 @@ def test_weights_and_gradients_are_hugging_faces(model):
     assert grads["route"].bias is None
 
 
+@pytest.mark.slow
 def test_the_loss_is_hugging_faces_over_k():
     module = pytest.importorskip("transformers.models.mixtral.modeling_mixtral")
     logits = torch.randn(30, 8, requires_grad=True)
@@ -125,12 +127,12 @@ def test_the_loss_of_an_even_load_is_its_factor():
 @pytest.mark.parametrize("name", ["torch", "triton"])
 def test_of_equal_logits_the_first_are_chosen(name):
     nan, inf = float("nan"), float("inf")
-    rows = torch.tensor([[1.0] * 5, [0.0, -0.0, 0.0, -0.0, 0.0], [-inf, 2, -inf, 2, -inf], [1, nan, 2, nan, 3], [-inf] * 5])
+    rows = torch.tensor([[1.0] * 5, [0.0, -0.0, 0.0, -0.0, 0.0], [-inf, 2, -inf, 2, -inf], [1, nan, 2, nan, 3], [-inf] * 4 + [1]])
     with backend(name):
         _, found, load, _ = route.fwd(RouteParams(None), rows, RouteConfig(5, 3))[0]
         grouped = RouteConfig(6, 3, score="sigmoid", groups=3, top_groups=2)
         groups = route.fwd(RouteParams(None), torch.tensor([[0.0] * 6, [0.0, 1, 3, -inf, 1, 0]]), grouped)[0][1]
-    assert found.tolist() == [[0, 1, 2], [0, 1, 2], [1, 3, 0], [1, 3, 4], [0, 1, 2]] and load.tolist() == [4, 5, 3, 2, 1]
+    assert found.tolist() == [[0, 1, 2], [0, 1, 2], [1, 3, 0], [1, 3, 4], [4, 0, 1]] and load.tolist() == [4, 5, 2, 2, 2]
     assert groups.tolist() == [[0, 1, 2], [1, 4, 0]]
 
 
@@ -188,11 +190,7 @@ def test_what_is_kept(cfg):
     assert fresh == wanted
     of_rows = cfg.aux or cfg.z or (cfg.score == "softmax" and not cfg.normalize)
     assert (kept.logits is logits) == bool(of_rows), "logits are kept where the gradient takes all of a row"
-    assert not kept.of_params if hasattr(kept, "of_params") else True
-    assert route.fwd(params, x, cfg, needs=Needs(x=False))[1] is None or not [
-        t for name in kept.fields if (t := getattr(route.fwd(params, x, cfg, needs=Needs(x=False))[1], name)) is not None
-    ]
-    assert "RouteResiduals" in repr(kept) and report(kept, x=x)
+    assert report(kept, x=x).kept_bytes >= fresh
 
 
 @every_config
@@ -216,12 +214,7 @@ def test_balance_evens_the_load():
         (_, _, load, _), _ = route.fwd(RouteParams(bias), logits, cfg, needs=Needs.NONE)
         loads.append(int(load.max()))
         before, bias = bias, balance(bias, load, 0.01)
-        assert (
-            torch.equal(
-                bias - before, torch.where(load < 125, 1.0, torch.where(load > 125, -1.0, 0.0)) * 0.01 + (bias - before) * 0
-            )
-            or ((bias - before).abs() - 0.01).abs().max() < 1e-6
-        )
+        assert_close(bias - before, 0.01 * torch.sign(125.0 - load), dtype=torch.float32)
     assert loads[0] > 200 and loads[-1] < 140
     assert balance(torch.zeros(2), torch.tensor([1.5, 0.5]), 0.5).tolist() == [-0.5, 0.5], "a mean over ranks"
 
