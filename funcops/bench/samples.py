@@ -379,9 +379,9 @@ def _routers(make: Maker) -> Iterator[Sample]:
             of_rows, how = any(losses) or not (normalize or sigmoid), f"{shape} {'normalised' if normalize else ''}".strip()
             args = bias, top_k, score, normalize, 2.5, *groups, *losses
             yield Sample(route.route_fwd, how, (logits, *args, sigmoid and normalize))
-            indices = make.ids(*by_choice, below=experts).to(torch.int32)
+            indices = ((make.ids(1, tokens, 1, below=experts) + torch.arange(top_k, device=make.device)) % experts).to(torch.int32)
             kept, counts = None if of_rows else make.wide(*by_choice), make.ids(1, experts, below=tokens).to(torch.int32)
-            given = make.wide(), make.wide(*by_choice), indices, kept, logits if of_rows else None, counts if losses[0] else None
+            given = make.wide(1), make.wide(*by_choice), indices, kept, logits if of_rows else None, counts if losses[0] else None
             yield Sample(route.route_bwd, how, (*given, experts, make.dtype, score, normalize, 2.5, *losses))
 
 
