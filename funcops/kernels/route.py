@@ -87,8 +87,8 @@ def route_bwd(
     dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],
     counts: Optional[Tensor], experts: int, dtype: torch.dtype, score: str, normalize: bool, scale: float, aux: float, z: float,
 ) -> Tensor:  # fmt: skip
-    """dlogits [S, L, E] in `dtype`; dloss: [] or [1]. An index of -1 - e is that of a dropped choice of e. `kept`: w of softmax, and
-    of sigmoid that is not normalised; else s_i. `logits` stand in for it, and are there where the gradient takes all of a row;
+    """dlogits [S, L, E] in `dtype`; dloss: [] or [1]. An index of -1 - e is that of a dropped choice of e. `kept`: w of softmax,
+    and of sigmoid that is not normalised; else s_i. `logits` stand in for it, and are there where the gradient takes all of a row;
     `counts` with `aux`."""
     at = torch.where(indices < 0, -1 - indices, indices).to(torch.int64)
     d = torch.zeros(*indices.shape[:-1], experts, dtype=dloss.dtype, device=dloss.device)
