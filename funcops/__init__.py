@@ -11,6 +11,7 @@ Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd,
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
+    experts          route (balance), permute, unpermute
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
@@ -78,13 +79,16 @@ from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
+from funcops.ops.permute import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *
 from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
+from funcops.ops.route import *
 from funcops.ops.scale import *
+from funcops.ops.unpermute import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
@@ -124,8 +128,8 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-# one name a concept; the rest of an operator (linear_fwd, LinearResiduals) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Residuals", "Pending")
+# one name a concept; the rest of an operator (linear_fwd, LinearParams) is imported from here all the same
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ = [name for name in __all__ if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
 

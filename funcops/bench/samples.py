@@ -30,6 +30,8 @@ from funcops.kernels import (
     quantize,
     quantize_after,
     rope,
+    route,
+    routing,
     scaled_mm,
     sibling_linear,
 )
@@ -114,7 +116,7 @@ class Maker:
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
         _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
-        _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus,
+        _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers, _rows_of_experts,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -363,6 +365,37 @@ def _coded_glus(make: Maker) -> Iterator[Sample]:
         shape, scales = f"swiglu 1x{cols} {rows}x2x{width}", make.codes(rows, -(-2 * width // cols), about=127)
         yield Sample(coded_glu.coded_glu_fwd, shape, (codes, scales, cols, "swiglu", True, make.dtype), dtype=make.dtype)
         yield Sample(coded_glu.coded_glu_bwd, shape, (dy, codes, scales, cols, "swiglu", True))
+
+
+def _routers(make: Maker) -> Iterator[Sample]:
+    """DeepSeek-V3's, Qwen3-MoE's with both losses, and Mixtral's; of logits as wide as activations."""
+    for experts, top_k, score, groups, losses in (
+        (256, 8, "sigmoid", (8, 4), (0.0, 0.0)), (128, 8, "softmax", (1, 1), (1e-3, 1e-3)), (8, 2, "softmax", (1, 1), (0.0, 0.0)),
+    ):  # fmt: skip
+        (tokens,), sigmoid = make.sizes(65536), score == "sigmoid"
+        logits, by_choice, shape = make.floats(1, tokens, experts), (1, tokens, top_k), f"{score} {tokens}x{experts} to {top_k}"
+        bias = make.floats(experts) if sigmoid else None
+        for normalize in (True, False):
+            of_rows, how = any(losses) or not (normalize or sigmoid), f"{shape} {'normalised' if normalize else ''}".strip()
+            args = bias, top_k, score, normalize, 2.5, *groups, *losses
+            yield Sample(route.route_fwd, how, (logits, *args, sigmoid and normalize))
+            indices = ((make.ids(1, tokens, 1, below=experts) + torch.arange(top_k, device=make.device)) % experts).to(torch.int32)
+            kept, counts = None if of_rows else make.wide(*by_choice), make.ids(1, experts, below=tokens).to(torch.int32)
+            given = make.wide(1), make.wide(*by_choice), indices, kept, logits if of_rows else None, counts if losses[0] else None
+            yield Sample(route.route_bwd, how, (*given, experts, make.dtype, score, normalize, 2.5, *losses))
+
+
+def _rows_of_experts(make: Maker) -> Iterator[Sample]:
+    """Qwen3-30B-A3B's and Mixtral's."""
+    for tokens, width, top_k, experts in ((8192, 2048, 8, 128), (8192, 4096, 2, 8)):
+        tokens, width = make.sizes(tokens, width)
+        x, rows, shape = make.floats(tokens, width), make.floats(tokens * top_k, width), f"{tokens}x{width} to {top_k}"
+        place = torch.randperm(tokens * top_k, device=make.device).to(torch.int32).view(tokens, top_k)
+        offsets = torch.linspace(0, tokens * top_k, experts + 1, device=make.device).to(torch.int32)
+        yield Sample(routing.scatter_rows, f"{shape} of {experts}", (x, place, offsets))
+        yield Sample(routing.scatter_rows, shape, (x, place, None))
+        yield Sample(routing.gather_rows, f"{shape} of {experts}", (rows, place, offsets))
+        yield Sample(routing.gather_rows, shape, (rows, place, None))
 
 
 def _products(make: Maker) -> Iterator[Sample]:

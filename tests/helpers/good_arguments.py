@@ -362,6 +362,8 @@ OWN |= DIST | SCHEDULES | {
     "report": Row(lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2, "expand": True}, {"tokens": ONE},
         {("residuals", "None"): "nothing was kept", "params": ANY, "x": ANY}),
     "quantization_report": Row(lambda: {"params": params(), "x": x(), "cfg": CFG, "recipe": formats.E4M3_BLOCK, "dy": None}),
+    "balance": Row(lambda: {"bias": torch.zeros(4), "load": torch.arange(4), "rate": 0.1},
+        accepts={("bias", "float32[4]"): "one tensor may be anywhere"}),
     "diff": Row(lambda: {"before": report_of(), "after": report_of()}),
     "rope_table": Row(lambda: {"positions": torch.arange(3), "cfg": RopeConfig(4), "dtype": torch.float32},
         accepts={("positions", "int64[3, 5]"): "of any size", ("positions", "int64[3]"): "one tensor may be anywhere"}),

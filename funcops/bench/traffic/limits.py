@@ -63,6 +63,12 @@ REASONS = (
         "a scale for each 32 elements down a column, which lie with many threads",
     ),
     Reason("retile", "", "instructions", "of 2 bytes an element, which is decoded, multiplied twice, and encoded"),
+    Reason(
+        "route_fwd", "", "instructions",
+        "the K best of a row are found one by one, in registers: K passes over it, and a reduction each",
+    ),
+    Reason("route_bwd", "", "instructions", "a row's K gradients come to their places by K comparisons of each"),
+    Reason("route_(fwd|bwd)", "", "wide", "K weights, indices and gradients of a token, which are fewer than a program's threads"),
     Reason("_fold_in", "", "wide", "two numbers of 64 bits: a launch is all that it takes"),
 )  # fmt: skip
 
