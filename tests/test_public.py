@@ -60,7 +60,7 @@ def test_a_star_import_takes_no_module_from_the_user():
 
 
 def test_the_face_has_a_name_for_each_concept():
-    """Of an operator itself and its config; its params, its functions and what these return are imported by name."""
+    """Of an operator itself and its config; its functions and what they return are imported by name."""
     assert len(funcops.__all__) <= 120 and set(funcops.__all__) < set(dir(funcops)) and len(dir(funcops)) <= 120
     for op in (value for value in vars(funcops).values() if isinstance(value, funcops.Op)):
         assert op.name in funcops.__all__

@@ -14,7 +14,7 @@ With g = c dw, a_e = dloss aux E n_e / (K T^2), and S the sum of the chosen s:
     dl = s (ds - sum_e ds_e s_e) of softmax, s (1 - s) ds of sigmoid
 
 Logits are computed with in float32 whatever they come in. The choice has no gradient, nor has its bias b [E], a parameter that
-`balance` updates: no optimiser may decay it. Equal scores: the lowest index. NaN counts as the highest.
+`optim.balance` updates; optimisers leave it alone, as its gradient is None. Equal scores: the lowest index. NaN is the highest.
 Kept: indices, and with them weights (softmax normalised; sigmoid that is not), the chosen s (sigmoid normalised), or logits where
 the gradient takes all of a row: softmax that is not normalised, or a loss. All but the chosen s are aliases, of x and parts of y.
 
@@ -44,7 +44,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
-from funcops.errors import FLOATS, check, check_rows, describe, fail, require, require_number
+from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
 from funcops.needs import Needs
@@ -56,7 +56,6 @@ __all__ = [
     "RouteConfig",
     "RouteParams",
     "RouteResiduals",
-    "balance",
     "route",
     "route_bwd",
     "route_dgrad",
@@ -276,20 +275,6 @@ def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: Ro
         if dy[i] is not None:
             check("route_dgrad", f"dy.{i}", dy[i], wanted, dtype, like)
     return dy[0], dy[3]
-
-
-def balance(bias: Tensor, load: Tensor, rate: float) -> Tensor:
-    """The bias of a sigmoid router after a step: `bias + rate sign(mean(n) - n)` (arXiv 2408.15664). bias: [E], load n: [E], the
-    sum of `load` over microbatches, layers that share the bias, and ranks. A new tensor, of the dtype of bias.
-
-    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    check("balance", "bias", bias, (...,), FLOATS)
-    if bias.dim() != 1 or not bias.numel():
-        fail("balance", "bias", "[E]", list(bias.shape))
-    check("balance", "load", load, tuple(bias.shape), (torch.int32, torch.int64, *FLOATS), bias)
-    require_number("balance", 0, rate=rate)
-    exact = load.to(torch.float64 if load.is_floating_point() else torch.int64)
-    return bias + rate * torch.sign(exact.sum() - exact * exact.numel()).to(bias.dtype)
 
 
 route = make_op(

@@ -1,7 +1,7 @@
 import torch
 from hypothesis import strategies as st
 
-from funcops import RouteConfig, RouteParams, balance, random, route, route_dgrad, route_fwd
+from funcops import RouteConfig, RouteParams, optim, random, route, route_dgrad, route_fwd
 from funcops.testing import Case, Error
 
 
@@ -138,5 +138,5 @@ ERRORS = [
         match="route_dgrad: dy.2 must be None (load are integers, without a gradient), got float32[4]",
         error=TypeError,
     ),
-    Error(call=lambda: balance(torch.ones(4), torch.ones(3), 0.1), match="balance: load must be [4], got [3]"),
+    Error(call=lambda: optim.balance(torch.ones(4), torch.ones(3), 0.1), match="balance: load must be [4], got [3]"),
 ]

@@ -177,6 +177,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "norm": torch.tensor(2.0),
         "in_place": True}, accepts={
         ("grads", "None"): ANY, ("grads", "[]"): ANY, }),
+    "optim.balance": Row(lambda: {"bias": torch.zeros(4), "load": torch.arange(4), "rate": 0.1}),
     "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
     "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
     "optim.ema_init": Row(lambda: {"params": tree(), "dtype": torch.float32}, accepts={"params": ANY}),
@@ -362,8 +363,6 @@ OWN |= DIST | SCHEDULES | {
     "report": Row(lambda: {"residuals": kept(), "params": params(), "x": x(), "tokens": 2, "expand": True}, {"tokens": ONE},
         {("residuals", "None"): "nothing was kept", "params": ANY, "x": ANY}),
     "quantization_report": Row(lambda: {"params": params(), "x": x(), "cfg": CFG, "recipe": formats.E4M3_BLOCK, "dy": None}),
-    "balance": Row(lambda: {"bias": torch.zeros(4), "load": torch.arange(4), "rate": 0.1},
-        accepts={("bias", "float32[4]"): "one tensor may be anywhere"}),
     "diff": Row(lambda: {"before": report_of(), "after": report_of()}),
     "rope_table": Row(lambda: {"positions": torch.arange(3), "cfg": RopeConfig(4), "dtype": torch.float32},
         accepts={("positions", "int64[3, 5]"): "of any size", ("positions", "int64[3]"): "one tensor may be anywhere"}),

@@ -17,9 +17,9 @@ from funcops import (
     RouteParams,
     Step,
     UnpermuteConfig,
-    balance,
     chain,
     linear,
+    optim,
     permute,
     random,
     report,
@@ -213,10 +213,10 @@ def test_balance_evens_the_load():
     for _ in range(60):
         (_, _, load, _), _ = route.fwd(RouteParams(bias), logits, cfg, needs=Needs.NONE)
         loads.append(int(load.max()))
-        before, bias = bias, balance(bias, load, 0.01)
+        before, bias = bias, optim.balance(bias, load, 0.01)
         assert_close(bias - before, 0.01 * torch.sign(125.0 - load), dtype=torch.float32)
     assert loads[0] > 200 and loads[-1] < 140
-    assert balance(torch.zeros(2), torch.tensor([1.5, 0.5]), 0.5).tolist() == [-0.5, 0.5], "a mean over ranks"
+    assert optim.balance(torch.zeros(2), torch.tensor([1.5, 0.5]), 0.5).tolist() == [-0.5, 0.5], "a mean over ranks"
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
