@@ -17,6 +17,7 @@ from funcops import (
     RouteParams,
     Step,
     UnpermuteConfig,
+    WithExtras,
     chain,
     linear,
     optim,
@@ -175,6 +176,23 @@ def test_a_tokens_bits_are_its_own(name):
 
         with backend(name):
             same_bits(run(logits, 4), run(others, 40), f"{cfg}")
+
+
+def test_load_and_loss_leave_a_chain_by_name():
+    """With a key on its way to the router, and a dy of None for what has no gradient."""
+    cfg = RouteConfig(8, 3, jitter=0.1, aux=0.2)
+    gate, names = LinearConfig(5, 8), ("indices", "load", "loss")
+    steps = Step("gate", linear, gate), Step("route", route, cfg, takes=("key",), gives=names)
+    whole = ChainConfig(steps=steps, extras=("key",), outputs=names)
+    params, x, key = chain.init(whole, key=random.key(0)), torch.randn(6, 5), random.key(3)
+    y, kept = chain.fwd(params, WithExtras(x, {"key": key}), whole)
+    logits, _ = linear.fwd(params["gate"], x, gate)
+    want, own = route.fwd(params["route"], (logits, random.fold_in(key, random.path_id("route"))), cfg)
+    same_bits((y.main, *[y.extras[name] for name in names]), want, "y")
+    dweights, dloss = torch.randn_like(y.main), torch.ones(())
+    grads, _ = chain.bwd(kept, WithExtras(dweights, {"indices": None, "load": None, "loss": dloss}), whole)
+    _, (dlogits, _) = route.bwd(own, (dweights, None, None, dloss), cfg)
+    assert_close(grads["gate"].weight, dlogits.mT @ x, dtype=torch.float32)
 
 
 @every_config
