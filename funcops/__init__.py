@@ -74,6 +74,7 @@ from funcops.ops.dropout import *
 from funcops.ops.embedding import *
 from funcops.ops.fork import *
 from funcops.ops.glu import *
+from funcops.ops.grouped_linear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *
