@@ -72,6 +72,7 @@ from funcops.ops.cast import *
 from funcops.ops.cross_entropy import *
 from funcops.ops.dropout import *
 from funcops.ops.embedding import *
+from funcops.ops.experts import *
 from funcops.ops.fork import *
 from funcops.ops.glu import *
 from funcops.ops.grouped_linear import *

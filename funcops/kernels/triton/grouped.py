@@ -60,10 +60,10 @@ def _product(
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
     if last == 0:
         return
-    m = first + tl.arange(0, BLOCK_M)
+    e, m = e.to(tl.int64), first + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = place_of(m, last, index_ptr, every, a_rows, INDEXED)
-    w_ptr += e.to(tl.int64) * K * N
+    w_ptr += e * K * N
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     length = tl.where(e < E, K, 0)
     total = add_product(total, a_ptr, w_ptr, row, n, a_rows, N, 0, length, K, 1, w_k, w_n, PRECISION, BLOCK_K)
