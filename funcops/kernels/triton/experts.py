@@ -36,21 +36,25 @@ def _up(
     e, m = e.to(tl.int64), first + tl.arange(0, BLOCK_M)
     n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    row = place_of(m, last, order_ptr, every, tokens, True)
+    # rows and columns that are not there read others, and are not stored: fewer masks take fewer registers
+    row = tl.where(m < last, place_of(m, last, order_ptr, every, tokens, True), 0)
     a_at = x_ptr + row[:, None] * H + k[None, :]
-    b_at = up_ptr + (e * 2 * I + n[None, :]) * H + k[:, None]
+    up_ptr += e * 2 * I * H
+    b_at = up_ptr + tl.where(n < I, n, 0)[None, :] * H + k[:, None]
+    c_at = b_at + tl.full([], I, tl.int64) * H
     gate, linear = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, tl.where(e < E, H, 0), BLOCK_K):
-        inside = (k < H - start)[:, None] & (n < I)[None, :]
-        a = tl.load(a_at, mask=(row < tokens)[:, None] & (k < H - start)[None, :], other=0.0)
-        b = tl.load(b_at, mask=inside, other=0.0)
-        c = tl.load(b_at + tl.full([], I, tl.int64) * H, mask=inside, other=0.0)
+        left = H - start
+        a = tl.load(a_at, mask=(k < left)[None, :], other=0.0)
+        b = tl.load(b_at, mask=(k < left)[:, None], other=0.0)
+        c = tl.load(c_at, mask=(k < left)[:, None], other=0.0)
         if INTERPRETED:
             a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
         gate = tl.dot(a, b, gate, input_precision=PRECISION)
         linear = tl.dot(a, c, linear, input_precision=PRECISION)
         a_at += BLOCK_K
         b_at += BLOCK_K
+        c_at += BLOCK_K
     if BIAS:
         own = (n < I) & (e < E)
         gate += load_wide(bias_ptr + e * 2 * I + n, own)[None, :]
@@ -97,11 +101,11 @@ def _down_part(
 def _down_dgrad(
     dy_ptr, down_ptr, z_ptr, weights_ptr, dz_ptr, scaled_ptr, parts_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E, I, H,
     every, limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, DZ: tl.constexpr,
-    DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, QUARTERS: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
+    DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dz, scaled, and of ds a part a column tile, [column tiles, rows]. With QUARTERS the epilogue takes a quarter of the columns
-    at a time: all at once would spill."""
+    """dz, scaled, and of ds a part a column tile, [column tiles, rows]. The epilogue takes a quarter of the columns at a time:
+    all at once would spill."""
     tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
     e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
     if last == 0:
@@ -116,19 +120,15 @@ def _down_dgrad(
         da, dy_ptr, w_ptr, row, n + tl.arange(0, BLOCK_N), tokens, I, 0, length, H, 1, I, 1, PRECISION, BLOCK_K
     )  # fmt: skip
     s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)
-    if QUARTERS:
-        PART: tl.constexpr = BLOCK_N // 4
-        left, right = _columns(da, BLOCK_M, BLOCK_N)
-        a, b = _columns(left, BLOCK_M, BLOCK_N // 2)
-        c, d = _columns(right, BLOCK_M, BLOCK_N // 2)
-        n += tl.arange(0, PART)
-        sums = _down_part(a, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-        sums += _down_part(b, s, z_ptr, dz_ptr, scaled_ptr, m, n + PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-        sums += _down_part(c, s, z_ptr, dz_ptr, scaled_ptr, m, n + 2 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-        sums += _down_part(d, s, z_ptr, dz_ptr, scaled_ptr, m, n + 3 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
-    else:
-        n += tl.arange(0, BLOCK_N)
-        sums = _down_part(da, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    PART: tl.constexpr = BLOCK_N // 4
+    left, right = _columns(da, BLOCK_M, BLOCK_N)
+    a, b = _columns(left, BLOCK_M, BLOCK_N // 2)
+    c, d = _columns(right, BLOCK_M, BLOCK_N // 2)
+    n += tl.arange(0, PART)
+    sums = _down_part(a, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums += _down_part(b, s, z_ptr, dz_ptr, scaled_ptr, m, n + PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums += _down_part(c, s, z_ptr, dz_ptr, scaled_ptr, m, n + 2 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums += _down_part(d, s, z_ptr, dz_ptr, scaled_ptr, m, n + 3 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
     if DWEIGHTS:
         tl.store(parts_ptr + tile_n.to(tl.int64) * rows + m, sums, mask=m < last)
 
@@ -204,7 +204,7 @@ def experts_dgrad(
     _launch_down_dgrad(
         tiles * columns, 1, 1, dy.contiguous(), down.contiguous(), z.contiguous(), weights.contiguous(), d_z, again, parts,
         order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every, limit, alpha, offset,
-        GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.n >= 128, tile.m, tile.n, tile.k, GROUP,
+        GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
         blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if d_weights is not None:

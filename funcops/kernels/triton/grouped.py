@@ -19,9 +19,10 @@ from funcops.backend.launch import launcher
 from funcops.kernels import grouped as declared
 from funcops.kernels.triton.common import INTERPRETED, block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded, warps_of
 from funcops.kernels.triton.gemm import add_product, tile_of
-from funcops.kernels.triton.gemm_table import FP32, FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED, Tile
+from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED_FUSED, Tile
 from funcops.kernels.triton.matmul import GROUP, precision
 
+FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider ones spill, with a gated unit
 FEW = 64  # rows a group, for which a tile of 128 would be half empty
 SUM_BLOCK = 1024
 
@@ -140,9 +141,9 @@ def tile_for(dtype: torch.dtype, rows: int, groups: int, *widths: int) -> Tile:
     """By shapes alone. `widths`: of all matrices' rows, of which every multiple of 16 has aligned rows."""
     even = all([width % 16 == 0 for width in widths])
     if dtype is torch.float32:
-        return FP32 if even else FP32_UNALIGNED
+        return FP32 if even else FP32_ODD
     if not even:
-        return UNALIGNED
+        return UNALIGNED_FUSED
     return SQUARE if min(widths) > FEW and rows > FEW * groups else SMALL
 
 
