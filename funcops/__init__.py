@@ -11,7 +11,7 @@ Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd,
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
-    experts          route (balance), permute, unpermute
+    mixtures         route (balance), permute, experts, grouped_linear, unpermute
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs

@@ -39,12 +39,12 @@ def case(tokens, choices, count, h, i, chosen=None, wide=False, **options):
     """Choices of a token differ, as a router's do; they are among `chosen`, where that is given: experts, and `count` for what was
     dropped."""
     cfg = ExpertsConfig(count, h, i, **options)
-    among = torch.tensor(range(count) if chosen is None else chosen)
+    among = torch.tensor(range(count) if chosen is None else chosen, device="cpu")
 
     def x(d):
         shuffled = d.rand(*tokens, len(among)).float().argsort(-1)
         weights = d.rand(*tokens, choices)
-        indices = among[shuffled[..., torch.arange(choices) % max(1, len(among))]].to(torch.int32)
+        indices = among[shuffled[..., [k % len(among) for k in range(choices)]]].to(torch.int32)
         return weights.to(torch.float32) if wide and d.dtype.itemsize == 2 else weights, d.randn(*tokens, h), indices
 
     name = f"experts-{tokens}x{choices}-of-{count}-{h}-{i}-{chosen}-{wide}-{options}"

@@ -24,7 +24,7 @@ def case(counts, i, o, behind=0, **options):
     cfg = GroupedLinearConfig(len(counts), i, o, **options)
 
     def x(d):
-        offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+        offsets = torch.tensor([0, *counts], device="cpu").cumsum(0).to(torch.int32)
         return d.randn(sum(counts) + behind, i), offsets
 
     return Case(op=grouped_linear, cfg=cfg, x=x, reference=reference, name=f"grouped-{counts}-{behind}-{i}-{o}-{options}")
