@@ -17,20 +17,20 @@ from funcops.random import key
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves
 
-HUGGING_FACE = {  # name of the experts, fields of their config, and which weights are transposed and interleaved, with biases
-    "Mixtral": ("mixtral", "MixtralExperts", "MixtralConfig", dict(num_local_experts=5, intermediate_size=6), False),
-    "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeExperts", "Qwen3MoeConfig", dict(num_experts=5, moe_intermediate_size=6), False),
-    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3Experts", "DeepseekV3Config", dict(n_routed_experts=5, moe_intermediate_size=6), False),
-    "GPT-OSS": ("gpt_oss", "GptOssExperts", "GptOssConfig", dict(num_local_experts=5, intermediate_size=6), True),
+HUGGING_FACE = {  # their home and name, fields of their config, and whether weights are transposed and interleaved, with biases
+    "Mixtral": ("mixtral", "Mixtral", dict(num_local_experts=5, intermediate_size=6), False),
+    "Qwen3-MoE": ("qwen3_moe", "Qwen3Moe", dict(num_experts=5, moe_intermediate_size=6), False),
+    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3", dict(n_routed_experts=5, moe_intermediate_size=6), False),
+    "GPT-OSS": ("gpt_oss", "GptOss", dict(num_local_experts=5, intermediate_size=6), True),
 }
 
 
 def hugging_face(name):
     """Their experts with weights drawn, in float64, and those as params of ours, and the config."""
     pytest.importorskip("transformers")
-    home, kind, config, sizes, oss = HUGGING_FACE[name]
+    home, kind, sizes, oss = HUGGING_FACE[name]
     modeling = importlib.import_module(f"transformers.models.{home}.modeling_{home}")
-    theirs = getattr(modeling, kind)(getattr(modeling, config)(hidden_size=8, **sizes)).double()
+    theirs = getattr(modeling, f"{kind}Experts")(getattr(modeling, f"{kind}Config")(hidden_size=8, **sizes)).double()
     generator = torch.Generator().manual_seed(1)
     for p in theirs.parameters():
         p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)

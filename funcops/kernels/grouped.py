@@ -75,8 +75,8 @@ def grouped_wgrad_into(
     dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
     scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor],
 ) -> None:  # fmt: skip
-    """The same added to dw [E, O, I] and db [E, O], where they are given: contiguous, in the wide dtype; sums are not rounded before,
-    but for dw on the CPU."""
+    """The same added to dw [E, O, I] and db [E, O], where they are given: contiguous, in the wide dtype; sums are not rounded
+    before, but for dw on the CPU."""
     rows, inner = _factors(dy, x, dy_index, x_index, every)
     if dw is not None and inner is not None:
         if dy.is_cpu:

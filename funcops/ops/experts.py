@@ -9,12 +9,14 @@ Rows are sorted by expert: row n is a token's choice, s_n its weight.
     dx = sum over k of (dz up_e)[place[:, k]]      d up_e = dz^T x[token]      d down_e = dy[token]^T (s a)
 
 A bias of up is added to z; one of down counts s times, so that ds gets dy[token] . bias_e. As the weight comes before down, neither
-down's output nor its gradient by row is kept: all that is kept beside inputs and params is z, [N, 2I] for N = T K rows, and 8 bytes a
-row of order and place. Nothing of x by row is made. Sums over k have a fixed order, and no value is read on the host.
+down's output nor its gradient by row is kept: all that is kept beside inputs and params is z, [N, 2I] for N = T K rows, 8 bytes a
+row of order and place, and offsets. Nothing of x by row is made. Sums over k have a fixed order. On CUDA no value is read on the
+host; there a token's bits do not depend on where others go.
 
 x is `(weights, x, indices)`: weights [*, K], of x's dtype or the wide one (float32; float64 for float64); x, y, dy: [*, H];
-indices [*, K], int32, of 0 to E: E is a choice that was dropped, which adds nothing and whose weight has the gradient 0. up: [E, 2I,
-H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080; TransformerEngine's GroupedMLP.
+indices [*, K], int32, of 0 to E: E is a choice that was dropped, which adds nothing and whose weight has the gradient 0.
+up: [E, 2I, H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080;
+TransformerEngine's GroupedMLP.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class ExpertsParams:
     @staticmethod
     def without(cfg: ExpertsConfig) -> ExpertsParams:
         """Of no gradient at all."""
-        return ExpertsParams(GroupedLinearParams(), GroupedLinearParams())
+        return ExpertsParams(GroupedLinearParams(None, None), GroupedLinearParams(None, None))
 
 
 OF_DZ = "x.1", "params.up.weight", "params.up.bias"
@@ -173,8 +175,8 @@ def _of_rows(weights: Tensor, order: Tensor) -> Tensor:
 def experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ExpertsResiduals | None]:
-    """The weighted sum of each token's experts. x: `(weights, x, indices)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a wrong
-    shape, dtype or device, and on the CPU `IndexError` for an index outside 0..E."""
+    """The weighted sum of each token's experts. x: `(weights, x, indices)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a
+    wrong shape, dtype or device, and on the CPU `IndexError` for an index outside 0..E."""
     _check_inputs(x, cfg)
     weights, tokens, indices = x
     _check_params(params, cfg, tokens)
@@ -219,8 +221,8 @@ def experts_dgrad(
 
 @wgrad_of(ExpertsPending, ExpertsParams)
 def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsParams | None = None) -> ExpertsParams:
-    """`d up_e = dz^T x[token]`, `d down_e = dy[token]^T (s a)`, and of biases the sums of dz and of s dy[token]; 0 for an expert that
-    nobody chose. Added to `into` where that is given."""
+    """`d up_e = dz^T x[token]`, `d down_e = dy[token]^T (s a)`, and of biases the sums of dz and of s dy[token]; 0 for an expert
+    that nobody chose. Added to `into` where that is given."""
     p, needs = pending, pending.needs
     biases = [cfg.bias and needs.param(f"{name}.bias") for name in ("up", "down")]
     x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
@@ -230,16 +232,15 @@ def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsP
     if into is not None:
         layers = zip((cfg.up, cfg.down), (dz, dy), (x, scaled), biases, strict=True)
         check_into("experts_wgrad", into, ExpertsParams(*[_wanted(*layer) for layer in layers]))
-    made = []
-    for args, own, bias in ((of_up, into and into.up, biases[0]), (of_down, into and into.down, biases[1])):
-        made.append(_gradients(args, own, bias))
-    return ExpertsParams(*made) if into is None else into
+    up, down = (None, None) if into is None else (into.up, into.down)
+    made = ExpertsParams(_gradients(of_up, up, biases[0]), _gradients(of_down, down, biases[1]))
+    return made if into is None else into
 
 
 def _wanted(layer: GroupedLinearConfig, dy: Tensor | None, x: Tensor | None, bias: bool) -> GroupedLinearParams:
     """What accumulators must be like."""
     if dy is None:
-        return GroupedLinearParams()
+        return GroupedLinearParams(None, None)
     shape = dy.new_empty(()).expand(layer.experts, *layer.weight_shape)
     return GroupedLinearParams(NO_GRADIENT if x is None else shape, shape[..., 0] if bias else None)
 
@@ -247,7 +248,7 @@ def _wanted(layer: GroupedLinearConfig, dy: Tensor | None, x: Tensor | None, bia
 def _gradients(args: Any, into: GroupedLinearParams | None, bias: bool) -> GroupedLinearParams:
     dy, x, *_ = args
     if dy is None or (x is None and not bias):
-        return GroupedLinearParams() if into is None else into
+        return GroupedLinearParams(None, None) if into is None else into
     if into is None:
         return GroupedLinearParams(*grouped_wgrad(*args, bias))
     return into_grouped("experts_wgrad", args, into, x is not None, bias)

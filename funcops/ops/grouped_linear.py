@@ -48,8 +48,8 @@ __all__ = [
 
 @config
 class GroupedLinearConfig:
-    """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are found by an
-    index; `stacked`: whether a leaf holds all experts."""
+    """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are found
+    by an index; `stacked`: whether a leaf holds all experts."""
 
     experts: int = field(kw_only=False)
     in_features: int = field(kw_only=False)
@@ -145,8 +145,8 @@ def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Tensor | 
 def grouped_linear_fwd(
     params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GroupedLinearResiduals | None]:
-    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)` or `(x, offsets, token, place)` -> y: [N, O]. Raises `ValueError` or `TypeError`
-    for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend from 0 to at most N."""
+    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)` or `(x, offsets, token, place)` -> y: [N, O]. Raises `ValueError` or
+    `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend from 0 to at most N."""
     rows, offsets, token, place = _inputs(x, cfg)
     weight, bias = params.weight, params.bias
     check_experts("grouped_linear_fwd", "params.weight", weight, cfg.experts, cfg.weight_shape, rows, cfg.stacked)
@@ -171,8 +171,8 @@ def _stacked(leaf: Any) -> Tensor:
 def grouped_linear_dgrad(
     residuals: GroupedLinearResiduals, dy: Tensor, cfg: GroupedLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedLinearPending | None]:
-    """`dx_n = dy_n w_e`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending weight
-    gradient, all aliases."""
+    """`dx_n = dy_n w_e`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending
+    weight gradient, all aliases."""
     needs, offsets = residuals.needs, residuals.offsets
     check("grouped_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, offsets)
     pending = GroupedLinearPending.keep(cfg, needs, x=residuals.x, dy=dy, offsets=offsets, token=residuals.token)
@@ -207,8 +207,8 @@ def grouped_linear_wgrad(
 
 
 def into_grouped(where: str, args: Any, into: GroupedLinearParams, weight: bool, bias: bool) -> GroupedLinearParams:
-    """dw and db of `grouped_wgrad(*args)`, added to stacked accumulators, which were checked: in the product itself, unrounded, where
-    they are as wide as its sums."""
+    """dw and db of `grouped_wgrad(*args)`, added to stacked accumulators, which were checked: in the product itself, unrounded,
+    where they are as wide as its sums."""
     dw, db = into.weight if weight else None, into.bias if bias else None
     if takes_sums(dw, args[0].dtype) and takes_sums(db, args[0].dtype):
         kernels.grouped_wgrad_into(*args, dw, db)

@@ -54,7 +54,8 @@ def case(tokens, choices, count, h, i, chosen=None, wide=False, **options):
 CASES = [
     case((2, 5), 2, 4, 7, 3, wide=True),
     case((5,), 2, 4, 6, 3, chosen=(1, 2), kind="geglu"),  # the first and the last have no rows
-    case((6,), 2, 4, 5, 3, chosen=(0, 3, 4), kind="clamped_swiglu", limit=0.7, bias=True),  # a middle one has none; some are dropped
+    # a middle one has none; some choices are dropped
+    case((6,), 2, 4, 5, 3, chosen=(0, 3, 4), kind="clamped_swiglu", limit=0.7, bias=True),
     case((3,), 1, 1, 4, 2, bias=True, wide=True),
     case((0,), 2, 4, 3, 2, bias=True),
     case((4,), 1, 64, 3, 5, chosen=(17,)),  # all tokens to one

@@ -24,7 +24,8 @@ FEW_CHOICES, MANY_CHOICES, COLUMNS = 32, 256, 128  # a program's, with dots of a
 
 @triton.jit
 def _up(
-    x_ptr, up_ptr, bias_ptr, weights_ptr, z_ptr, scaled_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E, I, H, every,
+    x_ptr, up_ptr, bias_ptr, weights_ptr, z_ptr, scaled_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E,
+    I, H, every,  # noqa: E741 (as in the math)
     limit: tl.float32, alpha: tl.float32, offset: tl.float32, BIAS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -77,7 +78,8 @@ def _columns(t, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _down_part(
-    da, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit: tl.float32, alpha: tl.float32, offset: tl.float32,
+    da, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I,  # noqa: E741 (as in the math)
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32,
     KIND: tl.constexpr, DZ: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """dz and scaled of some columns of da, and the sum of da a over them."""
@@ -99,8 +101,9 @@ def _down_part(
 
 @triton.jit
 def _down_dgrad(
-    dy_ptr, down_ptr, z_ptr, weights_ptr, dz_ptr, scaled_ptr, parts_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E, I, H,
-    every, limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, DZ: tl.constexpr,
+    dy_ptr, down_ptr, z_ptr, weights_ptr, dz_ptr, scaled_ptr, parts_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E,
+    I, H, every,  # noqa: E741 (as in the math)
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, DZ: tl.constexpr,
     DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
 ):  # fmt: skip

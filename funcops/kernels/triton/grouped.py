@@ -17,7 +17,16 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import grouped as declared
-from funcops.kernels.triton.common import INTERPRETED, block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded, warps_of
+from funcops.kernels.triton.common import (
+    INTERPRETED,
+    block_of,
+    cdiv,
+    contiguous,
+    load_wide,
+    next_power_of_2,
+    store_rounded,
+    warps_of,
+)
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED_FUSED, Tile
 from funcops.kernels.triton.matmul import GROUP, precision
@@ -79,12 +88,13 @@ def _product(
 
 @triton.jit
 def _wgrad(
-    dy_ptr, x_ptr, dw_ptr, db_ptr, scales_ptr, dy_index_ptr, x_index_ptr, offsets_ptr, dy_rows, x_rows, O, I, every,
+    dy_ptr, x_ptr, dw_ptr, db_ptr, scales_ptr, dy_index_ptr, x_index_ptr, offsets_ptr, dy_rows, x_rows,
+    O, I, every,  # noqa: E741 (as in the math)
     DW: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr, DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr,
     ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """dw [E, O, I] (+)= dy^T x over a group's rows, and with SUMS, in the first tiles of a row of them, db [E, O] (+)= their sum."""
+    """dw [E, O, I] (+)= dy^T x over a group's rows, and with SUMS, in the first of a row of tiles, db [E, O] (+)= their sum."""
     e = tl.program_id(1).to(tl.int64)
     tile_m, tile_n = tile_of(tl.program_id(0), O, I, BLOCK_M, BLOCK_N, GROUP)
     first, last = tl.load(offsets_ptr + e), tl.load(offsets_ptr + e + 1)
