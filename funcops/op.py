@@ -361,9 +361,8 @@ def wgrad_of(
 
 
 def no_gradients(params_class: Any, cfg: Any) -> Any:
-    """A tree of params in which all is None: `params_class()`, or for a class whose fields are trees its `without(cfg)`."""
-    without = getattr(params_class, "without", None)
-    return params_class() if without is None else without(cfg)
+    """A tree of params in which all is None: of a class whose fields are trees, its `without(cfg)`."""
+    return params_class.without(cfg) if hasattr(params_class, "without") else params_class()
 
 
 def with_raw(checked: Any, raw: Any) -> Any:
