@@ -11,7 +11,7 @@ from torch import Tensor
 from funcops.bench.sample import Maker, Prepared, Sample
 from funcops.kernels import glu
 from funcops.kernels.experts import experts_dgrad, experts_up
-from funcops.kernels.grouped import gather_sum, grouped_product, grouped_wgrad, grouped_wgrad_into
+from funcops.kernels.grouped import grouped_product, grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import sort_by_expert
 
 CONSTANTS = 7.0, 1.702, 1.0  # limit, alpha and offset of GPT-OSS
@@ -51,7 +51,7 @@ class Layer(NamedTuple):
         return f"{tokens}x{dim} by {self.choices} of {count} to 2x{width // 2}"
 
 
-def experts(make: Maker) -> Iterator[Sample]:
+def of_experts(make: Maker) -> Iterator[Sample]:
     wide = Layer.of(make, 8192, 8, 128, 2048, 768, False)
     yield from _both(wide, "swiglu")
     yield from _products(wide)
@@ -61,10 +61,6 @@ def experts(make: Maker) -> Iterator[Sample]:
         biased = Layer.of(make, *sizes, True)
         yield from _both(biased, "clamped_swiglu")
         yield from _products(biased)
-    for choices, dim in ((8, 2048), (2, 4096)):
-        tokens, dim = make.sizes(8192, dim)
-        place = sort_by_expert(make.ids(tokens, choices, below=8).to(torch.int32), 8)[3]
-        yield Sample(gather_sum, f"{choices} of {tokens}x{dim}", (make.floats(tokens * choices, dim), place))
 
 
 def _both(layer: Layer, kind: str) -> Iterator[Sample]:

@@ -97,15 +97,6 @@ def _grouped_wgrad_into_fake(
     return None
 
 
-@kernel()
-def gather_sum(rows: Tensor, place: Tensor) -> Tensor:
-    """y [T, H] = sum over k of rows[place[t, k]], in the order of k and the wide dtype; rows [N, H], place [T, K]."""
-    total = rows.index_select(0, place[:, 0]).to(wide(rows.dtype))
-    for k in range(1, place.shape[1]):
-        total = total + rows.index_select(0, place[:, k])
-    return total.to(rows.dtype)
-
-
 def gathered(a: Tensor, index: Tensor, every: int) -> Tensor:
     return a.index_select(0, index if every == 1 else index // every)
 

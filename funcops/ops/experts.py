@@ -32,8 +32,8 @@ from funcops.accumulators import check_into
 from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
-from funcops.kernels.grouped import gather_sum, grouped_product, grouped_wgrad
-from funcops.kernels.routing import sort_by_expert
+from funcops.kernels.grouped import grouped_product, grouped_wgrad
+from funcops.kernels.routing import gather_rows, sort_by_expert
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.glu import GLUConfig
@@ -184,7 +184,7 @@ def experts_fwd(
     order, _, offsets, place = sort_by_expert(_rows(indices), cfg.experts)
     z, scaled = kernels.experts_up(_rows(tokens), up.weight, up.bias, _rows(weights), order, offsets, *cfg.gated)
     s = _of_rows(weights, order) if cfg.bias else None
-    y = gather_sum(grouped_product(scaled, down.weight, down.bias, offsets, None, 1, s, True), place).view(tokens.shape)
+    y = gather_rows(grouped_product(scaled, down.weight, down.bias, offsets, None, 1, s, True), place, None).view(tokens.shape)
     kept = ExpertsResiduals.keep(
         cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=up.weight, down=down.weight,
         down_bias=down.bias, z=z, order=order, place=place, offsets=offsets, inputs=Inputs.of(x), shape=tokens.shape,
@@ -211,7 +211,7 @@ def experts_dgrad(
         )  # fmt: skip
     dx = None
     if of_x:
-        dx = gather_sum(grouped_product(dz, r.up, None, r.offsets, None, 1, None, False), r.place).view(r.shape)
+        dx = gather_rows(grouped_product(dz, r.up, None, r.offsets, None, 1, None, False), r.place, None).view(r.shape)
     pending = ExpertsPending.keep(
         cfg, needs, x=r.x, dz=dz, dy=dy, scaled=scaled, weights=r.weights if cfg.bias else None, order=r.order, offsets=r.offsets,
         choices=weights.shape[1],

@@ -27,6 +27,7 @@ from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import grouped as kernels
+from funcops.kernels.routing import gather_rows
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
@@ -181,7 +182,7 @@ def grouped_linear_dgrad(
     dx = kernels.grouped_product(dy, _stacked(residuals.weight), None, offsets, None, 1, None, False)
     place = residuals.place
     if place is not None:
-        dx = kernels.gather_sum(dx, place.reshape(-1, place.shape[-1])).view(residuals.shape)
+        dx = gather_rows(dx, place.reshape(-1, place.shape[-1]), None).view(residuals.shape)
     return residuals.inputs.make((dx, *[None] * (residuals.inputs.parts - 1))), pending
 
 

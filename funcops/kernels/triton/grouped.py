@@ -19,13 +19,11 @@ from funcops.backend.launch import launcher
 from funcops.kernels import grouped as declared
 from funcops.kernels.triton.common import (
     INTERPRETED,
-    block_of,
     cdiv,
     contiguous,
     load_wide,
     next_power_of_2,
     store_rounded,
-    warps_of,
 )
 from funcops.kernels.triton.gemm import add_product, tile_of
 from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED_FUSED, Tile
@@ -33,7 +31,6 @@ from funcops.kernels.triton.matmul import GROUP, precision
 
 FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider ones spill, with a gated unit
 FEW = 64  # rows a group, for which a tile of 128 would be half empty
-SUM_BLOCK = 1024
 
 
 @triton.jit
@@ -132,19 +129,7 @@ def _wgrad(
             store_rounded(db_ptr + e * O + o, sums, o < O)
 
 
-@triton.jit
-def _gather_sum(rows_ptr, place_ptr, y_ptr, T, width, K, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
-    t = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (t < T)[:, None] & (i < width)[None, :]
-    total = tl.zeros([TOKENS, BLOCK], tl.float32)
-    for k in range(0, K):
-        row = tl.load(place_ptr + t * K + k, mask=t < T, other=0).to(tl.int64)
-        total += load_wide(rows_ptr + row[:, None] * width + i[None, :], inside)
-    store_rounded(y_ptr + t[:, None] * width + i[None, :], total, inside)
-
-
-_launch_product, _launch_wgrad, _launch_gather_sum = launcher(_product), launcher(_wgrad), launcher(_gather_sum)
+_launch_product, _launch_wgrad = launcher(_product), launcher(_wgrad)
 
 
 def tile_for(dtype: torch.dtype, rows: int, groups: int, *widths: int) -> Tile:
@@ -219,17 +204,3 @@ def _wgrads(
         every, x is not None, db is not None, scales is not None, dy_index is not None, x_index is not None, add,
         precision(dy.dtype), tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-
-
-@declared.gather_sum.triton
-def gather_sum(rows: Tensor, place: Tensor) -> Tensor:
-    (tokens, choices), width = place.shape, rows.shape[1]
-    y = rows.new_empty((tokens, width))
-    if y.numel():
-        block = block_of(width, SUM_BLOCK)
-        some = SUM_BLOCK // block
-        grid = cdiv(tokens, some), cdiv(width, block), 1
-        _launch_gather_sum(
-            *grid, rows.contiguous(), place.contiguous(), y, tokens, width, choices, some, block, num_warps=warps_of(SUM_BLOCK)
-        )  # fmt: skip
-    return y
