@@ -10,7 +10,7 @@ Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd,
     layers           linear, qlinear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
-    mixtures         route, permute, unpermute
+    mixtures         route, permute, grouped_linear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
@@ -72,8 +72,10 @@ from funcops.ops.cast import *
 from funcops.ops.cross_entropy import *
 from funcops.ops.dropout import *
 from funcops.ops.embedding import *
+from funcops.ops.experts import *
 from funcops.ops.fork import *
 from funcops.ops.glu import *
+from funcops.ops.grouped_linear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *
@@ -128,8 +130,8 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-# one name a concept; the rest of an operator (linear_fwd, LinearParams, LinearResiduals) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending")
+# one name a concept; the rest of an operator (linear_fwd, LinearParams) is imported from here all the same
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Fitted")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ = [name for name in __all__ if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
 

@@ -43,6 +43,9 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "route_fwd", "route_bwd", "sort_by_expert", "scatter_rows", "gather_rows",
     ),
     "test_low_residuals, by the kernels of the decoded x": ("coded_glu_fwd", "coded_glu_bwd"),
+    "test_experts and the law Right, by a loop over experts": (
+        "grouped_product", "grouped_wgrad", "grouped_wgrad_into", "experts_up", "experts_dgrad",
+    ),
     "products as in the math": (
         "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",
         "sibling_linear_dgrad", "joined_linear_dgrad",
