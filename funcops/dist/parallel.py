@@ -21,8 +21,10 @@ from funcops.compose.step import Step
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
+from funcops.dist.ops.column_qlinear import column_qlinear
 from funcops.dist.ops.context_attention import context_attention
 from funcops.dist.ops.row_linear import row_linear
+from funcops.dist.ops.row_qlinear import row_qlinear
 from funcops.dist.ops.sharded_dropout import Shared, ShardedDropoutConfig, sharded_dropout
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
@@ -35,6 +37,7 @@ from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, embedding
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops.ops.qlinear import QLinearConfig, op_of
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
@@ -194,7 +197,7 @@ class _Walk:
         """A step in a role: its config's fields, and those that the role adds."""
         part = ROLES[role].get(type(cfg))
         if part is None:
-            kinds = " or ".join(one.source.name for one in ROLES[role].values())
+            kinds = " or ".join(one.source.name for one in ROLES[role].values() if isinstance(one.source, Op))
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
@@ -212,14 +215,15 @@ class _Walk:
             raise
         self.widths[path] = getattr(cfg, "out_features", 0)
         after = _Main(main.place if part.before is None else part.after, path if part.after else "")
-        return self.remade(op, path, part.source, part.becomes), made, after
+        source = part.source if isinstance(part.source, Op) else part.source(cfg.recipe)
+        return self.remade(op, path, source, part.becomes), made, after
 
 
 class _Role(NamedTuple):
     """What becomes of an op. `before`, `after`: the place at which features must be shared out in its x and are in its y (None: at
-    any, and they stay there). `axis`: that over which it talks; "" is that of the call."""
+    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`: by a recipe, where one chooses."""
 
-    source: Op
+    source: Op | Callable[[Any], Op]
     becomes: Op
     before: int | None
     after: int = 0
@@ -227,8 +231,8 @@ class _Role(NamedTuple):
 
 
 ROLES: dict[str, dict[type, _Role]] = {
-    "column": {LinearConfig: _Role(linear, column_linear, 0, 1)},
-    "row": {LinearConfig: _Role(linear, row_linear, 1)},
+    "column": {LinearConfig: _Role(linear, column_linear, 0, 1), QLinearConfig: _Role(op_of, column_qlinear, 0, 1)},
+    "row": {LinearConfig: _Role(linear, row_linear, 1), QLinearConfig: _Role(op_of, row_qlinear, 1)},
     "vocab": {
         EmbeddingConfig: _Role(embedding, vocab_embedding, 0),
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),

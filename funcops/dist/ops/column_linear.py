@@ -16,6 +16,7 @@ products: in another order. In the whole backward x is on its way meanwhile, and
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -30,8 +31,9 @@ from funcops.dist.ring import gathered_products, scattered_products
 from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [
@@ -76,6 +78,13 @@ class ColumnLinearConfig:
         """What the axis shares out, by the name of the leaf."""
         spec = Spec(self.axis.name, 0, parts=self.parts)
         return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
+
+    def with_recipe(self, recipe: Recipe) -> tuple[Op, Op, Any]:
+        """This op, and the one that takes its place in low precision, with its config."""
+        from funcops.dist.ops.column_qlinear import ColumnQLinearConfig, column_qlinear
+
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return column_linear, column_qlinear, ColumnQLinearConfig(**fields, recipe=recipe)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.weight_shape[0]
