@@ -373,8 +373,8 @@ def _layers(weight: Tensor, scale: Tensor | None) -> list[tuple[Tensor, Any]]:
 
 
 def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, list[Tensor]]:
-    """The amaxes of weights that ranks have in parts, and whose recipe has a scale of the whole, by path one a layer: those of an axis
-    in one communication."""
+    """The amaxes of weights that ranks have in parts, of recipes with a scale of the whole, by path one a layer: of an axis in one
+    communication."""
     groups: dict[Any, dict[str, list[Tensor]]] = {}
     for path, (inner, weight) in found.items():
         if hasattr(inner, "largest") and inner.recipe.w.whole and not inner.recipe.delayed:

@@ -91,9 +91,7 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
 class _Walk:
     """One walk over a config."""
 
-    def __init__(
-        self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, overlap: str, parts: dict[str, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, overlap: str, parts: dict[str, tuple[int, ...]]) -> None:
         self.rules, self.axis, self.overlap, self.parts = rules, axis, overlap, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
 

@@ -203,7 +203,7 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
 
 
 def low_gradients(
-    where: str, pending: Any, x: Any, cfg: Any, into: LinearParams | None, dw: Callable[[torch.dtype], Tensor | None]
+    where: str, pending: Any, x: Any, cfg: Any, into: LinearParams | None, dw: Callable[[torch.dtype], Any]
 ) -> LinearParams:
     """The gradients of params, with `dw(dtype)` where there is an x; added to `into` where that is given, after a check of it."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
@@ -222,13 +222,14 @@ def low_gradients(
 def check_low_into(where: str, pending: Any, x: Any, cfg: Any, into: LinearParams) -> tuple[LinearParams, Tensor | None]:
     """The accumulators without those of amaxes, after a check, and db as a gradient of params."""
     sums, db = _sums(where, into, pending.amaxes), None if pending.db is None else pending.db.to(pending.dtype)
-    like = None if x is None else a_tensor(x).new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
+    one: Any = a_tensor(x)
+    like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
     check_into(where, sums, LinearParams(like, db))
     return sums, db
 
 
-def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> None:
-    """Params beside an x of that dtype and device, and whether this has the formats."""
+def check_params(where: str, params: LinearParams, x: Tensor, cfg: Any) -> None:
+    """Params beside an x of that dtype and device, and whether this has the formats; of a config with a recipe."""
     recipe, weight, bias = cfg.recipe, params.weight, params.bias
     if isinstance(weight, Scaled) != recipe.delayed:
         wanted = (
@@ -259,7 +260,7 @@ def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig
             fail(where, "x", f"on a device {needed}", f"capability {have}", RuntimeError)
 
 
-def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: QLinearConfig) -> None:
+def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
     if not torch.compiler.is_compiling() and weight.stale():
         raise StaleResidualError(
             f"{where}: params.weight must be made of the weight as it is now, got codes of one that was written to since. "
@@ -345,9 +346,7 @@ def _dgrad(
     if needs.x and row is not None:
         dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
     kept = col if low else dy
-    return dx, QLinearPending.keep(
-        cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
-    )
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
 
 
 def needs_low(needs: Needs, recipe: Recipe) -> bool:

@@ -81,6 +81,7 @@ DIST = {
         "bucket_bytes": 64}, {"also": ((3,), (ALONE,)), "bucket_bytes": (0,)}),
     "dist.global_norm": Row(lambda: {"tree": tree(), "over": ALONE, "parts": {"a": (ALONE,)}, "device": "cpu"}, {
         "over": ((3,),), "parts": ({"a": 3}, {"c": ()})}, {**empty("tree"), ("device", "None"): "torch's own"}),
+    "dist.amaxes_over": Row(lambda: {"amaxes": {"a": torch.ones(3)}, "over": ALONE}, {"amaxes": ({"a": 3},), "over": ((3,),)}),
     "dist.everywhere": Row(lambda: {"ok": torch.tensor(True), "over": ALONE}, {"over": ((3,),)}),
     "dist.raise_everywhere": Row(lambda: {"fault": "", "mesh": dist.Mesh(axes=(ALONE,))}, {},
         {"fault": "a text is raised, none is not"}),

@@ -89,7 +89,7 @@ class ColumnQLinearConfig:
     def __post_init__(self) -> None:
         check_low_config(self, "out_features")
         check_parts(self)
-        how = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap, "parts": self.parts}
+        how: Any = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap, "parts": self.parts}
         object.__setattr__(self, "linear", ColumnLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[ColumnLinearConfig]  # the same layer without the recipe
@@ -162,7 +162,13 @@ def column_operands(
 
 
 def column_of(
-    whole: QTensor, kept: QTensor | None, amax: Tensor | None, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, needs: Needs
+    whole: QTensor,
+    kept: QTensor | None,
+    amax: Tensor | None,
+    params: LinearParams,
+    x: Tensor,
+    cfg: ColumnQLinearConfig,
+    needs: Needs,
 ) -> tuple[Tensor, ColumnQLinearResiduals | None]:
     """y and residuals, of x by rows of all ranks; after every check."""
     recipe, weight = cfg.recipe, params.weight
@@ -243,7 +249,9 @@ def _rounded(
         col = turned(row) if low else None
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
     elif needs.x or low:
-        key = residuals.rounding if cfg.axis.size == 1 or not recipe.stochastic else random.fold_in(residuals.rounding, cfg.axis.rank)
+        key = (
+            residuals.rounding if cfg.axis.size == 1 or not recipe.stochastic else random.fold_in(residuals.rounding, cfg.axis.rank)
+        )
         row, col = of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
         cfg, needs, x=residuals.x, codes=codes, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
@@ -268,7 +276,9 @@ def _send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig)
     if codes is None:
         return send(pending.x, axis) if recipe.wgrad == "high" else send_columns(pending.x, recipe, recipe.x, axis)
     dy = pending.dy.shape
-    shape = torch.Size((dy[0] // axis.size, *dy[1:-1], cfg.in_features)) if axis.size > 1 else torch.Size((*dy[:-1], cfg.in_features))
+    shape = (
+        torch.Size((dy[0] // axis.size, *dy[1:-1], cfg.in_features)) if axis.size > 1 else torch.Size((*dy[:-1], cfg.in_features))
+    )
     check_quantized(where, "pending.codes", codes, recipe.x, kept_side(recipe, codes), shape, pending.dy.codes)
     return send(codes, axis)
 

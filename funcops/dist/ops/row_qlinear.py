@@ -94,7 +94,7 @@ class RowQLinearConfig:
 
     def __post_init__(self) -> None:
         check_low_config(self, "in_features")
-        how = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
+        how: Any = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
         object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
