@@ -58,6 +58,7 @@ from funcops.dist.ops.vocab_cross_entropy import *
 from funcops.dist.ops.vocab_embedding import *
 from funcops.dist.ops.vocab_linear_cross_entropy import *
 from funcops.dist.parallel import parallel as parallel
+from funcops.dist.siblings import rule as _rule  # noqa: F401  registers it
 from funcops.dist.specs import Spec as Spec
 from funcops.dist.specs import shard as shard
 from funcops.dist.specs import sum_gradients as sum_gradients

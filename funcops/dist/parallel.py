@@ -21,10 +21,10 @@ from funcops.compose.step import Step
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
-from funcops.dist.ops.column_qlinear import column_qlinear
+from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.context_attention import context_attention
 from funcops.dist.ops.row_linear import row_linear
-from funcops.dist.ops.row_qlinear import row_qlinear
+from funcops.dist.ops.row_qlinear import row_op_of
 from funcops.dist.ops.sharded_dropout import Shared, ShardedDropoutConfig, sharded_dropout
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
@@ -204,33 +204,33 @@ class _Walk:
             wanted = "where x has its features shared out, behind a column layer" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, _said(main))
         more = {"axis": axis, "overlap": self.overlap, "parts": self.parts.get(path, ())}
-        taken = {f.name for f in dataclasses.fields(part.becomes.config)}
+        source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
+        taken = {f.name for f in dataclasses.fields(becomes.config)}
         fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)} | more
         try:
-            made = part.becomes.config(**{name: value for name, value in fields.items() if name in taken})
+            made = becomes.config(**{name: value for name, value in fields.items() if name in taken})
         except ValueError as error:
             in_step(error, path)
             raise
         self.widths[path] = getattr(cfg, "out_features", 0)
         after = _Main(main.place if part.before is None else part.after, path if part.after else "")
-        source = part.source if isinstance(part.source, Op) else part.source(cfg.recipe)
-        return self.remade(op, path, source, part.becomes), made, after
+        return self.remade(op, path, source, becomes), made, after
 
 
 class _Role(NamedTuple):
     """What becomes of an op. `before`, `after`: the place at which features must be shared out in its x and are in its y (None: at
-    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`: by a recipe, where one chooses."""
+    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`, `becomes`: by a recipe, where one chooses."""
 
     source: Op | Callable[[Any], Op]
-    becomes: Op
+    becomes: Op | Callable[[Any], Op]
     before: int | None
     after: int = 0
     axis: str = ""
 
 
 ROLES: dict[str, dict[type, _Role]] = {
-    "column": {LinearConfig: _Role(linear, column_linear, 0, 1), QLinearConfig: _Role(op_of, column_qlinear, 0, 1)},
-    "row": {LinearConfig: _Role(linear, row_linear, 1), QLinearConfig: _Role(op_of, row_qlinear, 1)},
+    "column": {LinearConfig: _Role(linear, column_linear, 0, 1), QLinearConfig: _Role(op_of, column_op_of, 0, 1)},
+    "row": {LinearConfig: _Role(linear, row_linear, 1), QLinearConfig: _Role(op_of, row_op_of, 1)},
     "vocab": {
         EmbeddingConfig: _Role(embedding, vocab_embedding, 0),
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),

@@ -91,7 +91,7 @@ def test_ranks_have_the_codes_of_one_process(recipe, way):
             tp = mesh["tp"]
             cut = functools.partial(lambda t, dim: t.chunk(2, dim)[tp.rank].contiguous())
             own = config(WIDTH, WIDTH, recipe=recipe, axis=tp, overlap=overlap, sequence_parallel=sequence)
-            layer = ChainConfig(steps=(Step("one", LOW[name][0], own),))
+            layer = ChainConfig(steps=(Step("one", LOW[name][0](recipe), own),))
             specs = dist.specs_of(chain, layer)
             rows_of, part = (lambda t: cut(t, 0) if sequence else t), functools.partial(cut, dim=-1)
             mine, dmine = (rows_of(x), part(dy)) if name == "column" else (part(x), rows_of(dy))

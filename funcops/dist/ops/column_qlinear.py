@@ -27,13 +27,24 @@ from funcops import random
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._linear import check_parts, check_x, init_linear
-from funcops.dist.ops._qlinear import Sent, arrived, check_low_config, columns_of, gathered, over, send, send_columns, whole_tiles
+from funcops.dist.ops._qlinear import (
+    Sent,
+    arrived,
+    check_low_config,
+    check_op,
+    columns_of,
+    gathered,
+    over,
+    send,
+    send_columns,
+    whole_tiles,
+)
 from funcops.dist.ops.column_linear import ColumnLinearConfig
 from funcops.dist.plain import check_tensor
 from funcops.dist.specs import Spec
 from funcops.formats import QTensor, Scaled, check_quantized, turned
 from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
     a_tensor,
@@ -108,17 +119,23 @@ class ColumnQLinearConfig:
 
 
 class ColumnQLinearResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    codes: QTensor = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    x: Any = saved("[*, I]", needed_by=WGRAD, of=("params.weight",), tree=True)
     weight: Any = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD, tree=True)
     amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
     rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
     y_shape: torch.Size = static()
 
 
+class ColumnQLinearOfInputResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Any = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD, tree=True)
+    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
+    y_shape: torch.Size = static()
+
+
 class ColumnQLinearPending(Pending, static=("dtype",)):
-    x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
-    codes: QTensor = saved("[*, I]", alias="residuals.codes", needed_by=WGRAD, of=("params.weight",), tree=True)
+    x: Any = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
+    rows: Any = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",), tree=True)  # of all ranks, where siblings gathered them
     dy: Any = saved("[*, O/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
     db: Tensor = saved("[O/n]", needed_by=WGRAD, of=("params.bias",))
     amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
@@ -137,39 +154,35 @@ def column_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ColumnQLinearResiduals | None]:
     """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]."""
-    check_column(params, x, cfg)
+    return _fwd("column_qlinear", params, x, cfg, needs)
+
+
+def _fwd(name: str, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, needs: Needs) -> Any:
+    check_low_column(name, params, x, cfg)
     row, kept, amax = column_operands(x, params.weight, cfg, needs)
-    whole = gathered(row, _rows(cfg))
-    return column_of(whole, kept, amax, params, x, cfg, needs)
+    return column_of(gathered(row, rows_axis(cfg)), kept, amax, params, cfg, needs)
 
 
-def check_column(params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
-    check_x("column_qlinear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params("column_qlinear_fwd", params, x, cfg)
+def check_low_column(name: str, params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig) -> None:
+    check_op(name, "column_qlinear", cfg)
+    check_x(f"{name}_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params(f"{name}_fwd", params, x, cfg)
 
 
-def column_operands(
-    x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs
-) -> tuple[QTensor, QTensor | None, Tensor | None]:
-    """This rank's x by rows, and as it is kept (None: x itself); its amax, where scales are given."""
-    recipe, axis = cfg.recipe, _rows(cfg)
+def column_operands(x: Tensor, weight: Any, cfg: ColumnQLinearConfig, needs: Needs) -> tuple[QTensor, Any, Tensor | None]:
+    """This rank's x by rows, and as it is kept; its amax, where scales are given."""
+    recipe, axis = cfg.recipe, rows_axis(cfg)
     if isinstance(weight, Scaled):
         row, amax = scaled_tensor(x, recipe.x, weight.scale[0:1])
         return row, turned(row) if recipe.keep == "col" and needs.param("weight") else row, amax
     if recipe.keep == "input" or (recipe.keep == "col" and needs.param("weight") and not whole_tiles(x, recipe.x, axis)):
-        return quantized(x, recipe.x, over(axis)), None, None
+        return quantized(x, recipe.x, over(axis)), x, None
     return *operands(x, recipe, needs, over(axis)), None
 
 
 def column_of(
-    whole: QTensor,
-    kept: QTensor | None,
-    amax: Tensor | None,
-    params: LinearParams,
-    x: Tensor,
-    cfg: ColumnQLinearConfig,
-    needs: Needs,
-) -> tuple[Tensor, ColumnQLinearResiduals | None]:
+    whole: QTensor, kept: Any, amax: Tensor | None, params: LinearParams, cfg: ColumnQLinearConfig, needs: Needs
+) -> tuple[Tensor, Any]:
     """y and residuals, of x by rows of all ranks; after every check."""
     recipe, weight = cfg.recipe, params.weight
     if isinstance(weight, Scaled) and amax is not None:
@@ -178,10 +191,18 @@ def column_of(
     else:
         row, amaxes, rounding = row_of(weight, recipe, over(cfg.axis)), None, rounding_of(weight, recipe)
     y = y_of(whole, row, params.bias, recipe.emulate)
-    own = x if kept is None else None
-    return y, ColumnQLinearResiduals.keep(
-        cfg, needs, x=own, codes=kept, weight=weight, amaxes=amaxes, rounding=rounding, y_shape=y.shape, dtype=y.dtype
-    )
+    fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
+    if recipe.keep == "input":
+        return y, ColumnQLinearOfInputResiduals.keep(cfg, needs, **fields)
+    return y, ColumnQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
+
+
+@forward(ColumnQLinearConfig, LinearParams)
+def column_qlinear_of_input_fwd(
+    params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ColumnQLinearOfInputResiduals | None]:
+    """As `column_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
+    return _fwd("column_qlinear_of_input", params, x, cfg, needs)
 
 
 @dgrad_of(ColumnQLinearResiduals)
@@ -190,7 +211,19 @@ def column_qlinear_dgrad(
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
     """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and x as it
     is kept."""
-    row, pending = _rounded("column_qlinear_dgrad", residuals, dy, cfg)
+    return _dgrad("column_qlinear_dgrad", residuals, dy, cfg)
+
+
+@dgrad_of(ColumnQLinearOfInputResiduals)
+def column_qlinear_of_input_dgrad(
+    residuals: ColumnQLinearOfInputResiduals, dy: Tensor, cfg: ColumnQLinearConfig
+) -> tuple[Tensor, ColumnQLinearPending | None]:
+    """As `column_qlinear_dgrad`."""
+    return _dgrad("column_qlinear_of_input_dgrad", residuals, dy, cfg)
+
+
+def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig) -> tuple[Tensor, ColumnQLinearPending | None]:
+    row, pending = rounded_dy(where, residuals, dy, cfg)
     return NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis), pending
 
 
@@ -208,16 +241,28 @@ def column_qlinear_bwd(
     residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> tuple[LinearParams, Tensor]:
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
-    where = "column_qlinear_bwd"
-    row, pending = _rounded(where, residuals, dy, cfg)
+    return _bwd("column_qlinear_bwd", residuals, dy, cfg, into)
+
+
+@bwd_of(ColumnQLinearOfInputResiduals, LinearParams)
+def column_qlinear_of_input_bwd(
+    residuals: ColumnQLinearOfInputResiduals, dy: Tensor, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
+) -> tuple[LinearParams, Tensor]:
+    """As `column_qlinear_bwd`."""
+    return _bwd("column_qlinear_of_input_bwd", residuals, dy, cfg, into)
+
+
+def _bwd(
+    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig, into: LinearParams | None
+) -> tuple[LinearParams, Tensor]:
+    row, pending = rounded_dy(where, residuals, dy, cfg)
     if pending is None:
         dx = NO_GRADIENT if row is None else comm.wait(_send_dx(row, residuals, cfg), cfg.axis)
         return column_qlinear_wgrad(None, cfg, into=into), dx  # type: ignore[arg-type]
-    x = _kept(pending)
     if into is not None:  # before anything is sent
-        check_low_into(where, pending, x, cfg, into)
+        check_low_into(where, pending, pending.x, cfg, into)
     bulk = cfg.overlap == "bulk"
-    sent = _send_x(where, pending, cfg) if bulk and x is not None else None
+    sent = send_x(where, pending, cfg) if bulk and pending.x is not None else None
     dx = NO_GRADIENT if row is None else _send_dx(row, residuals, cfg)
     if row is not None and not bulk:
         dx = comm.wait(dx, cfg.axis)
@@ -225,7 +270,7 @@ def column_qlinear_bwd(
     return dparams, comm.wait(dx, cfg.axis) if bulk and row is not None else dx
 
 
-def _rows(cfg: ColumnQLinearConfig) -> Axis:
+def rows_axis(cfg: ColumnQLinearConfig) -> Axis:
     """The axis that shares out rows of x."""
     return cfg.axis if cfg.sequence_parallel else _ALONE
 
@@ -233,17 +278,17 @@ def _rows(cfg: ColumnQLinearConfig) -> Axis:
 _ALONE = Axis("alone", 1, 0)
 
 
-def _rounded(
-    where: str, residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig
+def rounded_dy(
+    where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[QTensor | None, ColumnQLinearPending | None]:
     """dy by rows, where dx is wanted, and what waits for dw."""
-    recipe, needs, weight, codes = cfg.recipe, residuals.needs, residuals.weight, residuals.codes
-    here = weight if weight is not None else residuals.x if codes is None else codes
+    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
+    here = residuals.x if weight is None else weight
     check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
     low = needs_low(needs, recipe)
     check_rounding(where, residuals, recipe, low)
     row = col = None
-    amaxes = residuals.amaxes
+    amaxes = getattr(residuals, "amaxes", None)
     if recipe.delayed and residuals.rounding is not None:
         row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
         col = turned(row) if low else None
@@ -254,53 +299,68 @@ def _rounded(
         )
         row, col = of_gradient(dy, recipe, key, bool(needs.x), low, over(cfg.axis))
     pending = ColumnQLinearPending.keep(
-        cfg, needs, x=residuals.x, codes=codes, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, rows=None, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
     )
     return row if needs.x else None, pending
 
 
-def _send_dx(row: QTensor, residuals: ColumnQLinearResiduals, cfg: ColumnQLinearConfig) -> Tensor:
+def _send_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
     """The sum of the ranks' parts of dx, to be waited for."""
-    col = col_of(residuals.weight, cfg.recipe, over(cfg.axis))
-    dx = product(row, col, residuals.dtype, cfg.recipe.emulate)
+    dx = part_of_dx(row, residuals, cfg)
     return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
 
 
-def _kept(pending: ColumnQLinearPending) -> Any:
-    return pending.codes if pending.x is None else pending.x
+def part_of_dx(row: QTensor, residuals: Any, cfg: ColumnQLinearConfig) -> Tensor:
+    col = col_of(residuals.weight, cfg.recipe, over(cfg.axis))
+    return product(row, col, residuals.dtype, cfg.recipe.emulate)
 
 
-def _send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Sent:
+def send_x(where: str, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Sent:
     """Begin to gather x as dw reads it."""
-    recipe, axis, codes = cfg.recipe, _rows(cfg), pending.codes
-    if codes is None:
-        return send(pending.x, axis) if recipe.wgrad == "high" else send_columns(pending.x, recipe, recipe.x, axis)
+    recipe, axis, x = cfg.recipe, rows_axis(cfg), pending.x
+    if not isinstance(x, QTensor):
+        return send(x, axis) if recipe.wgrad == "high" else send_columns(x, recipe, recipe.x, axis)
     dy = pending.dy.shape
     shape = (
         torch.Size((dy[0] // axis.size, *dy[1:-1], cfg.in_features)) if axis.size > 1 else torch.Size((*dy[:-1], cfg.in_features))
     )
-    check_quantized(where, "pending.codes", codes, recipe.x, kept_side(recipe, codes), shape, pending.dy.codes)
-    return send(codes, axis)
+    check_quantized(where, "pending.x", x, recipe.x, kept_side(recipe, x), shape, pending.dy.codes)
+    return send(x, axis)
+
+
+def arrived_x(sent: Sent, pending: ColumnQLinearPending, cfg: ColumnQLinearConfig) -> Any:
+    """All of x as dw reads it."""
+    recipe, axis = cfg.recipe, rows_axis(cfg)
+    by_columns = recipe.wgrad == "low" and not isinstance(pending.x, QTensor)
+    return columns_of(sent, recipe, recipe.x, axis) if by_columns else arrived(sent, axis)
 
 
 def _gradients(
     where: str, pending: ColumnQLinearPending, sent: Sent | None, cfg: ColumnQLinearConfig, into: LinearParams | None
 ) -> LinearParams:
     """Of x as it is kept, or as it was `sent`."""
-    x, recipe, axis = _kept(pending), cfg.recipe, _rows(cfg)
 
     def dw(out: torch.dtype) -> Tensor | None:
-        if x is None:
+        if pending.x is None:
             return None
-        h = _send_x(where, pending, cfg) if sent is None else sent
-        by_columns = pending.codes is None and recipe.wgrad == "low"
-        whole = columns_of(h, recipe, recipe.x, axis) if by_columns else arrived(h, axis)
-        return product_of_columns(where, pending.dy, whole, recipe, out)
+        whole = pending.rows
+        if whole is None:
+            whole = arrived_x(send_x(where, pending, cfg) if sent is None else sent, pending, cfg)
+        return product_of_columns(where, pending.dy, whole, cfg.recipe, out)
 
-    return low_gradients(where, pending, x, cfg, into, dw)
+    return low_gradients(where, pending, pending.x, cfg, into, dw)
 
 
 column_qlinear = make_op(
     "column_qlinear", ColumnQLinearConfig, init=column_qlinear_init, fwd=column_qlinear_fwd, dgrad=column_qlinear_dgrad,
     wgrad=column_qlinear_wgrad, bwd=column_qlinear_bwd,
 )  # fmt: skip
+column_qlinear_of_input = make_op(
+    "column_qlinear_of_input", ColumnQLinearConfig, init=column_qlinear_init, fwd=column_qlinear_of_input_fwd,
+    dgrad=column_qlinear_of_input_dgrad, wgrad=column_qlinear_wgrad, bwd=column_qlinear_of_input_bwd,
+)  # fmt: skip
+
+
+def column_op_of(recipe: Recipe) -> Op:
+    """The op that keeps what the recipe says."""
+    return column_qlinear_of_input if recipe.keep == "input" else column_qlinear

@@ -77,10 +77,10 @@ class RowLinearConfig:
 
     def with_recipe(self, recipe: Recipe) -> tuple[Op, Op, Any]:
         """This op, and the one that takes its place in low precision, with its config."""
-        from funcops.dist.ops.row_qlinear import RowQLinearConfig, row_qlinear
+        from funcops.dist.ops.row_qlinear import RowQLinearConfig, row_op_of
 
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return row_linear, row_qlinear, RowQLinearConfig(**fields, recipe=recipe)
+        return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.weight_shape[1], self.out_features

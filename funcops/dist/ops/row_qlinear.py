@@ -30,6 +30,7 @@ from funcops.dist.ops._linear import check_x, init_linear
 from funcops.dist.ops._qlinear import (
     arrived,
     check_low_config,
+    check_op,
     columns_of,
     gathered,
     over,
@@ -42,7 +43,7 @@ from funcops.dist.plain import check_divides, check_tensor
 from funcops.dist.specs import Spec
 from funcops.formats import QTensor, Scaled, turned
 from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import (
     a_tensor,
@@ -113,17 +114,22 @@ class RowQLinearConfig:
 
 
 class RowQLinearResiduals(Residuals, static=("dtype",)):
-    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
-    codes: QTensor = saved("[*, I/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    x: Any = saved("[*, I/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
     weight: Any = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD, tree=True)
     amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
     rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
     y_shape: torch.Size = static()
 
 
+class RowQLinearOfInputResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Any = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD, tree=True)
+    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
+    y_shape: torch.Size = static()
+
+
 class RowQLinearPending(Pending, static=("dtype",)):
-    x: Tensor = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
-    codes: QTensor = saved("[*, I/n]", alias="residuals.codes", needed_by=WGRAD, of=("params.weight",), tree=True)
+    x: Any = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
     dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
     db: Tensor = saved("[O]", needed_by=WGRAD, of=("params.bias",))
     amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
@@ -142,12 +148,18 @@ def row_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowQLinearResiduals | None]:
     """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*, O])."""
-    where, recipe, weight = "row_qlinear_fwd", cfg.recipe, params.weight
+    return _fwd("row_qlinear", params, x, cfg, needs)
+
+
+def _fwd(name: str, params: LinearParams, x: Tensor, cfg: RowQLinearConfig, needs: Needs) -> Any:
+    where, recipe, weight = f"{name}_fwd", cfg.recipe, params.weight
+    check_op(name, "row_qlinear", cfg)
     check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
     if cfg.sequence_parallel:
         check_divides(where, "x", x, 0, cfg.axis)
     check_params(where, params, x, cfg)
-    kept = amaxes = None
+    kept: Any = x
+    amaxes = None
     rounding = rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
     if isinstance(weight, Scaled):
         (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
@@ -161,23 +173,43 @@ def row_qlinear_fwd(
     part = y_of(row, w, None, recipe.emulate)
     y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
     y = y if params.bias is None else y.add_(params.bias)
-    own = x if kept is None else None
-    return y, RowQLinearResiduals.keep(
-        cfg, needs, x=own, codes=kept, weight=weight, amaxes=amaxes, rounding=rounding, y_shape=y.shape, dtype=y.dtype
-    )
+    fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
+    if recipe.keep == "input":
+        return y, RowQLinearOfInputResiduals.keep(cfg, needs, **fields)
+    return y, RowQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
+
+
+@forward(RowQLinearConfig, LinearParams)
+def row_qlinear_of_input_fwd(
+    params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RowQLinearOfInputResiduals | None]:
+    """As `row_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
+    return _fwd("row_qlinear_of_input", params, x, cfg, needs)
 
 
 @dgrad_of(RowQLinearResiduals)
 def row_qlinear_dgrad(residuals: RowQLinearResiduals, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
     """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in low
     precision, and x as it is kept."""
-    where, recipe, needs, weight, codes = "row_qlinear_dgrad", cfg.recipe, residuals.needs, residuals.weight, residuals.codes
-    here = weight if weight is not None else residuals.x if codes is None else codes
+    return _dgrad("row_qlinear_dgrad", residuals, dy, cfg)
+
+
+@dgrad_of(RowQLinearOfInputResiduals)
+def row_qlinear_of_input_dgrad(
+    residuals: RowQLinearOfInputResiduals, dy: Tensor, cfg: RowQLinearConfig
+) -> tuple[Tensor, RowQLinearPending | None]:
+    """As `row_qlinear_dgrad`."""
+    return _dgrad("row_qlinear_of_input_dgrad", residuals, dy, cfg)
+
+
+def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
+    here = residuals.x if weight is None else weight
     check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
     low = needs_low(needs, recipe)
     check_rounding(where, residuals, recipe, low)
     row = col = None
-    amaxes, rounding = residuals.amaxes, residuals.rounding
+    amaxes, rounding = getattr(residuals, "amaxes", None), residuals.rounding
     if recipe.delayed and rounding is not None:
         own, amax = scaled_tensor(dy, recipe.dy, rounding[2:3])
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
@@ -189,7 +221,7 @@ def row_qlinear_dgrad(residuals: RowQLinearResiduals, dy: Tensor, cfg: RowQLinea
     if needs.x and row is not None:
         dx = product(row, col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
     return dx, RowQLinearPending.keep(
-        cfg, needs, x=residuals.x, codes=codes, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
     )
 
 
@@ -198,14 +230,16 @@ def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into
     """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` where that is given. Of a `Scaled` weight dw is one too, with
     this rank's amaxes."""
     where, recipe = "row_qlinear_wgrad", cfg.recipe
-    x = pending.codes if pending.x is None else pending.x
+    x = pending.x
 
     def dw(out: torch.dtype) -> Tensor | None:
         if x is None:
             return None
         if recipe.wgrad == "high":
             return product_of_columns(where, gathered(pending.dy, _rows(cfg)), x, recipe, out)
-        low = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard) if pending.codes is None else x
+        low = x
+        if not isinstance(x, QTensor):
+            low = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
         return product_of_columns(where, pending.dy, low, recipe, out)
 
     return low_gradients(where, pending, x, cfg, into, dw)
@@ -244,3 +278,13 @@ row_qlinear = make_op(
     "row_qlinear", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_fwd, dgrad=row_qlinear_dgrad, wgrad=row_qlinear_wgrad
 )
 row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
+row_qlinear_of_input = make_op(
+    "row_qlinear_of_input", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_of_input_fwd,
+    dgrad=row_qlinear_of_input_dgrad, wgrad=row_qlinear_wgrad,
+)  # fmt: skip
+row_qlinear_of_input_bwd = both_halves(row_qlinear_of_input, row_qlinear_of_input_dgrad, row_qlinear_wgrad)
+
+
+def row_op_of(recipe: Recipe) -> Op:
+    """The op that keeps what the recipe says."""
+    return row_qlinear_of_input if recipe.keep == "input" else row_qlinear
