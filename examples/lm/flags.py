@@ -192,6 +192,8 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     for name, why in (ONE_PROCESS | (PIPED if args.pp > 1 else {})).items():
         if getattr(args, name):
             parser.error(f"--{name.replace('_', '-')}: expected without {said}, as {why}, got {getattr(args, name)}")
+    if args.zero == 3 and args.compile:
+        parser.error("--compile: expected without --zero 3, whose layers take minutes to trace, got True")
     if args.recipe is None:
         return
     if args.recipe.delayed and (args.pp > 1 or args.zero == 3):

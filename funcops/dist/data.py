@@ -25,7 +25,7 @@ from funcops.dist.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_
 from funcops.dist.in_flight import Flight, InFlight, all_to_all_start, finish, gather_start, scatter_sum_start, sum_over_start
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.plain import require_axis
-from funcops.dist.specs import PIPELINE, Spec, Specs, check_own, is_leaf, specs_by_path
+from funcops.dist.specs import Spec, Specs, check_own, is_leaf, specs_by_path
 from funcops.errors import describe, fail, in_step, require, require_dtype, require_flag, require_type
 from funcops.needs import Needs
 from funcops.schema import WGRAD, saved, static
@@ -126,8 +126,7 @@ def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ..
     """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises as
     `sum_gradients`."""
     found = _specs("sum_axes", dparams, specs, mesh)
-    axes = [axis for axis in mesh.axes if axis.name != PIPELINE]
-    return {path: tuple([axis for axis in axes if axis.name not in spec.names]) for path, spec in found.items()}
+    return {path: tuple([axis for axis in mesh.axes if spec.summed_over(axis)]) for path, spec in found.items()}
 
 
 def part_axes(tree: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:

@@ -29,7 +29,7 @@ from funcops.dist.ops.sharded_dropout import Shared, ShardedDropoutConfig, shard
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
-from funcops.errors import describe, fail, in_step, require, require_type
+from funcops.errors import describe, fail, in_step, require, require_flag, require_type
 from funcops.op import Op, remade, same_width
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
@@ -50,7 +50,9 @@ class _Main(NamedTuple):
     source: str = ""
 
 
-def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none") -> Any:
+def parallel(
+    cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none", sequence_parallel: bool = True
+) -> Any:
     """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers of
     a repeat are "*"), what becomes of a step, of globs the first that matches:
 
@@ -61,8 +63,10 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
         "context"  an attention over the tokens that "cp" shares out
         a function (op, cfg) -> (op, cfg), of one that leaves its x shared out as it is
 
-    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1, zigzag, over "cp": where the mesh has
-    them, dropout draws the part of the mask that is this rank's. On an axis of one rank layers stay as they are.
+    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1, zigzag,
+    over "cp": where the mesh has them, dropout draws the part of the mask that is this rank's. On an axis of one rank layers stay as
+    they are. Without `sequence_parallel` all ranks of `axis` have the same rows between layers, whatever their number, and more of
+    them in memory.
 
     Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its x
     is shared out, and features that no row layer takes."""
@@ -74,11 +78,12 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
         require(known, "parallel", f"rules[{glob!r}]", f"{', '.join(map(repr, ROLES))}, or a function", describe(rule))
     require_type("parallel", "axis", axis, str)
     require_overlap("parallel", overlap)
+    require_flag("parallel", sequence_parallel=sequence_parallel)
     if not hasattr(cfg, "with_parts"):
         fail("parallel", "cfg", "the config of a combinator", describe(cfg), TypeError)
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds what is packed
-        walk = _Walk(rules, mesh, mesh[axis], overlap, parts)
+        walk = _Walk(rules, mesh, mesh[axis], {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
         made, main = walk.inside(cfg, "", _Main())
     for glob in rules:
         wanted = f"globs over steps that no other matches before ({', '.join(walk.known)})"
@@ -91,8 +96,8 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
 class _Walk:
     """One walk over a config."""
 
-    def __init__(self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, overlap: str, parts: dict[str, tuple[int, ...]]) -> None:
-        self.rules, self.axis, self.overlap, self.parts = rules, axis, overlap, parts
+    def __init__(self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, how: dict[str, Any], parts: dict[str, tuple[int, ...]]) -> None:
+        self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
 
     def inside(self, cfg: Any, path: str, main: _Main) -> tuple[Any, _Main]:
@@ -172,8 +177,10 @@ class _Walk:
             self.parts[main.source] = parts
 
     def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        rows = [Shared(0, self.mesh[name]) for name in ("dp", self.axis.name) if self.size(name) > 1]
-        shared = rows if not main.place else [one for one in rows if one.axis != self.axis] + [Shared(-main.place, self.axis)]
+        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.place else ("dp",)
+        shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
+        if main.place:
+            shared.append(Shared(-main.place, self.axis))
         if self.size("cp") > 1:
             shared.append(Shared(1, self.mesh["cp"], zigzag=True))
         if not shared:
@@ -203,7 +210,7 @@ class _Walk:
         if part.before is not None and main.place != part.before:
             wanted = "where x has its features shared out, behind a column layer" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, _said(main))
-        more = {"axis": axis, "overlap": self.overlap, "parts": self.parts.get(path, ())}
+        more = {"axis": axis, "parts": self.parts.get(path, ()), **self.how}
         source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)} | more

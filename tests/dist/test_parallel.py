@@ -172,6 +172,48 @@ def test_a_decoder_of_shared_out_vocabulary_and_sequence(end, sizes):
                 torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-12, msg=path)
 
 
+@pytest.mark.parametrize("name", ["packed", "gpt2"])
+def test_a_block_without_sequence_parallelism(name):
+    """All ranks of tp have the same rows between layers, whose number need not divide; gradients there are whole, and no sums."""
+    cfg, rows = MODELS[name](4, 4), 3
+    extras = {path: {"positions": torch.arange(3), "key": random.key(9)}[path] for path in cfg.extras}
+    whole = chain.init(cfg, key=KEY, dtype=D)
+    x, dy = (torch.randn(2 * rows, 3, 32, dtype=D) for _ in range(2))
+    y, residuals = chain.fwd(whole, WithExtras(x, extras), cfg)
+    wanted, dx = chain.bwd(residuals, dy, cfg)
+
+    def run(mesh):
+        dp = mesh["dp"]
+        own = dist.parallel(cfg, PACKED if name == "packed" else RULES, mesh, overlap="bulk", sequence_parallel=False)
+        specs = dist.specs_of(chain, own)
+        params = chain.init(own, key=KEY, dtype=D)
+        same_bits(params, dist.shard(whole, specs, mesh), "params")
+        y, residuals = chain.fwd(params, WithExtras(x.chunk(2)[dp.rank], extras), own)
+        dparams, dx = chain.bwd(residuals, dy.chunk(2)[dp.rank], own)
+        norm = dist.global_norm(dist.sum_gradients(dparams, specs, mesh), (), dist.part_axes(params, specs, mesh))
+        return y, dx.main, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), norm
+
+    ys, dxs, found, norms = zip(*run_ranks({"dp": 2, "tp": 2}, run), strict=True)
+    torch.testing.assert_close(torch.cat(ys[::2]), y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dxs[1::2]), dx.main, rtol=0, atol=1e-12)
+    total = torch.stack([t.square().sum() for t in tensors(wanted)]).sum().sqrt()
+    for dparams, norm in zip(found, norms, strict=True):
+        torch.testing.assert_close(norm, total, rtol=1e-12, atol=0)
+        for path, t in paths(dparams).items():
+            if t is not None:
+                torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-10, msg=path)
+
+
+def test_layers_of_one_axis_agree_on_sequence_parallelism():
+    tp = Mesh.abstract({"tp": 2}, 0)["tp"]
+    cfg = chained(
+        ("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
+        ("down", dist.row_linear, dist.RowLinearConfig(8, 4, axis=tp, sequence_parallel=False)),
+    )
+    with pytest.raises(ValueError, match=r"^specs_of: cfg.sequence_parallel must be the same in all layers over axis 'tp' of 2, got both"):
+        dist.specs_of(chain, cfg)
+
+
 def test_masks_of_dropout_are_parts_of_one_mask():
     """Six x of drawn sizes, over every way to share out their dimensions; of half the elements the gradient is 0."""
     draw = python_random.Random(0)
