@@ -97,7 +97,7 @@ class Stages:
         given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.sizes.dim, dtype=dtype))
         y, residuals = chain.fwd(self.work(params, dtype), given, cfg, needs=NEEDS)
         grads, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
-        return y.sum(), {self.name: grads}
+        return y.sum().to(torch.promote_types(dtype, torch.float32)), {self.name: grads}
 
     def _given(self, x: Tensor, labels: Tensor, dtype: torch.dtype, between: Tensor) -> tuple[WithExtras, ChainConfig]:
         """What this rank's stage is given, and its config."""
