@@ -70,8 +70,8 @@ class Stages:
     def loss_and_grads(
         self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int, done: Callable[[Any], Any]
     ) -> tuple[Tensor, Any]:
-        """The mean loss of these rows on the last rank, elsewhere 0, and what `done` makes of the gradients of its params, a part of
-        the mean of `shares` times as many rows: once the last is there, while other stages go on."""
+        """The mean loss of these rows on the last rank, elsewhere 0, and what `done` makes of the gradients of its params, a part
+        of the mean of `shares` times as many rows: once the last is there, while other stages go on."""
         parts = zip(x.chunk(self.count), labels.chunk(self.count), strict=True)
         xs = [self.inputs(*part, dtype) for part in parts]
         if self.pipeline is None:

@@ -40,8 +40,8 @@ def start_sum(x: Tensor, axis: Axis) -> Tensor:
 
 
 def largest(amaxes: Tensor, axis: Axis) -> Tensor:
-    """The largest of each, of float32 that is not negative. By its bits, which are ordered as numbers are, a NaN above all: Gloo's own
-    maximum of floats may drop that."""
+    """The largest of each, of float32 that is not negative. By its bits, which are ordered as numbers are, a NaN above all: Gloo's
+    own maximum of floats may drop that."""
     if axis.size == 1:
         return amaxes
     return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", axis.group), axis).view(torch.float32)

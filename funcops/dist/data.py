@@ -26,7 +26,7 @@ from funcops.dist.in_flight import Flight, InFlight, all_to_all_start, finish, g
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.plain import require_axis
 from funcops.dist.specs import Spec, Specs, check_own, is_leaf, specs_by_path
-from funcops.errors import describe, fail, in_step, require, require_dtype, require_flag, require_type
+from funcops.errors import fail, in_step, require, require_dtype, require_flag, require_type
 from funcops.needs import Needs
 from funcops.schema import WGRAD, saved, static
 from funcops.trees import flatten, paths, unflatten

@@ -74,7 +74,8 @@ def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
 
 def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> dict[str, Tensor]:
     """The largest of each amax over all ranks of these axes: what all of them update the state of delayed scaling with. `amaxes`:
-    float32, not negative, by path, as `split_amaxes` gives them; {} is sent nowhere. One communication an axis. A NaN is the largest.
+    float32, not negative, by path, as `split_amaxes` gives them; {} is sent nowhere. One communication an axis. A NaN is the
+    largest.
 
         state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)"""
     require_type("amaxes_over", "amaxes", amaxes, Mapping)

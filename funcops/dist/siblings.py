@@ -1,7 +1,7 @@
 """Column layers of one x, such as q, k and v: x goes over the axis once for all of them, and the sum of their dx once.
 
-Steps: the first of each branch of a parallel, all `column_linear`, or all `column_qlinear` of one recipe, over one axis and not by the
-ring. y and dw have the bits of layers one by one; dx is the sum of the layers on each rank first, and of the ranks then.
+Steps: the first of each branch of a parallel, all `column_linear`, or all `column_qlinear` of one recipe, over one axis and not by
+the ring. y and dw have the bits of layers one by one; dx is the sum of the layers on each rank first, and of the ranks then.
 
     forward             one gather of x
     input gradients     one scatter of dx

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from dist_cases import CASES, LAYERS, LOW, ONE, PLAIN, collectives, layer, low_layer, of_rank, on_axis
+from dist_cases import LAYERS, LOW, ONE, PLAIN, collectives, layer, low_layer, of_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

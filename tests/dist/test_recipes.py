@@ -76,8 +76,8 @@ FAMILIES = [type(recipe).__name__ for recipe in RECIPES]
 
 @pytest.mark.parametrize(("recipe", "way"), drawn(RECIPES, WAYS, families=FAMILIES))
 def test_ranks_have_the_codes_of_one_process(recipe, way):
-    """A column layer and a row layer, by themselves: y, dx and dw within the rounding of sums in float64, far below a code's. The rows
-    of a rank are whole tiles or not, and so is what is sent."""
+    """A column layer and a row layer, by themselves: y, dx and dw within the rounding of sums in float64, far below a code's. The
+    rows of a rank are whole tiles or not, and so is what is sent."""
     rows, overlap, sequence = way
     made = rows > 6 or recipe.delayed
     for name, (_, config) in LOW.items():

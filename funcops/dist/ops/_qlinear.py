@@ -1,8 +1,8 @@
 """What the linear layers in low precision over an axis share: one quantisation of a tensor of which each rank has a part, and codes
 and scales on their way.
 
-Codes of rows are gathered as rows are. Those of columns stand beside one another where the rows of a rank are whole tiles; where they
-are not, the tensor itself is sent, and quantised when it is whole: the same codes.
+Codes of rows are gathered as rows are. Those of columns stand beside one another where the rows of a rank are whole tiles; where
+they are not, the tensor itself is sent, and quantised when it is whole: the same codes.
 """
 
 from __future__ import annotations

@@ -4,15 +4,15 @@
 
     dx = sum over r of q(dy_r) q(w_r)        dw_r = q(dy_r)^T q(x)        db_r = sum over rows of dy_r
 
-Letters and shapes are those of `column_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x in sequence
-parallelism, of w, of dy) has it of all ranks, so that all have one scale. Each rank quantises its own rows of x, and gathers the
-codes: about half the bytes of bfloat16, for y and once more for dw. The sum of dx is sent in the dtype of dy. For dw columns are
-quantised along rows: recipes with keep="col" keep codes where a rank's rows are whole tiles, and else x itself, which is then gathered
-as it is. On an axis of one rank it has the bits of `qlinear`.
+Letters and shapes are those of `column_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x in
+sequence parallelism, of w, of dy) has it of all ranks, so that all have one scale. Each rank quantises its own rows of x, and
+gathers the codes: about half the bytes of bfloat16, for y and once more for dw. The sum of dx is sent in the dtype of dy. For dw
+columns are quantised along rows: recipes with keep="col" keep codes where a rank's rows are whole tiles, and else x itself, which
+is then gathered as it is. On an axis of one rank it has the bits of `qlinear`.
 
-Tiles of w and dy along features are those of a rank: they have the bits of one process where O/n is a multiple of the tile. A recipe
-that rounds stochastically folds the rank into its key. Amaxes of delayed scaling are of this rank's parts: take the largest of all
-ranks before the update (`funcops.dist.amaxes_over`).
+Tiles of w and dy along features are those of a rank: they have the bits of one process where O/n is a multiple of the tile. A
+recipe that rounds stochastically folds the rank into its key. Amaxes of delayed scaling are of this rank's parts: take the largest
+of all ranks before the update (`funcops.dist.amaxes_over`).
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ __all__ = [
 
 @config
 class ColumnQLinearConfig:
-    """As `ColumnLinearConfig`, with a `recipe` of `funcops.recipes`. `overlap`: "none" or "bulk". Raises `ValueError` for sizes that
-    the recipe's blocks do not divide."""
+    """As `ColumnLinearConfig`, with a `recipe` of `funcops.recipes`. `overlap`: "none" or "bulk". Raises `ValueError` for sizes
+    that the recipe's blocks do not divide."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -209,8 +209,8 @@ def column_qlinear_of_input_fwd(
 def column_qlinear_dgrad(
     residuals: ColumnQLinearResiduals, dy: Tensor, cfg: ColumnQLinearConfig
 ) -> tuple[Tensor, ColumnQLinearPending | None]:
-    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and x as it
-    is kept."""
+    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy in low precision, and x as
+    it is kept."""
     return _dgrad("column_qlinear_dgrad", residuals, dy, cfg)
 
 
@@ -231,8 +231,8 @@ def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: ColumnQLinearConfig) -> 
 def column_qlinear_wgrad(
     pending: ColumnQLinearPending, cfg: ColumnQLinearConfig, *, into: LinearParams | None = None
 ) -> LinearParams:
-    """Gathers x in codes, then `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` where that is given. Of a `Scaled` weight dw is one
-    too, with this rank's amaxes."""
+    """Gathers x in codes, then `dw_r = q(dy_r)^T q(x)`, and db_r; added to `into` where that is given. Of a `Scaled` weight dw is
+    one too, with this rank's amaxes."""
     return _gradients("column_qlinear_wgrad", pending, None, cfg, into)
 
 

@@ -4,15 +4,15 @@
 
     dx_r = q(dy) q(w_r)        dw_r = q(dy)^T q(x_r)        db = sum over rows of dy
 
-Letters and shapes are those of `row_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x, of w, of dy in
-sequence parallelism) has it of all ranks, so that all have one scale. The sum of y is sent in the dtype of x.
-In sequence parallelism each rank quantises its own rows of dy, and gathers the codes. Where codes by columns follow from those by
-rows (`Format.turns`; not of a Hadamard transform), rows alone are sent, about half the bytes of bfloat16, and dy is tiled anew for
-dw, as x is with keep="row". Else both are; or, where a rank's rows are no whole tiles, dy itself. On an axis of one rank it has the
+Letters and shapes are those of `row_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x, of w, of
+dy in sequence parallelism) has it of all ranks, so that all have one scale. The sum of y is sent in the dtype of x. In sequence
+parallelism each rank quantises its own rows of dy, and gathers the codes. Where codes by columns follow from those by rows
+(`Format.turns`; not of a Hadamard transform), rows alone are sent, about half the bytes of bfloat16, and dy is tiled anew for dw,
+as x is with keep="row". Else both are; or, where a rank's rows are no whole tiles, dy itself. On an axis of one rank it has the
 bits of `qlinear`.
 
-Tiles of x and w along features are those of a rank: they have the bits of one process where I/n is a multiple of the tile. db, keys and
-amaxes: see `row_linear`, `column_qlinear`.
+Tiles of x and w along features are those of a rank: they have the bits of one process where I/n is a multiple of the tile. db, keys
+and amaxes: see `row_linear`, `column_qlinear`.
 """
 
 from __future__ import annotations
@@ -147,7 +147,8 @@ def row_qlinear_init(
 def row_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowQLinearResiduals | None]:
-    """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*, O])."""
+    """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
+    [*, O])."""
     return _fwd("row_qlinear", params, x, cfg, needs)
 
 
@@ -189,8 +190,8 @@ def row_qlinear_of_input_fwd(
 
 @dgrad_of(RowQLinearResiduals)
 def row_qlinear_dgrad(residuals: RowQLinearResiduals, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
-    """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in low
-    precision, and x as it is kept."""
+    """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
+    low precision, and x as it is kept."""
     return _dgrad("row_qlinear_dgrad", residuals, dy, cfg)
 
 
@@ -227,8 +228,8 @@ def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: RowQLinearConfig) -> tup
 
 @wgrad_of(RowQLinearPending, LinearParams)
 def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
-    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` where that is given. Of a `Scaled` weight dw is one too, with
-    this rank's amaxes."""
+    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` where that is given. Of a `Scaled` weight dw is one too,
+    with this rank's amaxes."""
     where, recipe = "row_qlinear_wgrad", cfg.recipe
     x = pending.x
 
