@@ -49,8 +49,8 @@ from funcops.dist.ops.gather_same import *
 from funcops.dist.ops.row_linear import *
 from funcops.dist.ops.row_qlinear import *
 from funcops.dist.ops.scatter_sum import *
-from funcops.dist.ops.sharded_dropout import *
 from funcops.dist.ops.sharded import *
+from funcops.dist.ops.sharded_dropout import *
 from funcops.dist.ops.shift import *
 from funcops.dist.ops.slice_of import *
 from funcops.dist.ops.sum_over import *
@@ -58,15 +58,15 @@ from funcops.dist.ops.vocab_cross_entropy import *
 from funcops.dist.ops.vocab_embedding import *
 from funcops.dist.ops.vocab_linear_cross_entropy import *
 from funcops.dist.parallel import parallel as parallel
+from funcops.dist.shards import Gathering as Gathering
+from funcops.dist.shards import gather_shards_start as gather_shards_start
+from funcops.dist.shards import own_shards as own_shards
 from funcops.dist.siblings import rule as _rule  # noqa: F401  registers it
 from funcops.dist.specs import Spec as Spec
 from funcops.dist.specs import shard as shard
 from funcops.dist.specs import sum_gradients as sum_gradients
 from funcops.dist.specs import unshard as unshard
+from funcops.dist.zero import zero3 as zero3
 from funcops.dist.zigzag import unzigzag as unzigzag
 from funcops.dist.zigzag import zigzag as zigzag
 from funcops.dist.zigzag import zigzag_positions as zigzag_positions
-from funcops.dist.shards import Gathering as Gathering
-from funcops.dist.shards import gather_shards_start as gather_shards_start
-from funcops.dist.shards import own_shards as own_shards
-from funcops.dist.zero import zero3 as zero3

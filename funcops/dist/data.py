@@ -5,8 +5,8 @@
     dparams = finish(flying)
 
 An ordered sum adds what the ranks send one after another in float32 (float64 for float64), in the order of the ranks: the bits of
-adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up, and gathers
-the sums: the bytes of an all-reduce. Else the sum is the backend's own.
+adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up,
+and gathers the sums: the bytes of an all-reduce. Else the sum is the backend's own.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ def reduce_start(
 
 
 def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
-    """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises as
-    `sum_gradients`."""
+    """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises
+    as `sum_gradients`."""
     found = _specs("sum_axes", dparams, specs, mesh)
     return {path: tuple([axis for axis in mesh.axes if spec.summed_over(axis)]) for path, spec in found.items()}
 

@@ -4,7 +4,8 @@
 
 Between two such layers x and y are shared out along dimension 0 over the axis (sequence parallelism); from a column layer to its
 row layer a rank has all rows, of its own features or heads. What reshapes or splits heads there is given its part of them, what is
-packed (gates and values; q, k and v) is shared out each by itself, and dropout draws the mask of the whole. Params keep their paths.
+packed (gates and values; q, k and v) is shared out each by itself, and dropout draws the mask of the whole. Params keep their
+paths.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.context_attention import context_attention
 from funcops.dist.ops.row_linear import row_linear
 from funcops.dist.ops.row_qlinear import row_op_of
-from funcops.dist.ops.sharded_dropout import Shared, ShardedDropoutConfig, sharded_dropout
+from funcops.dist.ops.sharded_dropout import ShardedDropoutConfig, Shared, sharded_dropout
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
@@ -53,8 +54,8 @@ class _Main(NamedTuple):
 def parallel(
     cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none", sequence_parallel: bool = True
 ) -> Any:
-    """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers of
-    a repeat are "*"), what becomes of a step, of globs the first that matches:
+    """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers
+    of a repeat are "*"), what becomes of a step, of globs the first that matches:
 
         "column"   a linear whose outputs `axis` shares out, with this `overlap`
         "row"      a linear whose inputs it shares out, behind a column layer
@@ -63,13 +64,13 @@ def parallel(
         "context"  an attention over the tokens that "cp" shares out
         a function (op, cfg) -> (op, cfg), of one that leaves its x shared out as it is
 
-    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1, zigzag,
-    over "cp": where the mesh has them, dropout draws the part of the mask that is this rank's. On an axis of one rank layers stay as
-    they are. Without `sequence_parallel` all ranks of `axis` have the same rows between layers, whatever their number, and more of
-    them in memory.
+    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1,
+    zigzag, over "cp": where the mesh has them, dropout draws the part of the mask that is this rank's. On an axis of one rank
+    layers stay as they are. Without `sequence_parallel` all ranks of `axis` have the same rows between layers, whatever their
+    number, and more of them in memory.
 
-    Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its x
-    is shared out, and features that no row layer takes."""
+    Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its
+    x is shared out, and features that no row layer takes."""
     require_type("parallel", "mesh", mesh, Mesh)
     require_type("parallel", "rules", rules, Mapping)
     for glob, rule in rules.items():
@@ -96,7 +97,9 @@ def parallel(
 class _Walk:
     """One walk over a config."""
 
-    def __init__(self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, how: dict[str, Any], parts: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, how: dict[str, Any], parts: dict[str, tuple[int, ...]]
+    ) -> None:
         self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
 
@@ -226,7 +229,8 @@ class _Walk:
 
 class _Role(NamedTuple):
     """What becomes of an op. `before`, `after`: the place at which features must be shared out in its x and are in its y (None: at
-    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`, `becomes`: by a recipe, where one chooses."""
+    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`, `becomes`: by a recipe, where one
+    chooses."""
 
     source: Op | Callable[[Any], Op]
     becomes: Op | Callable[[Any], Op]

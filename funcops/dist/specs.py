@@ -33,8 +33,8 @@ Ranges = tuple[tuple[int, int], ...]  # starts and lengths along a dimension
 
 @config
 class Spec:
-    """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim` of
-    leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
+    """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim`
+    of leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
     dimension 0 of each rank's part once more, as ZeRO-3 does. `alike`: an axis along which all have the same and compute the same
     gradient, which is then not summed over it (tensor parallelism without sequence parallelism)."""
 
@@ -49,7 +49,9 @@ class Spec:
         require(not self.fsdp or self.fsdp.isidentifier(), "Spec", "fsdp", "the name of an axis", repr(self.fsdp))
         require(not self.fsdp or self.fsdp != self.axis, "Spec", "fsdp", "another axis", repr(self.fsdp))
         require(not self.alike or self.alike.isidentifier(), "Spec", "alike", "the name of an axis", repr(self.alike))
-        require(not self.alike or self.alike not in self.names, "Spec", "alike", "an axis that shares nothing out", repr(self.alike))
+        require(
+            not self.alike or self.alike not in self.names, "Spec", "alike", "an axis that shares nothing out", repr(self.alike)
+        )
         require(self.dim >= 0, "Spec", "dim", "at least 0", self.dim)
         right = isinstance(self.parts, tuple) and all(type(n) is int and n >= 1 for n in self.parts)
         require(right, "Spec", "parts", "a tuple of sizes of at least 1", describe(self.parts))
@@ -93,8 +95,8 @@ def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, 
 
 
 def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
-    """What this rank has of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` where an axis does not divide
-    it."""
+    """What this rank has of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` where an axis does not
+    divide it."""
     found: list[Ranges] = [((0, n),) for n in shape]
     if spec.axis:
         axis = mesh[spec.axis]
@@ -216,8 +218,8 @@ def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
 
 def sum_gradients(dparams: T, specs: Specs, mesh: Mesh) -> T:
     """The gradients of params, each summed over every axis of the mesh, `pp` aside, that its spec does not name: along these the
-    ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called by
-    all ranks of the mesh."""
+    ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called
+    by all ranks of the mesh."""
     found = specs_by_path("sum_gradients", dparams, specs, mesh)
     named = paths(dparams)
     given = [path for path, t in named.items() if is_leaf("sum_gradients", path, t)]

@@ -150,7 +150,8 @@ def bad_calls(tp):
     )
     for config in (dist.ColumnLinearConfig, dist.RowLinearConfig):
         yield (
-            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows are shared out, got 'ring'",
+            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows "
+            "are shared out, got 'ring'",
             lambda config=config: config(4, 6, axis=tp, overlap="ring", sequence_parallel=False),
         )
     yield (
