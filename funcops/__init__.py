@@ -5,9 +5,11 @@
 
 What a forward keeps for its backward is a tree like any other.
 
-Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
-(NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, qlinear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
+Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
+NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
+    layers           linear, qlinear, bias, embedding, attention, qkv_split, dropout,
+                     rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
+                     Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
@@ -84,6 +86,7 @@ from funcops.ops.quantize import *
 from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
+from funcops.ops.rope_scaling import *
 from funcops.ops.scale import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
@@ -124,10 +127,10 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-# one name a concept; the rest of an operator (linear_fwd, LinearResiduals) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Residuals", "Pending")
+# one name a concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) is imported from here all the same
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-__all__ = [name for name in __all__ if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
+__all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]
 
 
 def __dir__() -> list[str]:

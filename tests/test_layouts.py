@@ -52,7 +52,7 @@ def library_calls(make):
         yield Sample(attention.attention_bwd, "", (dy, q, k, v, out, lse, causal, 0.3))
     ids = make.ids(3, tokens, below=16)
     yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
-    yield Sample(rope.rope_table, "", (ids, 10000.0, 4, True, torch.float32))
+    yield Sample(rope.rope_table, "", (make.floats(3, tokens, 2, dtype=torch.float32), 1.5, True))
 
 
 def shape_class(sample):

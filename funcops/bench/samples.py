@@ -35,7 +35,7 @@ from funcops.kernels import (
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
-from funcops.kernels.rope import rope_table
+from funcops.ops.rope import RopeConfig, rope_table
 
 Prepared = Callable[..., Callable[[], Any]]
 Dtype = torch.dtype  # in `Sample` that name is a field's
@@ -227,7 +227,7 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         (tokens, _), heads = make.sizes(8192, 32), max(2, 32 // make.shrink)
         x = make.floats(2, tokens, heads, 128)
         positions = torch.arange(tokens, device=make.device)
-        table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
+        table = rope_table(positions, RopeConfig(128, interleaved=interleaved))
         shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
         yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
         k = make.floats(2, tokens, heads // 2, 128)
@@ -237,7 +237,7 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
         yield Sample(qkv_split.qkv_split_bwd, shape, (x, dk, dv, table, interleaved))
     shape = shape.removeprefix("interleaved ")
-    half = rope_table(positions, 10000.0, 64, False, torch.float32)
+    half = rope_table(positions, RopeConfig(128, rotary_dim=64))
     yield Sample(rope.rope_apply, f"halves of 64 {shape}", (x, half, False, False))
     yield Sample(qkv_split.qkv_split_fwd, f"unturned {shape}", (qkv, None, heads, kv_heads, False))
     yield Sample(qkv_split.qkv_split_bwd, f"unturned {shape}", (x, dk, dv, None, False))
