@@ -32,6 +32,7 @@ from funcops.kernels import (
     rope,
     scaled_mm,
     sibling_linear,
+    softcap,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
@@ -203,6 +204,8 @@ def _activations(make: Maker) -> Iterator[Sample]:
             yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
         yield Sample(activation_bwd_again, shape, (dy, x, kind, True))
     yield Sample(dropout_bwd_sums, f"{rows}x{width}", (dy, make.key(), 0.1))
+    yield Sample(softcap.softcap_fwd, f"{rows}x{width}", (x, 30.0))
+    yield Sample(softcap.softcap_bwd, f"{rows}x{width}", (dy, x, 30.0))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:
