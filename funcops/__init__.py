@@ -10,8 +10,9 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     layers           linear, qlinear, bias, embedding, attention, qkv_split, dropout,
                      rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
                      Llama3Scaling)
-    norms            layer_norm, rms_norm, l2_norm
-    pointwise        activation, glu, scale, softcap, add, cast, quantize, dequantize, identity, reshape, fork
+    norms            layer_norm, rms_norm, l2_norm, softmax
+    pointwise        activation, glu, scale, row_scale, softcap, add, cast, quantize, dequantize, identity,
+                     reshape, fork
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
@@ -87,8 +88,10 @@ from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
 from funcops.ops.rope_scaling import *
+from funcops.ops.row_scale import *
 from funcops.ops.scale import *
 from funcops.ops.softcap import *
+from funcops.ops.softmax import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule

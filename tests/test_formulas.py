@@ -29,7 +29,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     "a line each": (
         "add", "scale", "dropout", "dropout_add", "dropout_bwd_sums", "row_sums", "sum_parts", "sum_two_parts",
         "activation_bwd_again", "embedding_fwd", "glu_fwd", "glu_pair_fwd",
-        "glu_pair_bwd", "softcap_fwd", "softcap_bwd",
+        "glu_pair_bwd", "softcap_fwd", "softcap_bwd", "row_scale_fwd", "row_scale_bwd",
         "bias_activation_fwd", "bias_activation_bwd",
     ),
     "test_formats, by ml_dtypes, a search of the grid and published formulas": (
@@ -126,6 +126,15 @@ def l2_norm_bwd(d):
     return d.floats(*x.shape), x, d.positive(*rows, 1)
 
 
+def softmax_fwd(d):
+    return (d.floats(*d.rows(), d.randint(1, 40)),)
+
+
+def softmax_bwd(d):
+    (dy,) = softmax_fwd(d)
+    return dy, d.floats(*dy.shape)
+
+
 def loss_options(d):
     return d.choice((0.0, 0.1, 1.0)), d.choice((-100, 0)), d.choice((0.0, 0.01))
 
@@ -195,6 +204,8 @@ def optimiser_step(d):
 DRAW = {f.__name__: f for f in (
     rms_norm_fwd, rms_norm_bwd, layer_norm_fwd, layer_norm_bwd, l2_norm_fwd, l2_norm_bwd, cross_entropy_fwd, cross_entropy_bwd,
     cross_entropy_bwd_owned, embedding_wgrad, embedding_wgrad_into, glu_bwd, glu_bwd_again, clamped_swiglu_fwd, clamped_swiglu_bwd,
+    softmax_fwd,
+    softmax_bwd,
 )} | {"adamw": optimiser_step}  # fmt: skip
 
 

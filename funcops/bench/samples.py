@@ -30,9 +30,11 @@ from funcops.kernels import (
     quantize,
     quantize_after,
     rope,
+    row_scale,
     scaled_mm,
     sibling_linear,
     softcap,
+    softmax,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
@@ -182,6 +184,10 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
         yield Sample(pointwise.add, shape, (x, y))
         yield Sample(pointwise.add, f"{shape} + {width}", (x, b))
         yield Sample(pointwise.scale, shape, (x, 0.5))
+        yield Sample(row_scale.row_scale_fwd, shape, (x, make.floats(rows, 1), True))
+        yield Sample(row_scale.row_scale_bwd, shape, (y, x, make.floats(rows, 1), True, True, True))
+        yield Sample(softmax.softmax_fwd, shape, (x,), direct(lambda x: torch.softmax(x, -1)))
+        yield Sample(softmax.softmax_bwd, shape, (y, x))
         yield Sample(pointwise.dropout, shape, (x, make.key(), 0.1), direct(lambda x, *_: F.dropout(x, 0.1)))
         yield Sample(
             pointwise.dropout_add, f"{shape} + {width}", (x, b, y, make.key(), 0.1),
