@@ -10,7 +10,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     layers           linear, qlinear, bias, embedding, attention, qkv_split, dropout,
                      rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
                      Llama3Scaling)
-    norms            layer_norm, rms_norm, l2_norm, softmax
+    norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
     pointwise        activation, glu, scale, row_scale, softcap, add, cast, quantize, dequantize, identity,
                      reshape, fork
     losses           cross_entropy, linear_cross_entropy
@@ -76,6 +76,7 @@ from funcops.ops.dropout import *
 from funcops.ops.embedding import *
 from funcops.ops.fork import *
 from funcops.ops.glu import *
+from funcops.ops.group_norm import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *

@@ -23,6 +23,7 @@ from funcops.kernels import (
     embedding,
     fused_linear,
     glu,
+    group_norm,
     linear,
     norm,
     pointwise,
@@ -116,7 +117,7 @@ class Maker:
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
-        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
+        _norms, _group_norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
         _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus,
     )  # fmt: skip
     for family in families:
@@ -154,6 +155,27 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield Sample(norm.sum_parts, f"256x{width}", (parts, make.dtype))
     yield Sample(norm.sum_two_parts, f"256x{width}", (parts, others, make.dtype))
     yield from _add_norms(make, rows, width)
+
+
+def _group_norms(make: Maker) -> Iterator[Sample]:
+    """Of images, as a diffusion model's."""
+    batches, size = make.sizes(16, 4096)
+    for channels, groups in ((320, 32), (512, 256)):  # groups larger and smaller than a program takes whole
+        x, dy, w, b = (
+            make.floats(batches, channels, size),
+            make.floats(batches, channels, size),
+            make.floats(channels),
+            make.floats(channels),
+        )
+        mean, rstd = make.wide(batches, groups), make.wide(batches, groups)
+        shape = f"{batches}x{channels}x{size} by {groups}"
+        yield Sample(
+            group_norm.group_norm_fwd,
+            shape,
+            (x, w, b, groups, 1e-5),
+            direct(lambda x, w, b, groups, eps: F.group_norm(x, groups, w, b, eps)),
+        )
+        yield Sample(group_norm.group_norm_bwd, shape, (dy, x, w, mean, rstd, groups, True, True, True))
 
 
 def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
