@@ -11,8 +11,8 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
                      rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
                      Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
-    pointwise        activation, glu, scale, row_scale, softcap, add, cast, quantize, dequantize, identity,
-                     reshape, fork
+    pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
+                     identity, reshape, fork
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
@@ -82,6 +82,7 @@ from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
+from funcops.ops.modulate import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *

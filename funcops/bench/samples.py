@@ -25,6 +25,7 @@ from funcops.kernels import (
     glu,
     group_norm,
     linear,
+    modulate,
     norm,
     pointwise,
     qkv_split,
@@ -217,6 +218,11 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
         )  # fmt: skip
         yield Sample(bias_activation_fwd, f"gelu_tanh {shape} + {width}", (x, b, "gelu_tanh"))
     yield Sample(pointwise.dropout_add, shape, (x, None, y, make.key(), 0.1), direct(lambda x, _, y, *__: y + F.dropout(x, 0.1)))
+    batches, tokens, width = make.sizes(64, 256, 1152)  # of a DiT-XL
+    x, y, b = make.floats(batches, tokens, width), make.floats(batches, tokens, width), make.floats(batches, width)
+    of_batches = f"{batches}x{tokens}x{width}"
+    yield Sample(modulate.modulate_fwd, of_batches, (x, b, make.floats(batches, width)))
+    yield Sample(modulate.modulate_bwd, of_batches, (y, x, b, True, True, True))
 
 
 def _activations(make: Maker) -> Iterator[Sample]:
