@@ -8,6 +8,7 @@ What a forward keeps for its backward is a tree like any other.
 Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
 NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
     layers           linear, qlinear, bias, embedding, attention, qkv_split, dropout,
+                     causal_conv1d,
                      rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
                      Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
@@ -71,6 +72,7 @@ from funcops.ops.add import *
 from funcops.ops.attention import *
 from funcops.ops.bias import *
 from funcops.ops.cast import *
+from funcops.ops.causal_conv1d import *
 from funcops.ops.cross_entropy import *
 from funcops.ops.dropout import *
 from funcops.ops.embedding import *

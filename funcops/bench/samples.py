@@ -18,6 +18,7 @@ from funcops.formats import Format, by_tiles
 from funcops.kernels import (
     adamw,
     add_norm,
+    causal_conv1d,
     coded_glu,
     cross_entropy,
     embedding,
@@ -118,8 +119,8 @@ class Maker:
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
-        _norms, _group_norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
-        _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus,
+        _norms, _group_norms, _convolutions, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings,
+        _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -177,6 +178,20 @@ def _group_norms(make: Maker) -> Iterator[Sample]:
             direct(lambda x, w, b, groups, eps: F.group_norm(x, groups, w, b, eps)),
         )
         yield Sample(group_norm.group_norm_bwd, shape, (dy, x, w, mean, rstd, groups, True, True, True))
+
+
+def _convolutions(make: Maker) -> Iterator[Sample]:
+    """Before a state of Qwen3-Next."""
+    tokens, channels = make.sizes(4096, 8192)
+    x, dy, w, b = (
+        make.floats(2, tokens, channels),
+        make.floats(2, tokens, channels),
+        make.floats(channels, 4),
+        make.floats(channels),
+    )
+    shape = f"2x{tokens}x{channels} of 4"
+    yield Sample(causal_conv1d.causal_conv1d_fwd, shape, (x, w, b, True))
+    yield Sample(causal_conv1d.causal_conv1d_bwd, shape, (dy, x, w, b, True, True, True, True))
 
 
 def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
