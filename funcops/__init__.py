@@ -8,7 +8,7 @@ What a forward keeps for its backward is a tree like any other.
 Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
 NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
     layers           linear, qlinear, bias, embedding, attention, qkv_split, dropout,
-                     causal_conv1d,
+                     causal_conv1d, bmm, patchify, unpatchify,
                      rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
                      Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
@@ -71,6 +71,7 @@ from funcops.ops.activation import *
 from funcops.ops.add import *
 from funcops.ops.attention import *
 from funcops.ops.bias import *
+from funcops.ops.bmm import *
 from funcops.ops.cast import *
 from funcops.ops.causal_conv1d import *
 from funcops.ops.cross_entropy import *
@@ -85,6 +86,7 @@ from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.modulate import *
+from funcops.ops.patchify import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *

@@ -44,6 +44,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     ),
     "test_low_residuals, by the kernels of the decoded x": ("coded_glu_fwd", "coded_glu_bwd"),
     "products as in the math": (
+        "bmm_fwd", "bmm_bwd_left", "bmm_bwd_right",
         "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",
         "sibling_linear_dgrad", "joined_linear_dgrad",
         "fused_linear_fwd",

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import funcops.kernels
 from funcops.backend import backend
 from funcops.bench.samples import Maker, Sample, samples
-from funcops.kernels import attention, embedding, linear, rope
+from funcops.kernels import attention, bmm, embedding, linear, rope
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
@@ -52,6 +52,13 @@ def library_calls(make):
         yield Sample(attention.attention_bwd, "", (dy, q, k, v, out, lse, causal, 0.3))
     ids = make.ids(3, tokens, below=16)
     yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
+    a, b = make.floats(2, 3, 4), make.floats(2, 4, 5)
+    y = make.floats(2, 3, 5)
+    for transposed in (False, True):
+        right = make.floats(2, 5, 4) if transposed else b
+        yield Sample(bmm.bmm_fwd, "", (a, right, transposed))
+        yield Sample(bmm.bmm_bwd_left, "", (y, right, transposed))
+        yield Sample(bmm.bmm_bwd_right, "", (y, a, transposed))
     yield Sample(rope.rope_table, "", (make.floats(3, tokens, 2, dtype=torch.float32), 1.5, True))
 
 
