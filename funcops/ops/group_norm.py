@@ -26,7 +26,7 @@ from funcops.kernels import group_norm as kernels
 from funcops.needs import Needs
 from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_eps, check_weight, finish_two
-from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [
@@ -132,7 +132,7 @@ def group_norm_dgrad(residuals: GroupNormResiduals, dy: Tensor, cfg: GroupNormCo
         bool(needs.x), needs.param("weight"), needs.param("bias"),
     )  # fmt: skip
     pending = GroupNormPending.keep(cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
-    return dx if dx is None else dx.reshape(shape), pending
+    return NO_GRADIENT if dx is None else dx.reshape(shape), pending
 
 
 @wgrad_of(GroupNormPending, GroupNormParams)

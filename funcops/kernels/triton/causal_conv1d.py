@@ -13,7 +13,7 @@ from torch import Tensor
 from funcops.backend.launch import launcher
 from funcops.kernels import causal_conv1d as declared
 from funcops.kernels.triton.activation import derivative, sigmoid
-from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded, warps_of
 
 CHANNELS, TIMES = 128, 32  # of a tile
 PROGRAMS = 1024  # of the sums: a constant, so that they do not depend on the device
@@ -107,7 +107,7 @@ def causal_conv1d_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool) -> 
         block, times = block_of(channels, CHANNELS), block_of(length, TIMES)
         _launch_forward(
             cdiv(channels, block), cdiv(length, times), batches, x, w.contiguous(), contiguous(b), y, length, channels, w.shape[1],
-            b is not None, silu, times, block,
+            b is not None, silu, times, block, num_warps=warps_of(times * block),
         )  # fmt: skip
     return y
 
@@ -142,11 +142,12 @@ def causal_conv1d_bwd(
         of_part = cdiv(cdiv(length, parts), times) * times
         _launch_sums(
             cdiv(channels, block), parts, batches, dy, x, w, b, g, d_w, d_b, length, channels, of_part, width, b is not None,
-            silu, dx, dw, db, times, block, next_power_of_2(width),
+            silu, dx, dw, db, times, block, next_power_of_2(width), num_warps=warps_of(times * block),
         )  # fmt: skip
     if dx:
         _launch_descend(
-            cdiv(channels, block), cdiv(length, times), batches, g, w, d_x, length, channels, width, times, block
+            cdiv(channels, block), cdiv(length, times), batches, g, w, d_x, length, channels, width, times, block,
+            num_warps=warps_of(times * block),
         )  # fmt: skip
     return d_x, d_w, d_b
 
