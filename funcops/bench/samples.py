@@ -222,10 +222,6 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
         yield Sample(pointwise.add, shape, (x, y))
         yield Sample(pointwise.add, f"{shape} + {width}", (x, b))
         yield Sample(pointwise.scale, shape, (x, 0.5))
-        yield Sample(row_scale.row_scale_fwd, shape, (x, make.floats(rows, 1), True))
-        yield Sample(row_scale.row_scale_bwd, shape, (y, x, make.floats(rows, 1), True, True, True))
-        yield Sample(softmax.softmax_fwd, shape, (x,), direct(lambda x: torch.softmax(x, -1)))
-        yield Sample(softmax.softmax_bwd, shape, (y, x))
         yield Sample(pointwise.dropout, shape, (x, make.key(), 0.1), direct(lambda x, *_: F.dropout(x, 0.1)))
         yield Sample(
             pointwise.dropout_add, f"{shape} + {width}", (x, b, y, make.key(), 0.1),
@@ -253,6 +249,11 @@ def _activations(make: Maker) -> Iterator[Sample]:
             yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
         yield Sample(activation_bwd_again, shape, (dy, x, kind, True))
     yield Sample(dropout_bwd_sums, f"{rows}x{width}", (dy, make.key(), 0.1))
+    shape, gate = f"{rows}x{width}", make.floats(rows, 1)
+    yield Sample(row_scale.row_scale_fwd, shape, (x, gate, True))
+    yield Sample(row_scale.row_scale_bwd, shape, (dy, x, gate, True, True, True))
+    yield Sample(softmax.softmax_fwd, shape, (x,), direct(lambda x: torch.softmax(x, -1)))
+    yield Sample(softmax.softmax_bwd, shape, (dy, x))
     yield Sample(softcap.softcap_fwd, f"{rows}x{width}", (x, 30.0))
     yield Sample(softcap.softcap_bwd, f"{rows}x{width}", (dy, x, 30.0))
 

@@ -21,14 +21,14 @@ PROGRAMS = 1024  # of the sums: a constant, so that they do not depend on the de
 
 @triton.jit
 def _before(x_ptr, w_ptr, b_ptr, t, c, channels, inside, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """z of a tile: x_ptr at the first of its batch."""
+    """z of a tile: x_ptr at the first of its batch; weights as [W, C], so that a thread's lie side by side."""
     z = tl.zeros([t.shape[0], c.shape[1]], tl.float32)
     if BIAS:
         z += load_wide(b_ptr + c, c < channels)
     for j in tl.static_range(WIDTH):
         at = t - (WIDTH - 1) + j
         x = load_wide(x_ptr + at * channels + c, inside & (at >= 0))
-        z += x * load_wide(w_ptr + c * WIDTH + j, c < channels)
+        z += x * load_wide(w_ptr + j * channels + c, c < channels)
     return z
 
 
@@ -92,7 +92,7 @@ def _descend(
     for j in tl.static_range(WIDTH):
         at = t + (WIDTH - 1) - j
         g = load_wide(g_ptr + first + at * channels + c, inside & (at < length))
-        d += g * load_wide(w_ptr + c * WIDTH + j, c < channels)
+        d += g * load_wide(w_ptr + j * channels + c, c < channels)
     store_rounded(dx_ptr + first + t * channels + c, d, inside)
 
 
@@ -106,8 +106,8 @@ def causal_conv1d_fwd(x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool) -> 
     if x.numel():
         block, times = block_of(channels, CHANNELS), block_of(length, TIMES)
         _launch_forward(
-            cdiv(channels, block), cdiv(length, times), batches, x, w.contiguous(), contiguous(b), y, length, channels, w.shape[1],
-            b is not None, silu, times, block, num_warps=warps_of(times * block),
+            cdiv(channels, block), cdiv(length, times), batches, x, w.mT.contiguous(), contiguous(b), y, length, channels,
+            w.shape[1], b is not None, silu, times, block, num_warps=warps_of(times * block),
         )  # fmt: skip
     return y
 
@@ -130,7 +130,7 @@ def _room(x: Tensor, w: Tensor, dx: bool, dw: bool, db: bool) -> tuple[Optional[
 def causal_conv1d_bwd(
     dy: Tensor, x: Tensor, w: Tensor, b: Optional[Tensor], silu: bool, dx: bool, dw: bool, db: bool
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:
-    dy, x, w, b = dy.contiguous(), x.contiguous(), w.contiguous(), contiguous(b)
+    dy, x, by_time, b = dy.contiguous(), x.contiguous(), w.mT.contiguous(), contiguous(b)
     (batches, length, channels), width = x.shape, w.shape[1]
     d_x, d_w, d_b = _room(x, w, dx, dw, db)
     if not x.numel():
@@ -141,12 +141,12 @@ def causal_conv1d_bwd(
         parts = parts_of(batches, length, channels)
         of_part = cdiv(cdiv(length, parts), times) * times
         _launch_sums(
-            cdiv(channels, block), parts, batches, dy, x, w, b, g, d_w, d_b, length, channels, of_part, width, b is not None,
+            cdiv(channels, block), parts, batches, dy, x, by_time, b, g, d_w, d_b, length, channels, of_part, width, b is not None,
             silu, dx, dw, db, times, block, next_power_of_2(width), num_warps=warps_of(times * block),
         )  # fmt: skip
     if dx:
         _launch_descend(
-            cdiv(channels, block), cdiv(length, times), batches, g, w, d_x, length, channels, width, times, block,
+            cdiv(channels, block), cdiv(length, times), batches, g, by_time, d_x, length, channels, width, times, block,
             num_warps=warps_of(times * block),
         )  # fmt: skip
     return d_x, d_w, d_b

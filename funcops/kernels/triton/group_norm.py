@@ -1,4 +1,4 @@
-"""Normalisation of groups of channels. A group's numbers lie side by side: forward a program takes them, whole or in three passes;
+"""Normalisation of groups of channels. A group's numbers lie side by side: forward a program takes them, whole or in two passes;
 backward first the sums of every channel, then dx of their sums over a group."""
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ def _forward(
         y = centred * rstd * load_wide(w_ptr + c, i < length) + load_wide(b_ptr + c, i < length)
         store_rounded(y_ptr + first + i, y, i < length)
     else:
-        total = tl.zeros([BLOCK], tl.float32)
+        # sums of what is left of each number by the mean of the first ones, which is near that of all, so that none cancels another
+        near = tl.sum(load_wide(x_ptr + first + i, True), 0) / BLOCK
+        total, squares = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, length, BLOCK):
-            total += load_wide(x_ptr + first + start + i, start + i < length)
-        mean = tl.sum(total, 0) / length
-        squares = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, length, BLOCK):
-            centred = tl.where(start + i < length, load_wide(x_ptr + first + start + i, start + i < length) - mean, 0.0)
-            squares += centred * centred
-        rstd = tl.rsqrt(tl.sum(squares, 0) / length + eps)
+            left = tl.where(start + i < length, load_wide(x_ptr + first + start + i, start + i < length) - near, 0.0)
+            total += left
+            squares += left * left
+        more = tl.sum(total, 0) / length
+        mean = near + more
+        rstd = tl.rsqrt(tl.maximum(tl.sum(squares, 0) / length - more * more, 0.0) + eps)
         for start in range(0, length, BLOCK):
             at, inside = start + i, start + i < length
             c = first_channel + at // size

@@ -14,7 +14,7 @@ from funcops.kernels import modulate as declared
 from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, store_rounded
 
 BLOCK = 1024  # columns
-ROWS = 16  # at least, of a program
+ROWS = 64  # at least, of a program: of fewer, its partial sums would be more than a twentieth of what it reads and writes
 PROGRAMS = 2048  # a constant, so that sums do not depend on the device
 
 

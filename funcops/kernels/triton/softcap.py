@@ -9,22 +9,27 @@ from torch import Tensor
 
 from funcops.backend.launch import launcher
 from funcops.kernels import softcap as declared
-from funcops.kernels.triton.activation import tanh
 from funcops.kernels.triton.common import cdiv, load_wide, store_rounded
 
 BLOCK = 1024
 
 
 @triton.jit
-def _forward(x_ptr, y_ptr, n, cap: tl.float32, BLOCK: tl.constexpr):
-    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    store_rounded(y_ptr + i, cap * tanh(load_wide(x_ptr + i, i < n) / cap), i < n)
+def _tanh(x):
+    """1 - 2 / (1 + exp(2 x)): where that overflows 1, where it is 0 -1."""
+    return 1.0 - 2.0 / (1.0 + tl.exp2(x * 2.8853900817779268))
 
 
 @triton.jit
-def _backward(dy_ptr, x_ptr, dx_ptr, n, cap: tl.float32, BLOCK: tl.constexpr):
+def _forward(x_ptr, y_ptr, n, cap: tl.float32, inverse: tl.float32, BLOCK: tl.constexpr):
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    t = tanh(load_wide(x_ptr + i, i < n) / cap)
+    store_rounded(y_ptr + i, cap * _tanh(load_wide(x_ptr + i, i < n) * inverse), i < n)
+
+
+@triton.jit
+def _backward(dy_ptr, x_ptr, dx_ptr, n, inverse: tl.float32, BLOCK: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    t = _tanh(load_wide(x_ptr + i, i < n) * inverse)
     store_rounded(dx_ptr + i, load_wide(dy_ptr + i, i < n) * (1.0 - t * t), i < n)
 
 
@@ -36,7 +41,7 @@ def softcap_fwd(x: Tensor, cap: float) -> Tensor:
     x = x.contiguous()
     y, n = torch.empty_like(x), x.numel()
     if n:
-        _launch_forward(cdiv(n, BLOCK), 1, 1, x, y, n, cap, BLOCK)
+        _launch_forward(cdiv(n, BLOCK), 1, 1, x, y, n, cap, 1.0 / cap, BLOCK)
     return y
 
 
@@ -45,5 +50,5 @@ def softcap_bwd(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     x, dy = x.contiguous(), dy.contiguous()
     dx, n = torch.empty_like(x), x.numel()
     if n:
-        _launch_backward(cdiv(n, BLOCK), 1, 1, dy, x, dx, n, cap, BLOCK)
+        _launch_backward(cdiv(n, BLOCK), 1, 1, dy, x, dx, n, 1.0 / cap, BLOCK)
     return dx
