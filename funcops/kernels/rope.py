@@ -7,10 +7,22 @@ numbers of a pair an implementation may read those of the first alone: the secon
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from funcops.backend import kernel, wide
+
+
+def powers(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """theta^(2i / size): [size / 2]."""
+    return torch.pow(theta, torch.arange(0, size, 2, dtype=dtype, device=device) / size)
+
+
+def frequencies(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """theta^(-2i / size): [size / 2], as a quotient, which has Hugging Face's bits."""
+    return 1.0 / powers(theta, size, dtype, device)
 
 
 @kernel(library=True)

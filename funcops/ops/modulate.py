@@ -17,9 +17,9 @@ from funcops.errors import FLOATS, check, fail
 from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.ops._tuples import parts_of
-from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
+from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "ModulateConfig",
@@ -41,9 +41,8 @@ class ModulateConfig:
 
 
 class ModulateResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    x: Tensor = saved("[B, *T, D]", alias="x.0", needed_by=DGRAD | AGAIN, of=("x.1",))
-    scale: Tensor = saved("[B, D]", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
-    shift: Tensor = saved("[B, D]", alias="x.2", needed_by=AGAIN)
+    x: Tensor = saved("[B, *T, D]", alias="x.0", needed_by=DGRAD, of=("x.1",))
+    scale: Tensor = saved("[B, D]", alias="x.1", needed_by=DGRAD, of=("x.0",))
 
 
 def _flat(t: Tensor) -> Tensor:
@@ -63,17 +62,7 @@ def modulate_fwd(
     for place, name, part in ((1, "scale", scale), (2, "shift", shift)):
         check("modulate_fwd", f"x.{place} ({name})", part, (t.shape[0], t.shape[-1]), t.dtype, t)
     y = kernels.modulate_fwd(_flat(t), scale, shift).reshape(t.shape)
-    kept = ModulateResiduals.keep(
-        cfg, needs, x=t, scale=scale, shift=shift, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype
-    )  # fmt: skip
-    return y, kept
-
-
-@again_of(ModulateResiduals)
-def modulate_again(residuals: ModulateResiduals, cfg: ModulateConfig) -> Tensor:
-    """y of the forward, the same bits."""
-    x = residuals.x
-    return kernels.modulate_fwd(_flat(x), residuals.scale, residuals.shift).reshape(x.shape)
+    return y, ModulateResiduals.keep(cfg, needs, x=t, scale=scale, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
 
 
 @dgrad_of(ModulateResiduals)
@@ -89,5 +78,5 @@ def modulate_dgrad(residuals: ModulateResiduals, dy: Tensor, cfg: ModulateConfig
     return residuals.inputs.make((None if dx is None else dx.reshape(dy.shape), *found)), None
 
 
-modulate = make_op("modulate", ModulateConfig, fwd=modulate_fwd, dgrad=modulate_dgrad, cheap="elementwise", again=modulate_again)
+modulate = make_op("modulate", ModulateConfig, fwd=modulate_fwd, dgrad=modulate_dgrad)
 modulate_init, modulate_bwd, modulate_wgrad = no_params(modulate, modulate_dgrad)

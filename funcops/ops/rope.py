@@ -28,7 +28,7 @@ from funcops.errors import check, check_rows, describe, fail, require, require_t
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
-from funcops.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling, plain_frequencies
+from funcops.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = ["RopeConfig", "RopeResiduals", "rope", "rope_bwd", "rope_dgrad", "rope_fwd", "rope_init", "rope_table", "rope_wgrad"]
@@ -105,8 +105,8 @@ class RopeConfig:
         if self.scaling is not None:
             return self.scaling.frequencies(self.theta, self.rotating, dtype, device)
         if self.layout == "axial":
-            return torch.cat([plain_frequencies(self.theta, 2 * n, dtype, device) for n in self.sections or ()])
-        return plain_frequencies(self.theta, self.rotating, dtype, device)
+            return torch.cat([kernels.frequencies(self.theta, 2 * n, dtype, device) for n in self.sections or ()])
+        return kernels.frequencies(self.theta, self.rotating, dtype, device)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
         """By which each pair turns at `positions`, [*, T] or of A axes [A, *, T]: [*, T, R/2]."""

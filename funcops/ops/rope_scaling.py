@@ -23,6 +23,8 @@ from torch import Tensor
 
 from funcops.configs import config
 from funcops.errors import require
+from funcops.kernels.rope import frequencies as plain_frequencies
+from funcops.kernels.rope import powers
 
 __all__ = ["DynamicScaling", "LinearScaling", "Llama3Scaling", "LongRopeScaling", "YarnScaling"]
 
@@ -35,15 +37,6 @@ def check_positive(where: str, cfg: Any, *names: str) -> None:
     for name in names:
         value = getattr(cfg, name)
         require(value is None or 0 < value < math.inf, where, name, "above 0, and finite", value)
-
-
-def powers(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
-    """theta^(2i / size): [size / 2]."""
-    return torch.pow(theta, torch.arange(0, size, 2, dtype=dtype, device=device) / size)
-
-
-def plain_frequencies(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
-    return 1.0 / powers(theta, size, dtype, device)
 
 
 @config
