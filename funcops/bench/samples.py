@@ -252,8 +252,9 @@ def _activations(make: Maker) -> Iterator[Sample]:
     shape, gate = f"{rows}x{width}", make.floats(rows, 1)
     yield Sample(row_scale.row_scale_fwd, shape, (x, gate, True))
     yield Sample(row_scale.row_scale_bwd, shape, (dy, x, gate, True, True, True))
-    yield Sample(softmax.softmax_fwd, shape, (x,), direct(lambda x: torch.softmax(x, -1)))
-    yield Sample(softmax.softmax_bwd, shape, (dy, x))
+    for t, of in ((x, shape), (make.floats(*make.sizes(512, 65536)), "long rows")):
+        yield Sample(softmax.softmax_fwd, of, (t,), direct(lambda x: torch.softmax(x, -1)))
+        yield Sample(softmax.softmax_bwd, of, (t, t))
     yield Sample(softcap.softcap_fwd, f"{rows}x{width}", (x, 30.0))
     yield Sample(softcap.softcap_bwd, f"{rows}x{width}", (dy, x, 30.0))
 

@@ -22,7 +22,7 @@ def powers(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
 
 def frequencies(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
     """theta^(-2i / size): [size / 2], as a quotient, which has Hugging Face's bits."""
-    return 1.0 / powers(theta, size, dtype, device)
+    return powers(theta, size, dtype, device).reciprocal()
 
 
 @kernel(library=True)

@@ -39,7 +39,7 @@ def both(kernel, *args):
 
 
 @warnings
-@pytest.mark.parametrize("width", [5, 700, 16384, 16400])
+@pytest.mark.parametrize("width", [5, 700, 16400, 32800])
 def test_rows_of_which_some_are_masked(width):
     """From the front, so that a first block of a long row is -inf alone; and wholly, which has no softmax."""
     x, dy = 3 * torch.randn(3, width), torch.randn(3, width)
@@ -51,7 +51,7 @@ def test_rows_of_which_some_are_masked(width):
 
 
 @warnings
-@pytest.mark.parametrize("width", [9, 16400])
+@pytest.mark.parametrize("width", [9, 32800])
 def test_a_row_with_an_infinity_or_a_nan_is_none(width):
     x = torch.randn(3, width)
     x[0, 4], x[1, -1] = torch.inf, torch.nan

@@ -103,8 +103,7 @@ def function_of(case: Case) -> Function | None:
         return None
     if name.startswith("group_norm"):
         x, w, groups = (a[0], a[1], a[3]) if name.endswith("fwd") else (a[1], a[2], a[5])
-        f = functools.partial(_group, groups)
-        return Function(f, [x, w, w], FORWARD if name.endswith("fwd") else BACKWARD)
+        return Function(functools.partial(_group, groups), [x, w, w], FORWARD if name.endswith("fwd") else BACKWARD)
     if name.endswith("norm_fwd"):
         f = NORMS[name.removeprefix("add_").split("_")[0]]
         tensors = [t for t in a if isinstance(t, Tensor)]
