@@ -25,7 +25,7 @@ from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import CHECKPOINT, parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
 from lm.model import init, predictor, rotation
-from lm.ranks import AXES, Ranks, quiet, started
+from lm.ranks import AXES, Ranks, leave, quiet, started
 from lm.results import Row, RunError, check_writable, load_run, plot, save_run, text_of
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
@@ -293,4 +293,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

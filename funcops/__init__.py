@@ -14,6 +14,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
     pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
                      identity, reshape, fork
+    mixtures         route, permute, grouped_linear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
@@ -77,9 +78,11 @@ from funcops.ops.causal_conv1d import *
 from funcops.ops.cross_entropy import *
 from funcops.ops.dropout import *
 from funcops.ops.embedding import *
+from funcops.ops.experts import *
 from funcops.ops.fork import *
 from funcops.ops.glu import *
 from funcops.ops.group_norm import *
+from funcops.ops.grouped_linear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *
@@ -87,6 +90,7 @@ from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.modulate import *
 from funcops.ops.patchify import *
+from funcops.ops.permute import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *
@@ -94,10 +98,12 @@ from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
 from funcops.ops.rope_scaling import *
+from funcops.ops.route import *
 from funcops.ops.row_scale import *
 from funcops.ops.scale import *
 from funcops.ops.softcap import *
 from funcops.ops.softmax import *
+from funcops.ops.unpermute import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
@@ -138,7 +144,7 @@ _ROOMS = [
     "trees",
 ]
 # one name a concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling")
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling", "Fitted")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]
 

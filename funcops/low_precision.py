@@ -89,7 +89,8 @@ class ScaleState:
 
 
 def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
-    """The config with its `linear` steps in low precision; params keep their paths.
+    """The config with its `linear` steps in low precision; params keep their paths. Other steps keep their dtype, `grouped_linear`
+    and `experts` too: a glob that names one of these alone raises.
 
     `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
     keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one

@@ -318,7 +318,7 @@ def bwd_of(
             if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg, into=into)
             node = open_node(where, node, node_class, cfg)
-            nothing = params_class() if into is None else into
+            nothing = no_gradients(params_class, cfg) if into is None else into
             result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
             if node is not residuals:
                 node.empty()
@@ -342,7 +342,7 @@ def wgrad_of(
             if into is not None and type(into) is not params_class:
                 _bad_type(where, "into", into, params_class)
             if pending is None:
-                return params_class() if into is None else into
+                return no_gradients(params_class, cfg) if into is None else into
             if any_autocast():
                 refuse_autocast(where, pending)
             node = pending
@@ -358,6 +358,11 @@ def wgrad_of(
         return wgrad
 
     return decorate
+
+
+def no_gradients(params_class: Any, cfg: Any) -> Any:
+    """A tree of params in which all is None: of a class whose fields are trees, its `without(cfg)`."""
+    return params_class.without(cfg) if hasattr(params_class, "without") else params_class()
 
 
 def with_raw(checked: Any, raw: Any) -> Any:

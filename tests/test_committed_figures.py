@@ -17,7 +17,7 @@ RECORDED = torch.__version__.startswith("2.13.")
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("cpu-residuals", residuals.run),
+        ("cpu-residuals", lambda: residuals.run(mixture=False)),
         ("cpu-memory", lambda: memory._measure(1, torch.float32)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -91,3 +91,9 @@ def test_the_figures_of_the_first_page_are_committed_ones():
             for figure in re.findall(r"\d+(?:\.\d+)?", cell):
                 digits = len(figure.partition(".")[2])
                 assert any(f"{value:.{digits}f}" == figure for value in known), f"{what}: {figure}"
+
+
+def test_the_figures_of_a_mixture_of_experts_are_committed_ones():
+    text = (COMMITTED.parent / "mixture-of-experts.md").read_text()
+    kept = [value for (case, _, _), value in committed("cpu-residuals").items() if case.startswith("mixture")]
+    assert len(kept) == 3 and all(f" {value:,.0f} |" in text for value in kept)

@@ -42,7 +42,13 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     "test_quantized_rules, by the kernels one after the other": (
         "rms_norm_quantize", "layer_norm_quantize", "glu_quantize", "activation_quantize",
     ),
+    "the law Right, by walks over rows and autograd": (
+        "route_fwd", "route_bwd", "sort_by_expert", "scatter_rows", "gather_rows",
+    ),
     "test_low_residuals, by the kernels of the decoded x": ("coded_glu_fwd", "coded_glu_bwd"),
+    "test_experts and the law Right, by a loop over experts": (
+        "grouped_product", "grouped_wgrad", "grouped_wgrad_into", "experts_up", "experts_dgrad",
+    ),
     "products as in the math": (
         "bmm_fwd", "bmm_bwd_left", "bmm_bwd_right",
         "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",

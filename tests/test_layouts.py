@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import funcops.kernels
 from funcops.backend import backend
 from funcops.bench.samples import Maker, Sample, samples
-from funcops.kernels import attention, bmm, embedding, linear, rope
+from funcops.kernels import attention, bmm, embedding, linear, rope, routing
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
@@ -52,6 +52,7 @@ def library_calls(make):
         yield Sample(attention.attention_bwd, "", (dy, q, k, v, out, lse, causal, 0.3))
     ids = make.ids(3, tokens, below=16)
     yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
+    yield Sample(routing.sort_by_expert, "", (ids.to(torch.int32), 16))
     a, b = make.floats(2, 3, 4), make.floats(2, 4, 5)
     y = make.floats(2, 3, 5)
     for transposed in (False, True):
@@ -83,13 +84,13 @@ KERNELS = calls(Maker, torch.float32)
 
 
 def laid_out(sample, change):
-    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, and the angles of a rotation, are no values that
-    may be anything."""
+    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, places, and the angles of a rotation, are no
+    values that may be anything."""
     kept, count = sample.kernel.kernel.mutates, itertools.count()
 
     def one(t, name):
         way = change(next(count), t)
-        return t if (t.dtype is torch.int64 or name == "table") and way in EXPANSIONS.values() else way(t)
+        return t if (t.dtype in (torch.int32, torch.int64) or name == "table") and way in EXPANSIONS.values() else way(t)
 
     return tuple(
         tree_map_tensors(torch.clone, a) if name in kept else tree_map_tensors(lambda t, name=name: one(t, name), a)

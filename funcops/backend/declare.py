@@ -8,7 +8,8 @@ a body that is fast and not obvious: it is there to be read, and the tests hold 
 
 An eager call goes straight to an implementation. A torch implementation is traced through (its aten operators are what
 a compiler wants to see); a Triton one is opaque to a tracer, so while tracing it is called as a `torch.library`
-operator, defined on first use.
+operator, defined on first use. So is a torch one that says (`opaque=True`) that it reads values on the host: what it does
+depends on them, and only its results' shapes do not.
 """
 
 from __future__ import annotations
@@ -39,18 +40,24 @@ def tracing() -> bool:
     return modes > 0 and not all([getattr(torch._C._get_dispatch_stack_at(i), "runs", False) for i in range(modes)])
 
 
+def watched() -> bool:
+    """True under whatever sees operators: a tracer, or any mode."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
 class Kernel:
     """A tensor-in, tensor-out function with up to two implementations."""
 
-    def __init__(self, body: Implementation, mutates: tuple[str, ...], library: bool, product: bool) -> None:
+    def __init__(self, body: Implementation, mutates: tuple[str, ...], library: bool, product: bool, opaque: bool) -> None:
         self.name, self.module = body.__name__, body.__module__
-        self.mutates, self.library, self.product = mutates, library, product
+        self.mutates, self.library, self.product, self.opaque = mutates, library, product, opaque
         self.torch_impl = body
         self.triton_impl: Implementation | None = None
         self.unsought = body.__module__.startswith("funcops.")
         self.fake_impl: Implementation = body
         self.formula: Implementation | None = None
         self._operator: Implementation | None = None
+        self._torch_operator: Implementation | None = None
 
     def triton(self, launch: Implementation) -> Implementation:
         """Decorator: `launch` is the Triton implementation. What it writes to in place counts the write."""
@@ -72,19 +79,41 @@ class Kernel:
         """This kernel's Triton implementation as a `torch.library` operator."""
         if self._operator is None:
             require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
-            operators.define(self.name + _schema(self.torch_impl, self.mutates))
-            operators.impl(self.name, self.triton_impl, "CompositeExplicitAutograd")
-            torch.library.register_fake(f"funcops::{self.name}", functools.partial(_contiguous, self.fake_impl), lib=operators)
-            self._operator = getattr(torch.ops.funcops, self.name).default
+            self._operator = self._define(self.name, self.triton_impl)
         return self._operator
+
+    def torch_operator(self) -> Implementation:
+        """The torch implementation likewise."""
+        if self._torch_operator is None:
+            self._torch_operator = self._define(f"{self.name}_by_torch", self.torch_impl)
+        return self._torch_operator
+
+    def _define(self, name: str, implementation: Implementation | None) -> Implementation:
+        operators.define(name + _schema(self.torch_impl, self.mutates))
+        operators.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"funcops::{name}", functools.partial(_contiguous, self.fake_impl), lib=operators)
+        return getattr(torch.ops.funcops, name).default  # type: ignore[no-any-return]
+
+    def _by_torch(self) -> Implementation:
+        if self.opaque and watched():
+            self.ready_by_torch()
+            return self.torch_operator()
+        return self.torch_impl
+
+    def ready_by_torch(self) -> bool:
+        """As `ready`, of the torch implementation."""
+        self.torch_operator()
+        return True
+
+    ready_by_torch._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def choose(self, first: Tensor) -> Implementation:
         """The implementation for tensors like `first`, in the current mode."""
         if self.library or not select.wants_triton(first) or first.dtype is torch.float64:
-            return self.torch_impl
+            return self._by_torch() if self.opaque else self.torch_impl
         if self.product and (select.gemm_provider() == "cublas" or (tracing() and select.gemm_provider() == "auto")):
             return self.torch_impl
-        if tracing() or torch._C._len_torch_dispatch_stack():
+        if watched():
             # whatever watches operators sees this one, not a launch behind torch's back
             return self.operator() if self.ready() else self._without_triton()
         if self.triton_impl is None and not self.find_triton():
@@ -107,7 +136,7 @@ class Kernel:
     def _without_triton(self) -> Implementation:
         why = "it has no Triton implementation" if importlib.util.find_spec("triton") else "Triton is not installed"
         require(select.forced() is None, self.name, "backend", f"'torch' ({why})", "'triton'")
-        return self.torch_impl
+        return self._by_torch()
 
     def find_triton(self) -> bool:
         """Import the file that holds the Triton implementation, once, and say whether there is one."""
@@ -149,16 +178,19 @@ def _on_device(device: torch.device, implementation: Implementation, *args: Any)
         return implementation(*args)
 
 
-def kernel(*, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False) -> Callable[[Implementation], Any]:
+def kernel(
+    *, mutates: tuple[str, ...] = (), library: bool = False, product: bool = False, opaque: bool = False
+) -> Callable[[Implementation], Any]:
     """Declare a kernel. `mutates` names the arguments that it writes to; `library` says that torch's own kernels are the
-    implementation on every device; `product`, that it is a bare matrix product, which `gemm` may leave to cuBLAS. The
+    implementation on every device; `product`, that it is a bare matrix product, which `gemm` may leave to cuBLAS; `opaque`, that
+    the body reads values on the host: a tracer sees one operator, whose results are those of `.fake`, which must be given. The
     result is called positionally, and has the decorators `.triton`, `.fake` and `.plain`.
 
     float64 always runs on the torch implementation: it is there to check the others by.
     """
 
     def decorate(body: Implementation) -> Any:
-        declared = Kernel(body, mutates, library, product)
+        declared = Kernel(body, mutates, library, product, opaque)
 
         call: Any = functools.wraps(body)(_write_call(body, declared))
         call.kernel, call.triton, call.fake, call.plain = declared, declared.triton, declared.fake, declared.plain
@@ -185,7 +217,7 @@ def _schema(body: Implementation, mutates: tuple[str, ...]) -> str:
 
 _CALL = """
 def call({parameters}):
-    if {first}.is_cpu and not select.chosen_anywhere:
+    if {first}.is_cpu and not select.chosen_anywhere{seen}:
         return body({names})
     return choose({first})({names})
 """
@@ -197,8 +229,9 @@ def _write_call(body: Implementation, declared: Kernel) -> Any:
     names = list(parameters)
     defaults = [name if p.default is p.empty else f"{name}={p.default!r}" for name, p in parameters.items()]
     first = names[0] + ("[0]" if str(body.__annotations__[names[0]]).startswith("list") else "")
-    scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose}
-    exec(_CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first), scope)
+    scope: dict[str, Any] = {"body": body, "select": select, "choose": declared.choose, "watched": watched}
+    seen = " and not watched()" if declared.opaque else ""
+    exec(_CALL.format(parameters=", ".join(defaults), names=", ".join(names), first=first, seen=seen), scope)
     return scope["call"]
 
 

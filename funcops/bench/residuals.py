@@ -1,20 +1,23 @@
-"""Bytes that a block keeps for its backward, per token and hidden unit, against what autograd saves."""
+"""Bytes that a block keeps for its backward, per token and hidden unit, against what autograd saves; and that a mixture of experts
+keeps per token, against the block of Hugging Face's transformers, where that is installed."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcops import Compress, Policy, WithExtras, chain, random, report, with_policy
+from funcops import Compress, ExpertsConfig, Policy, WithExtras, chain, experts, random, report, with_policy
 from funcops.bench.measure import Row
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.bench.plain import PlainBlock, PlainGPT2Block
 from funcops.op import Op
 
 DIM, HEADS, LENGTH = 512, 8, 512
+MIXTURE = dict(dim=256, hidden=96, experts=16, choices=8)
 UNIT = "bytes per token and unit"
 FP8 = Compress("fp8")
 LOW = {  # what of a Llama block is in 8 bits
@@ -23,13 +26,45 @@ LOW = {  # what of a Llama block is in 8 bits
 }
 
 
-def run() -> list[Row]:
+def run(mixture: bool = True) -> list[Row]:
+    """`mixture`: with the rows of a mixture of experts, for which transformers is imported."""
     torch.manual_seed(0)
     positions = {"positions": torch.arange(LENGTH)}
     llama = block_config(DIM, HEADS, 1408), positions, PlainBlock(DIM, HEADS, 1408, LENGTH)
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    return plain + list(_low(llama[0], positions))
+    return plain + list(_low(llama[0], positions)) + (list(_mixture(**MIXTURE)) if mixture else [])
+
+
+def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
+    """Beside x and params: of ours the weights and indices count, which a router gives; of theirs what their router saves."""
+    case, data = f"mixture of {choices} of {experts} experts, {dim} to {hidden}", torch.randn(1, LENGTH, dim, dtype=torch.bfloat16)
+    yield Row("residuals", case, "funcops", "kept", _experts_keep(data, hidden, experts, choices) / LENGTH, "bytes per token")
+    if importlib.util.find_spec("transformers"):
+        for how in ("eager", "grouped_mm"):
+            saved = saved_by_autograd(_theirs(how, dim, hidden, experts, choices), data) - data.nbytes
+            yield Row("residuals", case, f"transformers, {how}", "kept", saved / LENGTH, "bytes per token")
+
+
+def _experts_keep(data: Tensor, hidden: int, count: int, choices: int) -> int:
+    cfg = ExpertsConfig(count, data.shape[-1], hidden)
+    params = experts.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+    indices = torch.rand(1, LENGTH, count).argsort(-1)[..., :choices].to(torch.int32)
+    weights = torch.rand(indices.shape)
+    _, residuals = experts.fwd(params, (weights, data, indices), cfg)
+    return report(residuals, params, data).kept_bytes + indices.nbytes
+
+
+def _theirs(how: str, dim: int, hidden: int, count: int, choices: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    cfg = Qwen3MoeConfig(hidden_size=dim, moe_intermediate_size=hidden, num_experts=count, num_experts_per_tok=choices)
+    cfg._experts_implementation = how
+    block = Qwen3MoeSparseMoeBlock(cfg)
+    for p in block.parameters():
+        nn.init.normal_(p, std=0.02)
+    return block.to(torch.bfloat16)
 
 
 def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:

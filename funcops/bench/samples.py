@@ -4,8 +4,6 @@ Triton implementation, by shape class. A kernel without a row here fails a test.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
+from funcops.bench.experts import of_experts
+from funcops.bench.sample import Maker as Maker
+from funcops.bench.sample import Prepared, direct, gradient
+from funcops.bench.sample import Sample as Sample
 from funcops.formats import Format, by_tiles
 from funcops.kernels import (
     adamw,
@@ -33,6 +35,8 @@ from funcops.kernels import (
     quantize,
     quantize_after,
     rope,
+    route,
+    routing,
     row_scale,
     scaled_mm,
     sibling_linear,
@@ -43,84 +47,12 @@ from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_f
 from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
 from funcops.ops.rope import RopeConfig, rope_table
 
-Prepared = Callable[..., Callable[[], Any]]
-Dtype = torch.dtype  # in `Sample` that name is a field's
-
-
-@dataclasses.dataclass(frozen=True)
-class Sample:
-    """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
-    kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
-    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's. `values(results)`:
-    what these stand for, where they are codes."""
-
-    kernel: Any
-    shape: str
-    args: tuple[Any, ...]
-    torch: Prepared | None = None
-    product: Prepared | None = None
-    flops: float = 0.0
-    length: int = 1
-    dtype: Dtype | None = None
-    values: Callable[[Any], Any] | None = None
-
-    @property
-    def name(self) -> str:
-        return str(self.kernel.kernel.name)
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """The arguments by name, but for those left to their defaults."""
-        return dict(zip(inspect.signature(self.kernel.kernel.torch_impl).parameters, self.args, strict=False))
-
-
-def direct(f: Callable[..., Any]) -> Prepared:
-    return lambda *args: lambda: f(*args)
-
-
-def gradient(f: Callable[..., Tensor], *, wrt: int) -> Prepared:
-    """The autograd backward of f alone, for args `(dy, *inputs of f)`, with respect to the first `wrt` inputs."""
-
-    def prepare(dy: Tensor, *args: Any) -> Callable[[], Any]:
-        leaves = [t.detach().requires_grad_() for t in args[:wrt]]
-        y = f(*leaves, *args[wrt:])
-        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
-
-    return prepare
-
-
-class Maker:
-    """Makes arguments on a device, in a dtype, of sizes divided by `shrink`."""
-
-    def __init__(self, device: str, dtype: torch.dtype, shrink: int = 1) -> None:
-        self.device, self.dtype, self.shrink = device, dtype, shrink
-
-    def sizes(self, *sizes: int) -> tuple[int, ...]:
-        return tuple(max(8, n // self.shrink) for n in sizes)
-
-    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        if self.device == "meta":  # which has no numbers to draw
-            return torch.empty(shape, device="meta", dtype=dtype or self.dtype)
-        return torch.randn(shape, device=self.device).to(dtype or self.dtype)
-
-    def wide(self, *shape: int) -> Tensor:
-        return torch.empty(shape, device="meta") if self.device == "meta" else torch.rand(shape, device=self.device) + 0.5
-
-    def ids(self, *shape: int, below: int) -> Tensor:
-        return torch.randint(below, shape, device=self.device)
-
-    def codes(self, *shape: int, about: int = 0x38) -> Tensor:
-        """Bytes: of numbers about 1, of 8 bits and 4."""
-        return torch.randint(about - 8, about + 8, shape, device=self.device, dtype=torch.uint8)
-
-    def key(self) -> Tensor:
-        return random.key(0).to(self.device)
-
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
         _norms, _group_norms, _convolutions, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings,
-        _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus,
+        _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers,
+        _rows_of_experts, of_experts,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -417,6 +349,37 @@ def _coded_glus(make: Maker) -> Iterator[Sample]:
         shape, scales = f"swiglu 1x{cols} {rows}x2x{width}", make.codes(rows, -(-2 * width // cols), about=127)
         yield Sample(coded_glu.coded_glu_fwd, shape, (codes, scales, cols, "swiglu", True, make.dtype), dtype=make.dtype)
         yield Sample(coded_glu.coded_glu_bwd, shape, (dy, codes, scales, cols, "swiglu", True))
+
+
+def _routers(make: Maker) -> Iterator[Sample]:
+    """DeepSeek-V3's, Qwen3-MoE's with both losses, and Mixtral's; of logits as wide as activations."""
+    for experts, top_k, score, groups, losses in (
+        (256, 8, "sigmoid", (8, 4), (0.0, 0.0)), (128, 8, "softmax", (1, 1), (1e-3, 1e-3)), (8, 2, "softmax", (1, 1), (0.0, 0.0)),
+    ):  # fmt: skip
+        (tokens,), sigmoid = make.sizes(65536), score == "sigmoid"
+        logits, by_choice, shape = make.floats(1, tokens, experts), (1, tokens, top_k), f"{score} {tokens}x{experts} to {top_k}"
+        bias = make.floats(experts) if sigmoid else None
+        for normalize in (True, False):
+            of_rows, how = any(losses) or not (normalize or sigmoid), f"{shape} {'normalised' if normalize else ''}".strip()
+            args = bias, top_k, score, normalize, 2.5, *groups, *losses
+            yield Sample(route.route_fwd, how, (logits, *args, sigmoid and normalize))
+            indices = ((make.ids(1, tokens, 1, below=experts) + torch.arange(top_k, device=make.device)) % experts).to(torch.int32)
+            kept, counts = None if of_rows else make.wide(*by_choice), make.ids(1, experts, below=tokens).to(torch.int32)
+            given = make.wide(1), make.wide(*by_choice), indices, kept, logits if of_rows else None, counts if losses[0] else None
+            yield Sample(route.route_bwd, how, (*given, experts, make.dtype, score, normalize, 2.5, *losses))
+
+
+def _rows_of_experts(make: Maker) -> Iterator[Sample]:
+    """Qwen3-30B-A3B's and Mixtral's."""
+    for tokens, width, top_k, experts in ((8192, 2048, 8, 128), (8192, 4096, 2, 8)):
+        tokens, width = make.sizes(tokens, width)
+        x, rows, shape = make.floats(tokens, width), make.floats(tokens * top_k, width), f"{tokens}x{width} to {top_k}"
+        place = torch.randperm(tokens * top_k, device=make.device).to(torch.int32).view(tokens, top_k)
+        offsets = torch.linspace(0, tokens * top_k, experts + 1, device=make.device).to(torch.int32)
+        yield Sample(routing.scatter_rows, f"{shape} of {experts}", (x, place, offsets))
+        yield Sample(routing.scatter_rows, shape, (x, place, None))
+        yield Sample(routing.gather_rows, f"{shape} of {experts}", (rows, place, offsets))
+        yield Sample(routing.gather_rows, shape, (rows, place, None))
 
 
 def _products(make: Maker) -> Iterator[Sample]:

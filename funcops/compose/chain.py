@@ -5,6 +5,10 @@
 The backward walks the steps in reverse. Its params, residuals and pending are dicts by step name. A step may take named
 extra inputs (x is then `(main, *takes)`) and give named extra outputs (y is `(main, *gives)`); where a name is taken more
 than once, its gradients are summed. Steps before the first that needs a gradient keep nothing, and that step skips its dgrad.
+
+With `outputs` some of what steps give leaves the chain: y is then `WithExtras(h_n, {name: ...})`, and so is dy, of which each part
+may be None, which means zero. An output may also be taken inside. What is no float tensor (a count) has no gradient: its part of
+dy is None. A chain around knows the outputs of a step by name; `skip` and `parallel` hand them on, `repeat` stacks its layers'.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from funcops.errors import describe, fail, require, require_type
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
+from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.program.values import param_shapes
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
@@ -41,8 +45,9 @@ __all__ = [
 
 @config
 class ChainConfig:
-    """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `ties` maps a path to the
-    path whose leaf it shares: the params tree holds None at the first, and its gradient is added to the second's, under whose path
+    """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `outputs`: names that steps give
+    and the caller gets (y is then `WithExtras(y, {...})`, and dy too, with None for zero); `ties` maps a path to the path whose
+    leaf it shares: the params tree holds None at the first, and its gradient is added to the second's, under whose path
     alone `Needs` asks for it. A tie to a tied path is one to that path's source.
     `recompute`: the outputs of cheap steps (norms, activations, GLUs) are computed again in the backward, not kept; a tuple
     of step names for some of them. `funcops.with_policy` says more. `fuse`: on devices where Triton runs, steps go to fused
@@ -53,17 +58,20 @@ class ChainConfig:
     ties: Any = ()
     recompute: bool | tuple[str, ...] = True
     fuse: bool = True
+    outputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require_type("ChainConfig", "steps", self.steps, tuple)
         require_type("ChainConfig", "extras", self.extras, tuple)
+        right = isinstance(self.outputs, tuple) and all(isinstance(name, str) for name in self.outputs)
+        require(right, "ChainConfig", "outputs", "a tuple of names", repr(self.outputs))
         require_type("ChainConfig", "ties", self.ties, Mapping, tuple, list)
         require(len(self.steps) > 0, "ChainConfig", "steps", "at least one Step", "none")
         for step in self.steps:
             require_type("ChainConfig", "steps", step, Step)
         names = [step.name for step in self.steps]
         require(len(set(names)) == len(names), "ChainConfig", "steps", "uniquely named", names)
-        _check_routing(self.steps, self.extras)
+        _check_routing(self.steps, self.extras, self.outputs)
         keys = tuple(sorted({k for step in self.steps for k in step.keys if k in self.extras}))
         known = paths(abstract_parts(self.steps))
         note(self, keys=keys, names=dict.fromkeys(names), recomputed=_recomputed(self.steps, self.recompute), programs={})
@@ -110,25 +118,30 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
     return frozenset(
-        step.name for step in steps if step.name in asked and step.op.again is not None and not (step.names or step.gives)
+        step.name for step in steps if step.name in asked and step.op.again is not None and not (step.names or step.given)
     )
 
 
-def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...]) -> None:
-    """Every name is made once, before it is taken, and taken at least once."""
+def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tuple[str, ...]) -> None:
+    """Every name is made once, before it is taken, and taken at least once or given to the caller."""
     made, taken = dict.fromkeys(extras, "the caller"), set()
     require(len(set(extras)) == len(extras), "ChainConfig", "extras", "different names", extras)
     for step in steps:
         for name in step.names:
             require(name in made, "ChainConfig", f"takes of step {step.name!r}", f"names made before it ({list(made)})", repr(name))
             taken.add(name)
-        for name in step.gives:
+        for name in step.given:
             require(
                 name not in made, "ChainConfig", f"gives of step {step.name!r}", "a new name", f"{name!r}, made by {made.get(name)}"
             )
             made[name] = f"step {step.name!r}"
-    unused = [name for name in made if name not in taken]
-    require(not unused, "ChainConfig", "every extra", "taken by a later step", f"unused {unused}")
+    require(len(set(outputs)) == len(outputs), "ChainConfig", "outputs", "different names", outputs)
+    given = [name for name in made if name not in extras]
+    for name in outputs:
+        require(name in given, "ChainConfig", "outputs", f"names that steps give ({given})", repr(name))
+    unused = [name for name in made if name not in taken and name not in outputs]
+    expected = "taken by a later step" + (", or be one of outputs" if outputs else "")
+    require(not unused, "ChainConfig", "every extra", expected, f"unused {unused}")
 
 
 ChainResiduals, ChainPending = nested("Chain", "a chain, those of its steps by name", __name__)
@@ -143,7 +156,7 @@ def needs_of_steps(cfg: ChainConfig, needs: Needs) -> tuple[Needs, ...]:
     for step in cfg.steps:
         wanted = step.needs(live, params)
         found.append(wanted)
-        for name in ("", *step.gives):
+        for name in ("", *step.given):
             live[name] = bool(wanted)
     return tuple(found)
 
@@ -197,9 +210,7 @@ def chain_init(cfg: ChainConfig, *, key: Tensor | None = None, device: Any = Non
     return params
 
 
-def _lower(
-    cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
-) -> tuple[Value, Back]:
+def _lower(cfg: ChainConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
     """Each step reads what the one before it wrote; backward they are reversed."""
     scope = rows.scope(place, "chain", cfg, needs, (ChainResiduals, ChainPending))
     extras, back = rows.aliases(given)
@@ -210,12 +221,13 @@ def _lower(
         main, gives, own = rows.step(step, scope, wanted, main, extras, again)
         extras |= gives
         back = own + back
-    return main, back
+    return main, tuple([extras[name] for name in cfg.outputs]), back
 
 
 @forward(ChainConfig, dict)
 def chain_fwd(params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """Run the steps in order. x: whatever the first step takes, in `WithExtras` where the config declares extras.
+    """Run the steps in order. x: whatever the first step takes, in `WithExtras` where the config declares extras; y: what the last
+    gives, in `WithExtras` where it declares outputs.
 
     Raises `ValueError` for missing or extra params or extras, and whatever a step raises.
     """

@@ -3,7 +3,8 @@
     y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
 
 Params, residuals and pending are dicts by branch name; y is a tuple in the order of the branches. A branch that is a
-combinator gets those of the extras that it asks for.
+combinator gets those of the extras that it asks for. What branches give beside their main values, by different names, are outputs:
+y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so is dy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from funcops.errors import require, require_type
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value, calls_below
+from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value, calls_below
 from funcops.program.values import param_shapes
 from funcops.residuals.nested import nested
 
@@ -35,8 +36,8 @@ __all__ = [
 
 @config
 class ParallelConfig:
-    """`branches`: named bodies, without `gives`; a branch's `takes` come from the caller's extras. `fuse`: the first steps of the
-    branches go to one kernel where `funcops.explain` says so."""
+    """`branches`: named bodies; a branch's `takes` come from the caller's extras, what it gives goes to the caller. `fuse`: the
+    first steps of the branches go to one kernel where `funcops.explain` says so."""
 
     branches: tuple[Step, ...]
     fuse: bool = True
@@ -46,10 +47,11 @@ class ParallelConfig:
         require(len(self.branches) > 0, "ParallelConfig", "branches", "at least one Step", "none")
         for branch in self.branches:
             require_type("ParallelConfig", "branches", branch, Step)
-            require(not branch.gives, "ParallelConfig", f"gives of branch {branch.name!r}", "()", branch.gives)
         names = [branch.name for branch in self.branches]
         require(len(set(names)) == len(names), "ParallelConfig", "branches", "uniquely named", names)
         extras, keys = [n for b in self.branches for n in b.names], [k for b in self.branches for k in b.keys]
+        _check_given(self.branches)
+        note(self, outputs=tuple([name for branch in self.branches for name in branch.given]))
         note(self, names=dict.fromkeys(names), extras=tuple(dict.fromkeys(extras)), keys=tuple(dict.fromkeys(keys)), programs={})
         self.follow("ParallelConfig", "", None)
 
@@ -76,29 +78,39 @@ class ParallelConfig:
     part: ClassVar[str] = "branch"  # what an error calls one
     names: ClassVar[dict[str, None]]
     extras: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     programs: ClassVar[dict[Any, Any]]
+
+
+def _check_given(branches: tuple[Step, ...]) -> None:
+    """No name is given by two branches."""
+    made: dict[str, str] = {}
+    for branch in branches:
+        for name in branch.given:
+            where = f"gives of branch {branch.name!r}"
+            require(name not in made, "ParallelConfig", where, "a new name", f"{name!r}, given by branch {made.get(name)!r}")
+            made[name] = branch.name
 
 
 ParallelResiduals, ParallelPending = nested("Parallel", "the branches by name", __name__)
 
 
-def _lower(
-    cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None
-) -> tuple[Value, Back]:
+def _lower(cfg: ParallelConfig, rows: Lowered, place: Place, needs: Needs, main: Value, given: Extras, again: Call | None) -> Parts:
     """The branches in order, forward and backward; their gradients of x are summed."""
     scope = rows.scope(place, "parallel", cfg, needs, (ParallelResiduals, ParallelPending))
     x, ends = rows.alias(main)
     extras, after = rows.aliases(given)
-    live, outputs, back = live_inputs(needs.x, cfg.extras), [], []
+    live, mains, outputs, back = live_inputs(needs.x, cfg.extras), [], [], []
     for branch in cfg.branches:
-        y, _, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, again)
-        outputs.append(y)
+        y, gives, own = rows.step(branch, scope, branch.needs(live, needs.params), x, extras, again)
+        mains.append(y)
+        outputs += gives.values()
         back += own
     heads = tuple(call for call in calls_below(scope) if call.main == x and call.fuse and not call.takes and not call.gives)
     if cfg.fuse and len(heads) == len(cfg.branches) > 1:  # none is first twice
         rows.siblings.append(heads)
-    return tuple(outputs), [*back, *ends, *after]
+    return tuple(mains), tuple(outputs), [*back, *ends, *after]
 
 
 @init_of(ParallelConfig)
@@ -108,14 +120,15 @@ def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, d
 
 
 @forward(ParallelConfig, dict)
-def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL) -> tuple[tuple[Any, ...], Any]:
-    """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras."""
+def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras; y: in `WithExtras` where one
+    gives outputs."""
     main, extras = split_x("parallel_fwd", x, cfg)
     return programs.forward(parallel, cfg, needs, main)(params, main, extras)
 
 
 @dgrad_of(ParallelResiduals)
-def parallel_dgrad(residuals: Any, dy: tuple[Any, ...], cfg: ParallelConfig) -> tuple[Any, Any]:
+def parallel_dgrad(residuals: Any, dy: Any, cfg: ParallelConfig) -> tuple[Any, Any]:
     """dx, the sum over the branches, and the pending weight gradients by branch. A part of dy may be None (zero)."""
     return programs.dgrad(parallel, residuals, dy, cfg)
 

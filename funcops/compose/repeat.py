@@ -4,7 +4,8 @@
 
 Params are a tuple of per-layer trees, or, with `stacked=True`, one tree whose leaves have a leading layer dimension.
 Residuals and pending are dicts by layer number. Extras go to every layer, and their gradients are summed; the layer
-number is folded into every random key.
+number is folded into every random key. Outputs of the body are stacked, those of layer i at [i]: y is then
+`WithExtras(h_n, {name: [n, ...]})`, and so is dy.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, note, split_x
+from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, note, outputs_of, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
 from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
+from funcops.program.run import taken_apart
 from funcops.program.values import abstract_params, add, has_params, param_shapes
 from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
@@ -55,6 +57,7 @@ class RepeatConfig:
     def __post_init__(self) -> None:
         check_body("RepeatConfig", self.op, self.cfg)
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
+        note(self, outputs=outputs_of(self.cfg))
         note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), has_params=has_params(self.op, self.cfg), layer_needs={})
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
@@ -84,6 +87,7 @@ class RepeatConfig:
         return dataclasses.replace(self, op=op, cfg=cfg)
 
     extras: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     has_params: ClassVar[bool]
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
@@ -129,7 +133,13 @@ def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = N
 
 
 def _stack(layers: tuple[Any, ...]) -> Any:
-    return tree_map(lambda *t: None if t[0] is None else torch.stack(t), *layers)
+    """Of gradients a layer may have none where others have one: none of its outputs that reach the caller asks for it."""
+
+    def one(*ts: Any) -> Any:
+        like = next((t for t in ts if t is not None), None)
+        return None if like is None else torch.stack([torch.zeros_like(like) if t is None else t for t in ts])
+
+    return tree_map(one, *layers)
 
 
 def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any, ...]:
@@ -145,23 +155,50 @@ def _layers(where: str, what: str, params: Any, cfg: RepeatConfig) -> tuple[Any,
 
 
 def repeat_fwd(params: Any, x: Any, cfg: RepeatConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """Run the body `times` times. x: what the body takes and gives, in `WithExtras` where it has extras."""
+    """Run the body `times` times. x: what the body takes and gives, in `WithExtras` where it has extras; y: in `WithExtras` where
+    it has outputs, those of all layers stacked. Raises `TypeError` for an output that is no tensor, `ValueError` for one that is
+    not alike in all layers."""
     _check_cfg("repeat_fwd", cfg)
     if needs is not Needs.ALL:
         check_needs("repeat_fwd", needs, params, x)
     layers = _layers("repeat_fwd", "params", params, cfg)
     main, extras = split_x("repeat_fwd", x, cfg)
     kept = RepeatResiduals(cfg=cfg, needs=needs)
+    given: dict[str, list[Any]] = {name: [] for name in cfg.outputs}
     i = 0
     try:
         turns = layers if cfg.op.ahead is None else _begun(layers, cfg)
         for i, (layer, wanted) in enumerate(zip(turns, needs_of_layers(cfg, needs), strict=True)):
             layer_x = bundle(main, dict(extras), cfg.keys, i, True) if extras else main
             main, kept[i] = cfg.op.fwd(layer, layer_x, cfg.cfg, needs=wanted)
+            if given:
+                for name, found in given.items():
+                    found.append(_like_the_first(name, main.extras[name], found))
+                main = main.main
     except Exception as error:
         in_step(error, i)
         raise
-    return main, kept if needs else None
+    y = WithExtras(main, {name: torch.stack(found) for name, found in given.items()}) if given else main
+    return y, kept if needs else None
+
+
+def _like_the_first(name: str, t: Any, found: list[Any]) -> Tensor:
+    """A layer's output, which is stacked with those of the layers before it."""
+    if not isinstance(t, Tensor):
+        fail("repeat_fwd", f"y.extras.{name}", "a tensor, to be stacked", describe(t), TypeError)
+    if found and (t.shape != found[0].shape or t.dtype is not found[0].dtype):
+        fail("repeat_fwd", f"y.extras.{name}", f"{describe(found[0])}, as that of the first layer", describe(t))
+    return t
+
+
+def _of_layers(where: str, dy: Any, cfg: RepeatConfig) -> tuple[Any, list[dict[str, Any]]]:
+    """The gradient of the last layer's main value, and those of each layer's outputs."""
+    main, *stacked = taken_apart(where, dy, cfg.outputs)
+    for name, t in zip(cfg.outputs, stacked, strict=True):
+        if t is not None and (t.dim() == 0 or t.shape[0] != cfg.times):
+            fail(where, f"dy.extras.{name}", f"[{cfg.times}, ...], a part for each layer", describe(t))
+    parts = [(None,) * cfg.times if t is None else t.unbind(0) for t in stacked]
+    return main, [dict(zip(cfg.outputs, own, strict=True)) for own in zip(*parts, strict=True)]
 
 
 def _begun(given: Iterable[Any], cfg: RepeatConfig) -> Iterator[Any]:
@@ -200,12 +237,18 @@ def _walk(node: Any, dy: Any, cfg: RepeatConfig, sums: tuple[Any, ...] | None) -
     gradients: dict[str, Any] = {}
     results: list[Any] = [None for _ in range(cfg.times)]  # no product: torch 2.11 traces no write to one whose size is dynamic
     whole, i = sums is not None, 0
+    of_outputs: Any = None
+    if cfg.outputs:
+        dy, of_outputs = _of_layers("repeat_bwd" if whole else "repeat_dgrad", dy, cfg)
     turns = None if cfg.op.ahead is None else _begun((part(node, i) for i in reversed(range(cfg.times))), cfg)
     try:
         for i in reversed(range(cfg.times)):
             if copies.home:  # what went to the host: the layer before this one comes back while this one computes
                 copies.ahead([node.get(i), node.get(i - 1)])
             kept = part(node, i) if turns is None else next(turns)
+            if of_outputs is not None:
+                none = dy is None and all([d is None for d in of_outputs[i].values()])
+                dy = None if none else WithExtras(dy, of_outputs[i])
             dy, results[i] = _backward(cfg.op, cfg.cfg, kept, dy, whole, sums[i] if sums else None)
             if sums:
                 _settle(results, i + 1, cfg, sums)

@@ -2,7 +2,8 @@
 
     dx = dy + body_dx(dy)
 
-Transparent in trees: params, residuals and pending are the body's own. Nothing is kept for the sum.
+Transparent in trees: params, residuals and pending are the body's own. Nothing is kept for the sum. The sum is that of main
+values: the body's extras are passed in, and its outputs handed on.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, split_x
+from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, outputs_of, split_x
 from funcops.compose.widths import Width, follow, wanted
 from funcops.errors import describe, fail
 from funcops.needs import Needs, sub_mask
@@ -19,7 +20,7 @@ from funcops.ops.add import AddConfig
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
-from funcops.program.lower import Back, Call, Extras, Lowered, Place, Value
+from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.program.values import abstract_params, param_shapes
 
 __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
@@ -27,14 +28,14 @@ __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_ini
 
 @config
 class SkipConfig:
-    """The body: an op and its config. Its extras are passed through."""
+    """The body: an op and its config. Its extras and outputs are passed through."""
 
     op: Op = field(kw_only=False)
     cfg: Any = field(kw_only=False)
 
     def __post_init__(self) -> None:
         check_body("SkipConfig", self.op, self.cfg)
-        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), programs={})
+        note(self, extras=extras_of(self.cfg), outputs=outputs_of(self.cfg), keys=keys_of(self.cfg), programs={})
         self.follow("SkipConfig", "", None)
 
     @property
@@ -65,19 +66,18 @@ class SkipConfig:
 
     programs: ClassVar[dict[Any, Any]]
     extras: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
 
 
-def _lower(
-    cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None
-) -> tuple[Value, Back]:
+def _lower(cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None) -> Parts:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
     wanted, fuse = _wants_main(needs, cfg), getattr(cfg.cfg, "fuse", True)
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
-    branch, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, again, fuse=fuse)
+    branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, again, fuse=fuse)
     asked = Needs(x=("0",) * bool(needs) + ("1",) * wanted, params=False)
     total = rows.call(add_op, AddConfig(), None, asked, branch, split.gives, fuse=fuse, path=place.path)
-    return total.out, [total, *back, split]
+    return total.out, outputs, [total, *back, split]
 
 
 def _wants_main(needs: Needs, cfg: SkipConfig) -> bool:

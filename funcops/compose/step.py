@@ -1,9 +1,9 @@
-"""What combinators share: `Step`, and how x and the gradients of its extras are put together."""
+"""What combinators share: `Step`, and how its x and y, and their gradients, are put together with extras."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -22,7 +22,8 @@ Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and c
 
 @config
 class Step:
-    """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name."""
+    """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name. An op that is a combinator takes its
+    extras and gives its outputs by their own names; `gives`, one for each output, are others."""
 
     name: str = field(kw_only=False)
     op: Op = field(kw_only=False)
@@ -39,16 +40,22 @@ class Step:
             names = getattr(self, side)
             right = isinstance(names, tuple) and all(isinstance(n, str) for n in names)
             require(right, f"Step {self.name!r}", side, "a tuple of names", repr(names))
-        extras = extras_of(self.cfg)
+        extras, outputs = extras_of(self.cfg), outputs_of(self.cfg)
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
+        if self.gives and not gives_by_place(self.cfg):
+            expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
+            require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
+        require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)
         keys = keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ()
-        note(self, passes=bool(extras), names=extras or self.takes, keys=keys)
+        note(self, passes=bool(extras), names=extras or self.takes, keys=keys, outputs=outputs, given=self.gives or outputs)
         note(self, fold=random.path_id(self.name), has_params=has_params(self.op, self.cfg))
 
     passes: ClassVar[bool]  # whether the op is a combinator that takes its extras by name
     names: ClassVar[tuple[str, ...]]  # the extras that reach the op, in order
     keys: ClassVar[tuple[str, ...]]  # those of them that are random keys
+    outputs: ClassVar[tuple[str, ...]]  # those of an op that is a combinator, by its own names
+    given: ClassVar[tuple[str, ...]]  # the names of what the op gives beside main, in order
     fold: ClassVar[int]  # what is folded into a key on its way down
     has_params: ClassVar[bool]
 
@@ -75,6 +82,22 @@ class Step:
             if gradient is not None:
                 sums[name] = add(sums.get(name), gradient)
         return main
+
+    def apart(self, y: Any) -> tuple[Any, dict[str, Any]]:
+        """The main value of the op's y, and what else it gives, by name."""
+        if not self.given:
+            return y, {}
+        main, *rest = (y.main, *[y.extras[n] for n in self.outputs]) if self.outputs else y
+        return main, dict(zip(self.given, rest, strict=True))
+
+    def dy(self, main: Any, gradients: Mapping[str, Any]) -> Any:
+        """The gradient of the op's y, of those of its parts; one that is not there is zero."""
+        if not self.given:
+            return main
+        rest = [gradients.get(n) for n in self.given]
+        if main is None and all([d is None for d in rest]):
+            return None
+        return WithExtras(main, dict(zip(self.outputs, rest, strict=True))) if self.outputs else (main, *rest)
 
     def needs(self, live: dict[str, Mask], params: Mask) -> Needs:
         """What this step's op needs, where `live` says which values need a gradient ("" is main)."""
@@ -104,6 +127,16 @@ def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, 
 def extras_of(cfg: Any) -> tuple[str, ...]:
     """The extra inputs that a combinator's config asks for; () for any other op."""
     return getattr(cfg, "extras", ())
+
+
+def outputs_of(cfg: Any) -> tuple[str, ...]:
+    """What a combinator's config gives beside y's main value; () for any other op."""
+    return getattr(cfg, "outputs", ())
+
+
+def gives_by_place(cfg: Any) -> bool:
+    """Whether y may be `(main, *gives)`: of no combinator, but of one whose y is its body's (`as_body`) if of the body."""
+    return not hasattr(cfg, "with_parts") or (getattr(cfg, "as_body", False) and gives_by_place(cfg.cfg))
 
 
 def keys_of(cfg: Any) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.skip import SkipConfig
+from funcops.compose.step import Step
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
@@ -57,7 +58,7 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
         "context"  an attention over the tokens that "cp" shares out
         a function (op, cfg) -> (op, cfg), of one that leaves its x shared out as it is
 
-    Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1, zigzag, over "cp": where the mesh has
+    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1, zigzag, over "cp": where the mesh has
     them, dropout draws the part of the mask that is this rank's. On an axis of one rank layers stay as they are.
 
     Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its x
@@ -109,11 +110,19 @@ class _Walk:
             return op, inner
 
         made = cfg.with_parts(part)
+        for step, (here, one) in zip(getattr(cfg, "steps", getattr(cfg, "branches", ())), branches, strict=False):
+            self.leaves(step, cfg, here, one)
         if type(cfg) is ParallelConfig:
             for here, one in branches:
                 self.same(here, one, branches[0][1], branches[0][0])
             main = _Main(main.place)
         return made, main
+
+    def leaves(self, step: Step, cfg: Any, path: str, main: _Main) -> None:
+        """What leaves the model must be of all features."""
+        names = [name for name in step.gives if name in cfg.outputs and not step.outputs]
+        if names and main.place:
+            fail("parallel", f"output {names[0]!r} of step {path}", "of all features, behind a row layer", _said(main))
 
     def same(self, path: str, one: _Main, other: _Main, of: str) -> None:
         if one.place != other.place:

@@ -14,6 +14,7 @@ from funcops.optim.adamw import AdamWConfig as AdamWConfig
 from funcops.optim.adamw import AdamWState as AdamWState
 from funcops.optim.adamw import adamw_init as adamw_init
 from funcops.optim.adamw import adamw_update as adamw_update
+from funcops.optim.balance import balance as balance
 from funcops.optim.clip import clip_by_global_norm as clip_by_global_norm
 from funcops.optim.clip import global_norm as global_norm
 from funcops.optim.ema import ema_init as ema_init

@@ -25,13 +25,14 @@ class Backward(Source):
         self.computed: set[int] = set()  # the calls whose y was computed again
         self.held: set[int] = set()  # the calls whose residuals are at hand, after a piece that took them
         self.keys = {row.out for row in lowered.forward if type(row) is Fold}  # which have no gradient
+        self.outer = {v: name for name, v in lowered.outputs.items()}  # outputs of which dy alone is known
         self.late = {reader.index for readers in self._given_again().values() for reader in readers}  # with their weight gradients
 
     def write(self) -> tuple[str, dict[str, Any]]:
         if self.kept == "W":
             return self._second_half()
         low, done = self.lowered, set[int]()
-        self._enter(low.output)
+        self._enter(low)
         for row in low.backward:
             if type(row) is Alias:
                 if row.value in self.have:
@@ -72,8 +73,13 @@ class Backward(Source):
 
     # Gradients of values.
 
-    def _enter(self, value: Value) -> None:
-        """dy is the gradient of the output."""
+    def _enter(self, low: Lowered) -> None:
+        """dy is the gradient of the output, and of what leaves the program beside it."""
+        value = low.output
+        if low.outputs:
+            parts = ", ".join(f"g{v}" for v in low.outputs.values())
+            self.put(f"dy, {parts} = run.taken_apart({self._half!r}, dy, {tuple(low.outputs)!r})")
+            self.have.update(low.outputs.values())
         if isinstance(value, tuple):
             self._take_apart("dy", value)
         else:
@@ -98,8 +104,19 @@ class Backward(Source):
 
     def _give(self, value: int, gradient: str) -> None:
         """Add to the gradient of a value."""
+        if value in self.outer:
+            self._meet(f"g{value}", gradient, self.outer.pop(value))
         self.put(f"g{value} = {total(f'g{value}', gradient) if value in self.have else gradient}")
         self.have.add(value)
+
+    def _meet(self, dy: str, gradient: str, name: str) -> None:
+        """What the caller gave for an output must be like what comes of its readers inside, to which it is added."""
+        self.at("")
+        self.put(f"run.meet({self._half!r}, {name!r}, {dy}, {gradient})")
+
+    @property
+    def _half(self) -> str:
+        return f"{self.lowered.name}_{'bwd' if self.whole else 'dgrad'}"
 
     def _dy(self, call: Call) -> str:
         """The gradient of what the call gave; a name, which `None` is, too."""
@@ -107,7 +124,11 @@ class Backward(Source):
         there = [part for part in parts if part != "None"]
         if not call.gives or not there:
             return parts[0]
-        self.put(f"dy{call.index} = None if {' and '.join(f'{part} is None' for part in there)} else ({', '.join(parts)})")
+        dy = f"({', '.join(parts)})"
+        if call.names:
+            own = ", ".join(f"{name!r}: {part}" for name, part in zip(call.names, parts[1:], strict=True))
+            dy = f"WithExtras({parts[0]}, {{{own}}})"
+        self.put(f"dy{call.index} = None if {' and '.join(f'{part} is None' for part in there)} else {dy}")
         return f"dy{call.index}"
 
     def _spread(self, call: Call) -> None:
@@ -355,6 +376,11 @@ class Backward(Source):
             self._open(call.place)
         held = [*filled.values(), *calls[-1:] * bool(late)] if self.whole else [call for call in calls if call.source]
         self.at("")
+        inside = {v for call in calls for v in call.gives}
+        apart = {v: self.outer.pop(v) for call in calls for v in call.takes if v in self.outer and v not in inside}
+        for v in apart:  # added after the piece, which cannot know what it must be like
+            self.put(f"part{v} = g{v}")
+            self.have.remove(v)
         self.put(*[f"h{source.index} = {self._node(source)}" for source in dict.fromkeys(held)])
         scopes = {c.place.scope.index for c in (*calls, *sources) if c.place and c.place.scope and c.place.scope.needs}
         values = sorted({v for call in calls for v in (*call.gives, *call.takes) if v in self.have})
@@ -385,6 +411,9 @@ class Backward(Source):
         self.put(*[f"g{v} = None" for v in sorted(after - self.have - {v for call in calls for v in (call.out, *call.gives)})])
         self.depth -= 1
         self.have, self.computed, self.held = after, computed, set()
+        for v, name in apart.items():
+            self._meet(f"part{v}", self._gradient(v), name)
+            self._give(v, f"part{v}")
         if late:
             self.computed.add(calls[-1].index)
             for call in late:

@@ -31,16 +31,18 @@ class Line(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The lines of each half, in the order of the forward."""
+    """The lines of each half, in the order of the forward; by the name of each output, the path of the call that gives it."""
 
     forward: tuple[Line, ...]
     backward: tuple[Line, ...]
     near_misses: tuple[NearMiss, ...]
+    outputs: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         lines = [
             f"{phase:<9} {line}" for phase, found in ((FORWARD, self.forward), (BACKWARD, self.backward[::-1])) for line in found
         ]
+        lines += [f"{'output':<9} {name}: given by {path}" for name, path in self.outputs]
         lines += [f"not {miss.rule} at {miss.path} ({miss.phase}): {miss.reason}" for miss in self.near_misses]
         return "\n".join(lines)
 
@@ -61,7 +63,7 @@ def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: t
     require_dtype("plan", dtype)
     lowered = lowered_of("plan", cfg, needs)
     found = cover(lowered, device_type, dtype)
-    return Plan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses)
+    return Plan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, _outputs(lowered))
 
 
 def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
@@ -69,6 +71,11 @@ def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
     if not isinstance(op, Op):
         fail(where, "cfg", "the config of a chain, a skip or a parallel", describe(cfg), TypeError)
     return lower(op, cfg, needs)
+
+
+def _outputs(lowered: Lowered) -> tuple[tuple[str, str], ...]:
+    of = {value: call for call in lowered.calls for value in call.gives}
+    return tuple((name, path_of(of[value])) for name, value in lowered.outputs.items())
 
 
 def _lines(lowered: Lowered, pieces: dict[int, Piece]) -> tuple[Line, ...]:

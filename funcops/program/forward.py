@@ -29,7 +29,10 @@ class Forward(Source):
                     self._call(row)
                 else:
                     self._piece(piece, done)
-        return self.written("forward", "P, main, extras", f"{self.of(low.output)}, {self.tree('n', self._kept)}")
+        y = self.of(low.output)
+        if low.outputs:
+            y = f"WithExtras({y}, {{{', '.join(f'{name!r}: {self.of(v)}' for name, v in low.outputs.items())}}})"
+        return self.written("forward", "P, main, extras", f"{y}, {self.tree('n', self._kept)}")
 
     def _kept(self, scope: Scope, parts: str) -> str:
         if not scope.needs:
@@ -68,7 +71,7 @@ class Forward(Source):
         self._open(call.place)
         self.at(call.path)
         self.names |= {f"f{i}": call.op.fwd, f"c{i}": call.cfg, f"w{i}": call.kept}
-        y = f"({', '.join(f'v{v}' for v in (call.out, *call.gives))})" if call.gives else f"v{call.out}"
+        y = f"({', '.join(f'v{v}' for v in (call.out, *call.gives))})" if call.gives and not call.names else f"v{call.out}"
         fn = f"f{i}"
         if raw is not None and not self.traced:
             self.names |= {f"r{i}": raw, f"T{i}": call.op.params or NoneType}
@@ -76,6 +79,8 @@ class Forward(Source):
             fn = f"(r{i} if fast and type(p) is T{i} else f{i})"
         params = "p" if fn != f"f{i}" else self.part("P", call.place)
         self.put(f"{y}, n{i} = {fn}({params}, {self._x(call)}, c{i}, needs=w{i})")
+        if call.names:
+            self.put(*[f"v{v} = {y}.extras[{name!r}]" for v, name in zip(call.gives, call.names, strict=True)], f"{y} = {y}.main")
 
     def _of_skip(self, call: Call) -> None:
         """The fork of a skip, or its sum."""

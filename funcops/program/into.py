@@ -18,17 +18,18 @@ from funcops.op import Op
 from funcops.program.values import abstract_params
 from funcops.residuals.nested import Nested
 from funcops.schema import Donated, Saved
-from funcops.trees import fake, paths, structure, tensors, tree_map_tensors
+from funcops.trees import WithExtras, fake, paths, structure, tensors, tree_map_tensors
 
 _dtypes: dict[Any, dict[str, torch.dtype]] = {}  # of gradients by path; by all that they depend on
 _fitting: set[Any] = set()  # dys and residuals that every part took
 MOST_FITTING = 1024
 
 
-def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None, several: bool = False) -> None:
+def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any = None) -> None:
     """Before anything is added: a float accumulator of its shape, on its device, as wide as it, of its own memory, for every
-    gradient that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals; `several`: of
-    which each part goes to a part of the op, so that the first would add before the last has looked at its own."""
+    gradient that will come; and residuals or pending that all parts can read. `dy`: where node holds residuals. Of a dy of several
+    parts each goes to a part of the op, so that the first would add before the last has looked at its own."""
+    several = isinstance(dy, (tuple, WithExtras))
     if several:
         _check_kinds(where, dy)
     want, have = _shapes(op, cfg), paths(into)

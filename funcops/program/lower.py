@@ -50,8 +50,8 @@ class Scope:
 @dataclasses.dataclass(eq=False)
 class Call:
     """One op: it reads main and what it `takes`, by the `labels` where the op is a combinator, and writes `out` and what it
-    `gives`. `place` is None for the fork and the sum of a skip, which have no trees. `again`: the call that gives main again in
-    the backward, so that the residuals lack the `fields` that hold it."""
+    `gives`, by the `names` where the op is a combinator. `place` is None for the fork and the sum of a skip, which have no trees.
+    `again`: the call that gives main again in the backward, so that the residuals lack the `fields` that hold it."""
 
     index: int
     path: str
@@ -64,6 +64,7 @@ class Call:
     labels: tuple[str, ...]
     out: Value
     gives: tuple[int, ...]
+    names: tuple[str, ...]
     fuse: bool
     again: Call | None = None
     fields: tuple[str, ...] = ()
@@ -107,15 +108,18 @@ class Alias(NamedTuple):
 
 
 Back = list[Any]  # of Call and Alias
+Parts = tuple[Value, tuple[int, ...], Back]  # of a combinator: its output, its named outputs in order, and its backward
 
 
 class Lowered:
     """A program's calls, which a combinator's `lower(cfg, rows, place, needs, main, extras, again)` writes into `rows`; it returns
-    its output and its backward."""
+    its `Parts`."""
 
+    name: str  # of the combinator
     main: int
     extras: Extras
     output: Value
+    outputs: Extras
     backward: Back
 
     def __init__(self) -> None:
@@ -167,35 +171,35 @@ class Lowered:
                 given[name] = self.value()
                 self.forward.append(Fold(given[name], extras[name], step.fold))
         place = scope.at(step.name)
-        out, back = self.body(step.op, step.cfg, place, needs, main, given, again, step.gives, getattr(scope.cfg, "fuse", True))
-        gives = scope.parts[step.name].gives if step.gives else ()
-        return out, dict(zip(step.gives, gives, strict=True)), back
+        fuse = getattr(scope.cfg, "fuse", True)
+        out, gives, back = self.body(step.op, step.cfg, place, needs, main, given, again, len(step.given), fuse)
+        return out, dict(zip(step.given, gives, strict=True)), back
 
     def body(
         self, op: Op, cfg: Any, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None = None,
-        gives: tuple[str, ...] = (), fuse: bool = True,
-    ) -> tuple[Value, Back]:  # fmt: skip
+        gives: int = 0, fuse: bool = True,
+    ) -> Parts:  # fmt: skip
         """An op: its calls where it is a combinator, one otherwise."""
         if op.lower is not None:
-            out, back = op.lower(cfg, self, place, needs, main, extras, again)
-            return out, back
-        labels = tuple(extras) if getattr(cfg, "extras", ()) else ()
-        call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(gives), fuse)
+            return op.lower(cfg, self, place, needs, main, extras, again)  # type: ignore[no-any-return]
+        labels, names = tuple(extras) if getattr(cfg, "extras", ()) else (), getattr(cfg, "outputs", ())
+        call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(names) or gives, fuse, names=names)
         if again is not None:
             fields = op.fields()
             call.fields = tuple(n for n, f in fields.items() if f.alias in ("x", "x.0") and f.wanted(needs))
             if call.fields:
                 call.again = again
                 again.readers.append(call)
-        return call.out, [call]
+        return call.out, call.gives, [call]
 
     def call(
         self, op: Op, cfg: Any, place: Place | None, needs: Needs, main: Value, takes: Iterable[int] = (),
-        labels: tuple[str, ...] = (), gives: int = 0, fuse: bool = True, path: str = "",
+        labels: tuple[str, ...] = (), gives: int = 0, fuse: bool = True, path: str = "", names: tuple[str, ...] = (),
     ) -> Call:  # fmt: skip
         takes = tuple(takes)
         out, given = self.value(), tuple(self.value() for _ in range(gives))
-        found = Call(len(self.forward), place.path if place else path, place, op, cfg, needs, main, takes, labels, out, given, fuse)
+        where = place.path if place else path
+        found = Call(len(self.forward), where, place, op, cfg, needs, main, takes, labels, out, given, names, fuse)
         self.forward.append(found)
         if place is not None and place.scope is not None:
             place.scope.parts[place.name] = found
@@ -210,7 +214,8 @@ def calls_below(part: Scope | Call) -> list[Call]:
 def lower(op: Op, cfg: Any, needs: Needs) -> Lowered:
     """The calls of a combinator under `needs`."""
     rows = Lowered()
-    rows.main = rows.value()
+    rows.name, rows.main = op.name, rows.value()
     rows.extras = {name: rows.value() for name in cfg.extras}
-    rows.output, rows.backward = op.lower(cfg, rows, Place(None, None, ""), needs, rows.main, rows.extras, None)
+    rows.output, given, rows.backward = op.lower(cfg, rows, Place(None, None, ""), needs, rows.main, rows.extras, None)
+    rows.outputs = dict(zip(cfg.outputs, given, strict=True))
     return rows

@@ -24,6 +24,7 @@ from funcops.program.lower import lower
 from funcops.program.rules import changes, cover
 from funcops.residuals.nested import needs_of
 from funcops.schema import open_node
+from funcops.trees import WithExtras
 
 _numbers = itertools.count()
 _compiling = torch.compiler.is_dynamo_compiling
@@ -35,7 +36,8 @@ def forward(op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
 
 def backward(which: str, op: Op, cfg: Any, needs: Needs, dy: Any) -> Any:
     """The whole backward or, where `which` is "dgrad", its first half."""
-    return _found(which, op, cfg, needs, dy[0] if type(dy) is tuple and dy else dy)
+    main = dy.main if type(dy) is WithExtras else dy
+    return _found(which, op, cfg, needs, main[0] if type(main) is tuple and main else main)
 
 
 def _found(which: str, op: Op, cfg: Any, needs: Needs, main: Any) -> Any:
@@ -158,7 +160,7 @@ def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = N
     """`into`, every leaf checked before any is written; a tied path shares its source's accumulator."""
     if hasattr(cfg, "names"):
         run.check_names(where, "into", into, cfg)
-    check_into_tree(where, into, op, cfg, node, dy, several=isinstance(dy, tuple))
+    check_into_tree(where, into, op, cfg, node, dy)
     ties = getattr(cfg, "ties", ())
     seen: dict[tuple[str, str], str] = {}
     for path, source in (*[(source, source) for source in {source for _, source in ties}], *ties):

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.errors import describe, fail, in_step
+from funcops.errors import FLOATS, check, describe, fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program.lower import Call
@@ -16,7 +16,7 @@ from funcops.program.rules import Rule
 from funcops.program.values import add
 from funcops.residuals.nested import part as part
 from funcops.schema import Donated, Saved, open_node
-from funcops.trees import at, put
+from funcops.trees import WithExtras, at, put
 
 
 def in_path(error: Exception, path: str) -> None:
@@ -64,6 +64,28 @@ def parts_of(dy: Any, like: Any) -> Any:
     if dy is not None and (not isinstance(dy, tuple) or len(dy) != len(like)):
         fail("parallel_bwd", "dy", f"a tuple of {len(like)} (None for zero)", describe(dy), TypeError)
     return tuple([parts_of(d, one) for d, one in zip(dy or (None,) * len(like), like, strict=True)])
+
+
+def taken_apart(where: str, dy: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """The gradients of y's main value and of its named outputs, in order, None for zero."""
+    if dy is None:
+        return (None,) * (1 + len(names))
+    if type(dy) is not WithExtras or not isinstance(dy.extras, dict):
+        fail(where, "dy", f"WithExtras with extras {', '.join(names)}, as y is (None for zero)", describe(dy), TypeError)
+    if dy.extras.keys() != set(names):
+        missing, extra = sorted(set(names) - dy.extras.keys()), sorted(dy.extras.keys() - set(names))
+        fail(where, "dy.extras", f"{', '.join(names)}, as those of y (None for zero)", f"missing {missing}, extra {extra}")
+    found = [dy.extras[name] for name in names]
+    for name, gradient in zip(names, found, strict=True):
+        if gradient is not None:
+            check(where, f"dy.extras.{name}", gradient, (...,), FLOATS)
+    return dy.main, *found
+
+
+def meet(where: str, name: str, dy: Any, gradient: Any) -> None:
+    """The gradient of an output must be like those of its readers inside."""
+    if isinstance(dy, Tensor) and isinstance(gradient, Tensor) and (dy.shape != gradient.shape or dy.dtype != gradient.dtype):
+        fail(where, f"dy.extras.{name}", f"{describe(gradient)}, as the output is", describe(dy))
 
 
 def scope_of(where: str, parent: Any, name: Any, cls: Any, cfg: Any) -> Any:

@@ -67,7 +67,7 @@ def measure_stages(
     for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
         given = step.x(main, extras)
         found.append(measure(step.op, params[step.name], given, step.cfg, needs=wanted, repeats=repeats))
-        main, _ = step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)
+        main, _ = step.apart(step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)[0])
     return tuple(found)
 
 

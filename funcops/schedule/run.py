@@ -13,7 +13,7 @@ from funcops.op import check_needs
 from funcops.program.run import check_names
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.stage import Done, Stage, check_stage_trees, check_staged, loss_gradient, share_ties, split_inputs
+from funcops.schedule.stage import Done, Ends, Stage, check_stage_trees, check_staged, share_ties, split_inputs
 from funcops.trees import WithExtras, put
 
 
@@ -52,11 +52,14 @@ def run(
     needs: Needs = Needs.ALL,
     into: dict[str, Any] | None = None,
     done: Done | None = None,
+    losses: tuple[str, ...] = (),
 ) -> Ran:
     """Every action of the schedule, each stage a step of the chain `cfg`: what `chain.fwd` and `chain.bwd` give for one microbatch
     after another, in the schedule's order.
 
     xs: x of each microbatch. dys: the gradient of each y; where y is a scalar loss, None is that of the mean over the microbatches.
+    Where stages give outputs, y is `WithExtras(main, outputs)`, as that of the chain; to the loss are added the sums of those named
+    in `losses` (of a router's in all layers, say), which is for dys of None.
     `into`: accumulators like params (fp32 for bf16 params, say), by default zeros like them. `done(stage, dparams)` is called after
     the last weight gradient of each stage: there a reduction over data-parallel ranks may begin.
 
@@ -76,7 +79,7 @@ def run(
     if dys is not None and len(dys) != schedule.microbatches:
         fail("run", "dys", f"a list of {schedule.microbatches}, one a microbatch", len(dys))
     params, into = share_ties("run", params, into, cfg, needs)
-    at = _Pass(schedule, params, mains, extras, cfg, dys, needs, into, done)
+    at = _Pass(schedule, params, mains, extras, cfg, Ends("run", cfg, len(mains), dys, losses), needs, into, done)
     start = time.perf_counter()
     try:
         for rank, action in schedule.order():
@@ -91,14 +94,14 @@ def run(
     dparams: Any = {stage.step.name: stage.dparams for stage in at.stages}
     for path, _ in cfg.ties:
         dparams = put(dparams, path, None)
-    return Ran(at.ys, dparams, at.dxs(cfg), at.events)
+    return Ran(at.ends.ys(), dparams, at.dxs(cfg), at.events)
 
 
 class _Pass:
     """All stages, and what lies between them: main values on their way forward, gradients on their way back."""
 
     def __init__(
-        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, dys: Any, needs: Needs,
+        self, schedule: Schedule, params: Any, mains: list[Any], extras: list[Any], cfg: ChainConfig, ends: Ends, needs: Needs,
         into: Any,
         done: Done | None,
     ) -> None:  # fmt: skip
@@ -108,11 +111,10 @@ class _Pass:
         for i, step in enumerate(cfg.steps):
             ledger, sums = self.ledgers[schedule.rank_of[i]], None if into is None else into[step.name]
             self.stages.append(Stage(cfg, i, params[step.name], ledger, needs, sums, count=self.count, done=done))
-        self.extras, self.dys = extras, dys
+        self.extras, self.ends = extras, ends
         self.forward: dict[tuple[int, int], Any] = {(0, m): main for m, main in enumerate(mains)}
         self.gradients: dict[tuple[int, int], Any] = {}
         self.sums: list[dict[str, Any]] = [{} for _ in mains]
-        self.ys: list[Any] = [None] * self.count
         self.events: list[Event] = []
 
     def act(self, action: Action) -> None:
@@ -121,15 +123,16 @@ class _Pass:
         if kind == "W":
             stage.wgrad(m)
         elif kind == "F":
-            y = stage.forward(m, self.forward.pop((index, m)), self.extras[m])
+            y, outputs = stage.forward(m, self.forward.pop((index, m)), self.extras[m])
+            self.ends.note(m, outputs)
             if index == self.last:
-                self.ys[m] = y
-                self.gradients[index, m] = loss_gradient("run", y, self.count) if self.dys is None else self.dys[m]
+                self.gradients[index, m] = self.ends.gradient(m, y)
             else:
                 self.forward[index + 1, m] = y
         else:
             half = stage.dgrad if kind == "I" else stage.backward
-            self.gradients[index - 1, m] = half(m, self.gradients.pop((index, m)), self.sums[m])
+            dy = stage.step.dy(self.gradients.pop((index, m)), self.ends.gradients[m])
+            self.gradients[index - 1, m] = half(m, dy, self.sums[m])
 
     def dxs(self, cfg: ChainConfig) -> list[Any]:
         mains = [self.gradients.get((-1, m)) for m in range(self.count)]

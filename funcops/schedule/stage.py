@@ -1,7 +1,7 @@
 """A stage at work: one step of a staged chain, what it keeps for each microbatch in flight, and its gradient so far.
 
 A staged op is a chain whose steps are the stages. What goes from stage to stage is the chain's main value; extras come from the
-caller alone.
+caller alone, and outputs go to the caller alone.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from torch import Tensor
 
 from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
-from funcops.errors import fail, require_type
+from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
 from funcops.needs import Needs
 from funcops.program.into import check_into_tree
-from funcops.program.run import check_names, tied
+from funcops.program.run import check_names, taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
-from funcops.trees import stands_for_one, tree_map_with_path
+from funcops.trees import WithExtras, stands_for_one, tree_map_with_path
+from funcops.vjp import check_losses, sum_gradient
 
 Done = Callable[[int, Any], None]
 
@@ -50,12 +51,12 @@ class Stage:
         if into is not None:
             check_into_tree(f"stage {index}", into, self.step.op, self.step.cfg, None)
 
-    def forward(self, m: int, main: Any, extras: dict[str, Any]) -> Any:
-        """y of microbatch m. Its residuals wait."""
+    def forward(self, m: int, main: Any, extras: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The main value and the outputs of microbatch m. Its residuals wait."""
         with self._named("forward", m):
             y, residuals = self.step.op.fwd(self.params, self.step.x(main, extras), self.step.cfg, needs=self.needs)
             self.ledger.keep(self._path("residuals", m), residuals)
-        return y
+            return self.step.apart(y)
 
     def dgrad(self, m: int, dy: Any, sums: dict[str, Any]) -> Any:
         """dx of microbatch m; the gradients of extras are added to `sums`. Its pending waits in the place of its residuals."""
@@ -106,13 +107,15 @@ class Stage:
 
 
 def check_staged(where: str, cfg: Any, stages: int) -> None:
-    """Raises unless `cfg` is a chain of that many stages, between which nothing goes but the main value."""
+    """Raises unless `cfg` is a chain of that many stages, between which nothing goes but the main value: what else they give are
+    outputs of the chain that no stage takes."""
     require_type(where, "cfg", cfg, ChainConfig)
     if len(cfg.steps) != stages:
         fail(where, "cfg", f"a chain of {stages} steps, one a stage of the schedule", f"{len(cfg.steps)} steps")
     for step in cfg.steps:
-        if step.gives:
-            fail(where, f"stage {step.name!r}", "without gives: extras come from the caller alone", step.gives)
+        taken = tuple(name for name in step.given if any(name in other.names for other in cfg.steps))
+        if taken:
+            fail(where, f"stage {step.name!r}", "without gives that another takes: extras come from the caller alone", taken)
 
 
 def check_ties(where: str, cfg: ChainConfig, rank_of: Mapping[int, int]) -> None:
@@ -157,6 +160,40 @@ def split_inputs(where: str, xs: Any, microbatches: int, cfg: ChainConfig) -> tu
 def check_stage_trees(where: str, what: str, trees: Any, cfg: ChainConfig) -> None:
     if trees is not None:
         check_names(where, what, trees, cfg)
+
+
+class Ends:
+    """What leaves a staged chain at each microbatch, the last stage's main value and the outputs of all, and the gradients of that:
+    `dys`, or those of the loss that the main value is, with the sums of the outputs named in `losses`, as a mean over the
+    microbatches."""
+
+    def __init__(self, where: str, cfg: ChainConfig, count: int, dys: Any, losses: Any) -> None:
+        check_losses(where, losses, cfg.outputs)
+        require(dys is None or not losses, where, "losses", "() where dys are given, which hold the gradients of outputs", losses)
+        self.where, self.names, self.count, self.dys, self.losses = where, cfg.outputs, count, None, losses
+        self.mains: list[Any] = [None] * count
+        self.outputs: list[dict[str, Any]] = [dict.fromkeys(cfg.outputs) for _ in range(count)]
+        self.gradients: list[dict[str, Any]] = [{} for _ in range(count)]  # of outputs
+        if dys is not None:
+            parts = [taken_apart(f"{where}, microbatch {m}", dy, cfg.outputs) if cfg.outputs else (dy,) for m, dy in enumerate(dys)]
+            self.dys = [main for main, *_ in parts]
+            self.gradients = [dict(zip(cfg.outputs, of_outputs, strict=True)) for _, *of_outputs in parts]
+
+    def note(self, m: int, outputs: dict[str, Any]) -> None:
+        """The outputs of a stage."""
+        self.outputs[m].update(outputs)
+        for name in outputs:
+            if name in self.losses:
+                self.gradients[m][name] = sum_gradient(self.where, name, outputs[name], 1.0 / self.count)
+
+    def gradient(self, m: int, y: Any) -> Any:
+        """That of the last stage's main value."""
+        self.mains[m] = y
+        return loss_gradient(self.where, y, self.count) if self.dys is None else self.dys[m]
+
+    def ys(self) -> list[Any]:
+        pairs = zip(self.mains, self.outputs, strict=True)
+        return [WithExtras(main, outputs) for main, outputs in pairs] if self.names else self.mains
 
 
 def loss_gradient(where: str, y: Any, microbatches: int) -> Tensor:

@@ -197,7 +197,7 @@ def parts_needs(cfg: Any, needs: Needs) -> dict[Any, Needs]:
     tied = {path for path, source in cfg.ties if needs.param(source)}
     for step in cfg.steps:
         found[step.name] = _step_needs(step, live, needs, tied)
-        live.update(dict.fromkeys(("", *step.gives), bool(found[step.name])))
+        live.update(dict.fromkeys(("", *step.given), bool(found[step.name])))
     return found
 
 

@@ -24,7 +24,7 @@ from funcops.testing.guarded import law_guarded
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.loud import law_loud
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves, nothing_like, paths, same_structure, tensors, tree_map, tree_map_tensors
+from funcops.trees import WithExtras, leaves, nothing_like, paths, put, same_structure, tensors, tree_map, tree_map_tensors
 
 
 def law_split(case: Case, dtype: torch.dtype) -> None:
@@ -96,8 +96,11 @@ def _objects(tree: Any) -> dict[str, int]:
 
 
 def law_mirror(case: Case, dtype: torch.dtype) -> None:
-    """Gradients have the structure, shapes and dtypes of what they are gradients of; None where not needed."""
-    params, x, _, _, dy, (dparams, dx) = run(case, dtype)
+    """Gradients have the structure, shapes and dtypes of what they are gradients of; None where not needed. Of a y with named
+    outputs a part of dy of None is zero."""
+    params, x, y, residuals, dy, (dparams, dx) = run(case, dtype)
+    if type(y) is WithExtras:
+        _none_is_zero(case, residuals, dy, dtype)
     params, x = dense((params, x))
     _mirrors(dparams, params, "dparams")
     _mirrors(dx, x, "dx")
@@ -105,6 +108,14 @@ def law_mirror(case: Case, dtype: torch.dtype) -> None:
         assert (d is not None) == (isinstance(t, Tensor) and t.is_floating_point()), "dx of every float leaf of x"
     _, residuals = case.op.fwd(*case.make(dtype), case.cfg)
     same_bits(case.op.bwd(residuals, None, case.cfg), (nothing_like(dparams), nothing_like(dx)), "bwd of dy=None")
+
+
+def _none_is_zero(case: Case, residuals: Any, dy: Any, dtype: torch.dtype) -> None:
+    for path, d in paths(dy).items():
+        if d is not None:
+            none, zero = (case.op.bwd(residuals, put(dy, path, part), case.cfg) for part in (None, torch.zeros_like(d)))
+            none = tree_map(lambda g, z: torch.zeros_like(z) if g is None and z is not None else g, none, zero)
+            assert_close(none, zero, dtype=dtype, what=f"gradients of a dy without {path}")
 
 
 def _mirrors(gradient: Any, tree: Any, what: str) -> None:

@@ -15,15 +15,16 @@ from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.testing.case import Case
 from funcops.testing.checks import run, tree_map_path
-from funcops.trees import leaves, paths, tensors, tree_map_tensors
+from funcops.trees import WithExtras, leaves, paths, put, same_structure, tensors, tree_map_tensors
 
 
 def law_loud(case: Case, dtype: torch.dtype) -> None:
     """Every class of bad call raises by name, before anything changes."""
-    params, x, y, residuals, dy, _ = run(case, dtype)
+    params, x, y, residuals, dy, (dparams, _) = run(case, dtype)
     op = case.op
     names = tuple(f"{op.name}_{f}" for f in ("fwd", "bwd", "dgrad", "wgrad"))
-    for what, call in bad_calls(case, params, x, residuals, dy):
+    calls = itertools.chain(bad_calls(case, params, x, residuals, dy, dparams), bad_parts(case, y, residuals, dy, dtype))
+    for what, call in calls:
         try:
             call()
         except (ValueError, TypeError, GradModeError, DonatedError, StaleResidualError) as error:
@@ -35,7 +36,7 @@ def law_loud(case: Case, dtype: torch.dtype) -> None:
             raise AssertionError(f"{case}: {what} went through without an error")
 
 
-def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
+def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any, dparams: Any) -> Any:
     """(what, call) for every class of fault."""
     op, cfg = case.op, case.cfg
     several = len(tensors((params, x))) > 1
@@ -80,7 +81,28 @@ def bad_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
         yield "spent pending", lambda: op.wgrad(spent, cfg)
         yield "pending of another op", lambda: op.wgrad(Foreign(), cfg)
     yield from stale_calls(case, params, x, residuals, dy)
-    yield from into_calls(case, params, residuals, dy)
+    yield from into_calls(case, params, residuals, dy, dparams)
+
+
+def bad_parts(case: Case, y: Any, residuals: Any, dy: Any, dtype: torch.dtype) -> Any:
+    """(what, call): a dy whose parts are not those of y, and a gradient of what has none."""
+
+    def call(bad: Any) -> Callable[[], Any]:
+        return lambda: case.op.dgrad(residuals, bad, case.cfg)
+
+    if type(y) is WithExtras:
+        first, *rest = dy.extras
+        yield "dy without its outputs", call(dy.main)
+        yield f"dy without {first}", call(WithExtras(dy.main, {name: dy.extras[name] for name in rest}))
+        yield "dy with an output more", call(WithExtras(dy.main, {**dy.extras, "no_such": None}))
+    if same_structure(y, dy):
+        for path, t in paths(y).items():
+            if path and isinstance(t, Tensor) and not t.is_floating_point():
+                yield f"dy.{path} of integers", call(put(dy, path, torch.zeros_like(t)))
+                yield (
+                    f"dy.{path} of what is no float",
+                    call(put(dy, path, torch.zeros(t.shape, dtype=dtype, device=t.device))),
+                )
 
 
 def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any:
@@ -99,8 +121,9 @@ def stale_calls(case: Case, params: Any, x: Any, residuals: Any, dy: Any) -> Any
         yield f"{path} written to since the forward", call
 
 
-def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
-    """(what, call): accumulators of a wrong kind, one leaf at a time; none of the others may have been added to."""
+def into_calls(case: Case, params: Any, residuals: Any, dy: Any, dparams: Any) -> Any:
+    """(what, call): accumulators of a wrong kind, one leaf at a time; none of the others may have been added to. Of a leaf that has
+    no gradient nothing is read."""
     faults: dict[str, Callable[[Tensor], Any]] = {
         "missing": lambda t: None,
         "of another shape": _larger,
@@ -113,7 +136,8 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
         "expanded": lambda t: t.new_zeros(()).expand(t.shape) if t.numel() > 1 else None,
     }
     params = dense(params)
-    of = {path: t for path, t in paths(params).items() if isinstance(t, Tensor)}
+    gradients = paths(dparams)
+    of = {path: t for path, t in paths(params).items() if isinstance(t, Tensor) and gradients[path] is not None}
     call = functools.partial(_backward_into, case, params, residuals, dy)
     for path, (what, fault) in itertools.product(of, faults.items()):
         yield f"into.{path} {what}", functools.partial(call, lambda p, t, path=path, fault=fault: fault(t) if p == path else t)
@@ -123,7 +147,7 @@ def into_calls(case: Case, params: Any, residuals: Any, dy: Any) -> Any:
             f"into.{b} in the memory of {a}",
             functools.partial(call, lambda p, t, pair=(a, b), room=room: room[: t.numel()].view(t.shape) if p in pair else t),
         )
-    if of:
+    if tensors(params):
         yield "into of another type", lambda: case.op.bwd(residuals, dy, case.cfg, into=3.0)
 
 

@@ -49,7 +49,7 @@ from funcops.formats import QTensor, QWeight, Scaled, dense
 from funcops.recipes import Fp8Delayed
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
-from funcops.trees import replace, same_structure, tensors, tree_map, tree_map_tensors
+from funcops.trees import leaves, replace, same_structure, tensors, tree_map, tree_map_tensors
 
 LINEAR = LinearConfig(4, 3)
 
@@ -96,7 +96,8 @@ def test_gradients_are_those_of_the_op(case, dtype):
     own, given = tree_map(asking, (params, x), is_leaf=lambda node: is_low(node) or isinstance(node, Scaled))
     got = differentiable(case.op)(own, given, case.cfg)
     assert same_structure(got, y)
-    pairs = [(a, d) for a, d in zip(tensors(got), tensors(dy), strict=False) if a.requires_grad]
+    found = zip(leaves(got, is_leaf=is_low), leaves(dy), strict=True)
+    pairs = [(a, d) for a, d in found if isinstance(a, torch.Tensor) and a.requires_grad]
     if not pairs:
         return
     torch.autograd.backward([a for a, _ in pairs], [d for _, d in pairs])

@@ -1,6 +1,7 @@
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from tally import TallyConfig, routed, routed_reference, tally
 
 from funcops import (
     AddConfig,
@@ -84,6 +85,18 @@ EXTRAS = ChainConfig(
     ),
     extras=("given", "key"),
 )
+
+
+def outputs_case(rows, dim):
+    return Case(
+        op=chain,
+        cfg=routed(dim),
+        x=lambda d: d.randn(*rows, dim),
+        reference=lambda p, x, cfg: routed_reference(p, x),
+        name=f"chain-outputs-{rows}-{dim}",
+    )
+
+
 TIED = ChainConfig(
     steps=(
         Step("a", linear, LinearConfig(3, 3)),
@@ -113,17 +126,28 @@ CASES = [
         reference=lambda p, x, cfg: F.linear(x.main, p["a"].weight, p["a"].bias) + 2 * x.main + x.extras["given"],
         name="chain-extras",
     ),
+    outputs_case((2, 4), 3),
     Case(op=chain, cfg=TIED, x=lambda d: d.randn(4, 3), reference=tied_reference, name="chain-tied"),
 ]
 
 
 @st.composite
 def drawn(draw):
-    return case(tuple(draw(st.lists(st.integers(0, 4), max_size=2))), draw(st.integers(1, 6)), draw(st.integers(1, 6)))
+    rows, dim = tuple(draw(st.lists(st.integers(0, 4), max_size=2))), draw(st.integers(1, 6))
+    return outputs_case(rows, dim) if draw(st.booleans()) else case(rows, dim, draw(st.integers(1, 6)))
 
 
 LIN = LinearConfig(3, 3)
 PARAMS = chain.init(TIED, key=None, device="meta")
+TALLY = Step("t", tally, TallyConfig(3), gives=("load", "loss"))
+LOSS = torch.tensor(1.0)
+
+
+def bwd(dy, outputs=("load", "loss")):
+    cfg = ChainConfig(steps=(TALLY,), outputs=outputs)
+    return chain.bwd(chain.fwd(chain.init(cfg), torch.ones(2, 3), cfg)[1], dy, cfg)
+
+
 ERRORS = [
     Error(call=lambda: ChainConfig(steps=()), match="ChainConfig: steps must be at least one Step"),
     Error(
@@ -145,6 +169,63 @@ ERRORS = [
     Error(
         call=lambda: ChainConfig(steps=(Step("a", linear, LIN),), ties={"a.weight": "b.weight"}),
         match="ChainConfig: ties must be paths among a.weight, a.bias, got 'b.weight'",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(TALLY,), outputs=("load", "lost")),
+        match="ChainConfig: outputs must be names that steps give (['load', 'loss']), got 'lost'",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=EXTRAS.steps, extras=EXTRAS.extras, outputs=("given",)),
+        match="ChainConfig: outputs must be names that steps give (['stream']), got 'given'",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(TALLY,), outputs=("load", "loss", "load")),
+        match="ChainConfig: outputs must be different names, got ('load', 'loss', 'load')",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(TALLY,), outputs=("load",)),
+        match="ChainConfig: every extra must be taken by a later step, or be one of outputs, got unused ['loss']",
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(TALLY,), outputs="load"), match="ChainConfig: outputs must be a tuple of names, got 'load'"
+    ),
+    Error(
+        call=lambda: ChainConfig(steps=(TALLY, Step("b", chain, routed(3))), outputs=("load", "loss")),
+        match="ChainConfig: gives of step 'b' must be a new name, got 'load', made by step 't'",
+    ),
+    Error(
+        call=lambda: Step("b", chain, routed(3), gives=("one",)),
+        match="Step 'b': gives must be () or a name for each of its outputs ('load', 'loss', 'logits'), got ('one',)",
+    ),
+    Error(
+        call=lambda: Step("b", chain, TIED, gives=("one",)),
+        match="Step 'b': gives must be () (the config names no outputs), got ('one',)",
+    ),
+    Error(
+        call=lambda: Step("b", tally, TallyConfig(3), gives=("one", "one")),
+        match="Step 'b': gives must be different names, got ('one', 'one')",
+    ),
+    Error(
+        call=lambda: bwd(torch.ones(2, 3)),
+        match="chain_bwd: dy must be WithExtras with extras load, loss, as y is (None for zero), got float32[2, 3]",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: bwd(WithExtras(torch.ones(2, 3), {"loss": LOSS})),
+        match="chain_bwd: dy.extras must be load, loss, as those of y (None for zero), got missing ['load'], extra []",
+    ),
+    Error(
+        call=lambda: bwd(WithExtras(None, {"load": None, "loss": LOSS, "z": None})),
+        match="chain_bwd: dy.extras must be load, loss, as those of y (None for zero), got missing [], extra ['z']",
+    ),
+    Error(
+        call=lambda: bwd(WithExtras(None, {"load": torch.ones(3), "loss": None})),
+        match="t: tally_dgrad: dy.1 must be None (load is of integers, which have no gradient), got float32[3]",
+    ),
+    Error(
+        call=lambda: bwd(WithExtras(None, {"load": torch.ones(3, dtype=torch.int32), "loss": None})),
+        match="chain_bwd: dy.extras.load must be",
+        error=TypeError,
     ),
     Error(call=lambda: Step("a", linear, RMSNormConfig(3)), match="Step 'a': cfg must be LinearConfig", error=TypeError),
     Error(call=lambda: Step("not a name", linear, LIN), match="Step: name must be an identifier"),

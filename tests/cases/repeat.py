@@ -1,6 +1,7 @@
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from tally import routed, routed_reference
 
 from funcops import (
     AddConfig,
@@ -18,6 +19,7 @@ from funcops import (
     skip,
 )
 from funcops.testing import Case, Error
+from funcops.trees import tree_map
 
 
 def reference(params, x, cfg):
@@ -50,6 +52,28 @@ GIVEN = ChainConfig(
     extras=("given",),
 )
 
+
+def outputs_reference(params, x, cfg):
+    """Of `repeat(skip(chain))`: the outputs of the layers, stacked."""
+    found = []
+    for i in range(cfg.times):
+        y = routed_reference(tree_map(lambda t, i=i: None if t is None else t[i], params) if cfg.stacked else params[i], x)
+        x = x + y.main
+        found.append(y.extras)
+    return WithExtras(x, {name: torch.stack([one[name] for one in found]) for name in cfg.outputs})
+
+
+def outputs_case(rows, dim, times, stacked=False):
+    return Case(
+        op=repeat,
+        cfg=RepeatConfig(skip, SkipConfig(chain, routed(dim)), times, stacked=stacked),
+        x=lambda d: d.randn(*rows, dim),
+        reference=outputs_reference,
+        exempt=("frugal",) if stacked else (),  # residuals are views of the stacked leaves
+        name=f"repeat-outputs-{rows}-{dim}-{times}-{stacked}",
+    )
+
+
 CASES = [
     case((2, 5), 7, 3),
     case((2, 5), 4, 2, stacked=True),
@@ -62,13 +86,16 @@ CASES = [
         reference=given_reference,
         name="repeat-extras",
     ),
+    outputs_case((2, 4), 3, 2),
+    outputs_case((3,), 4, 2, stacked=True),
 ]
 
 
 @st.composite
 def drawn(draw):
     rows = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
-    return case(rows, draw(st.integers(1, 6)), draw(st.integers(1, 3)))
+    make = outputs_case if draw(st.booleans()) else case
+    return make(rows, draw(st.integers(1, 6)), draw(st.integers(1, 3)))
 
 
 CFG = RepeatConfig(linear, LinearConfig(2, 2), 2)

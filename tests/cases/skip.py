@@ -1,5 +1,6 @@
 import torch.nn.functional as F
 from hypothesis import strategies as st
+from tally import routed, routed_reference
 
 from funcops import (
     ActivationConfig,
@@ -32,6 +33,23 @@ GIVEN = ChainConfig(
     steps=(Step("a", linear, LinearConfig(3, 3)), Step("join", add, AddConfig(), takes=("given",))),
     extras=("given",),
 )
+
+
+def outputs_reference(params, x, cfg):
+    y = routed_reference(params, x)
+    return WithExtras(x + y.main, y.extras)
+
+
+def outputs_case(rows, dim):
+    return Case(
+        op=skip,
+        cfg=SkipConfig(chain, routed(dim)),
+        x=lambda d: d.randn(*rows, dim),
+        reference=outputs_reference,
+        name=f"skip-outputs-{rows}-{dim}",
+    )
+
+
 CASES = [
     case((2, 5), 7),
     case((0,), 3),
@@ -43,12 +61,14 @@ CASES = [
         reference=lambda p, x, cfg: x.main + F.linear(x.main, p["a"].weight, p["a"].bias) + x.extras["given"],
         name="skip-extras",
     ),
+    outputs_case((2, 4), 3),
 ]
 
 
 @st.composite
 def drawn(draw):
-    return case(tuple(draw(st.lists(st.integers(0, 4), max_size=2))), draw(st.integers(1, 6)))
+    make = outputs_case if draw(st.booleans()) else case
+    return make(tuple(draw(st.lists(st.integers(0, 4), max_size=2))), draw(st.integers(1, 6)))
 
 
 ERRORS = [

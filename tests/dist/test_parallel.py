@@ -6,6 +6,7 @@ import random as python_random
 
 import pytest
 import torch
+from tally import routed
 from tiers import drawn
 
 from funcops import (
@@ -15,6 +16,7 @@ from funcops import (
     CrossEntropyConfig,
     DropoutConfig,
     EmbeddingConfig,
+    ForkConfig,
     GLUConfig,
     LayerNormConfig,
     LinearConfig,
@@ -33,6 +35,7 @@ from funcops import (
     dist,
     dropout,
     embedding,
+    fork,
     glu,
     layer_norm,
     linear,
@@ -48,6 +51,7 @@ from funcops.bench.models import block_config, gpt2_block_config
 from funcops.dist import Mesh
 from funcops.testing import run_ranks
 from funcops.testing.checks import same_bits
+from funcops.testing.tolerances import assert_close
 from funcops.trees import paths, tensors
 
 RULES = {"*.qkv.*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
@@ -235,6 +239,9 @@ BAD = {
     "heads: ReshapeConfig: out_shape must be of a first size that 2 ranks can share out, got (3, 4)": (
         chained(("up", linear, LinearConfig(4, 12)), ("heads", reshape, ReshapeConfig((12,), (3, 4))),
                 ("merge", reshape, ReshapeConfig((3, 4), (12,))), ("down", linear, LinearConfig(12, 4))), BOTH),
+    "parallel: output 'wide' of step split must be of all features, behind a row layer, got shared out along its 1. dimension from the "
+    "end": (
+        ChainConfig(steps=(Step(*UP), Step("split", fork, ForkConfig(), gives=("wide",)), Step(*DOWN)), outputs=("wide",)), BOTH),
     "parallel: y of inner must be shared out as that of its x, got shared out along its 1. dimension from the end": (
         chained(("inner", skip, SkipConfig(linear, LinearConfig(4, 4)))), {"inner": "column"}),
 }  # fmt: skip
@@ -246,6 +253,28 @@ def test_bad_rules_raise(said):
     with pytest.raises(ValueError) as raised:
         dist.parallel(cfg, rules, Mesh.abstract({"tp": 2}, 0))
     assert str(raised.value) == said
+
+
+def test_outputs_are_of_the_rows_of_a_rank():
+    steps = (Step(*UP), Step("act", activation, ActivationConfig("silu")), Step(*DOWN), Step("moe", chain, routed(4)))
+    cfg = ChainConfig(steps=steps, outputs=("load", "loss", "logits"))
+    whole, x, dy = chain.init(cfg, key=KEY, dtype=D), torch.randn(8, 4, dtype=D), torch.randn(8, 4, dtype=D)
+
+    def step(params, x, logits, cfg):
+        y, residuals = chain.fwd(params, x, cfg)
+        dy = WithExtras(None, {"load": None, "loss": torch.ones((), dtype=D), "logits": logits})
+        return y, *chain.bwd(residuals, dy, cfg)
+
+    def run(mesh):
+        own = dist.parallel(cfg, BOTH, mesh)
+        specs = dist.specs_of(chain, own)
+        y, dparams, dx = step(dist.shard(whole, specs, mesh), parts(x, mesh), parts(dy, mesh), own)
+        return y, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), dx
+
+    halves = [step(whole, *both, cfg) for both in zip(x.chunk(2), dy.chunk(2), strict=True)]
+    wanted = [a + b for a, b in zip(*[tensors(dparams) for _, dparams, _ in halves], strict=True)]
+    for (y, dparams, dx), (y_alone, _, dx_alone) in zip(run_ranks({"tp": 2}, run), halves, strict=True):
+        assert_close((y, tensors(dparams), dx), (y_alone, wanted, dx_alone), dtype=D)
 
 
 def test_other_axes():

@@ -6,6 +6,7 @@ import weakref
 
 import pytest
 import torch
+from tally import TallyConfig, routed, tally
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops import (
@@ -39,6 +40,8 @@ from funcops.dist import shards as shards_of_trees
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask
 from funcops.schedule import Schedule, run
 from funcops.testing import run_ranks
+from funcops.testing.checks import float_like, same_bits
+from funcops.testing.tolerances import assert_close
 from funcops.trees import cast, nbytes, paths, tensors, tree_map_tensors
 
 EVEN, ODD = 32, 6  # widths. Torch's fused updates round what fills no vector of 8 in other instructions: bits need even shards
@@ -96,6 +99,35 @@ def test_a_model_with_ties_and_stacks_inside_of_chains():
     for found in run_ranks({"dp": 2}, step):
         for (path, a), b in zip(paths(found).items(), paths(want).values(), strict=True):
             assert a is b is None or torch.allclose(a, b, rtol=1e-5, atol=1e-6), path
+
+
+def test_outputs_of_shared_out_layers_and_of_a_step():
+    """Each rank has those of its own rows; the gradients, of dys for all of them, are summed; whole, in halves and added up."""
+    layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, routed(8)), times=3))
+    end = Step("end", tally, TallyConfig(8), gives=("count", "size"))
+    whole = ChainConfig(steps=(layers, end), outputs=("load", "loss", "logits", "count", "size"))
+    params, xs = chain.init(whole, key=random.key(3)), torch.randn(2, 5, 8)
+
+    def gradients_of(cfg, params, x, into=None):
+        y, residuals = chain.fwd(params, x, cfg)
+        dy = float_like(y, 5)
+        dparams, dx = chain.bwd(residuals, dy, cfg)
+        other, pending = chain.dgrad(residuals, dy, cfg)
+        same_bits((chain.wgrad(pending, cfg), other), (dparams, dx), "halves")
+        sums = tree_map_tensors(torch.zeros_like, params) if into is None else into
+        return y, chain.bwd(residuals, dy, cfg, into=sums)[0], dx
+
+    def step(mesh):
+        cfg = dist.zero3(whole, mesh["dp"])
+        assert cfg.steps[1].op is dist.sharded and cfg.outputs == whole.outputs
+        y, found, dx = gradients_of(cfg, chain.init(cfg, key=random.key(3)), xs[mesh.rank])
+        return y, finish(gather_shards_start(found, params, mesh["dp"])), dx
+
+    alone = gradients_of(whole, params, xs[0])
+    others = gradients_of(whole, params, xs[1], alone[1])
+    for own, (y, found, dx) in zip((alone, others), run_ranks({"dp": 2}, step), strict=True):
+        same_bits((y, dx), (own[0], own[2]), "y and dx")
+        assert_close(found, others[1], dtype=torch.float32)
 
 
 def batch(m, width):

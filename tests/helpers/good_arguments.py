@@ -177,6 +177,7 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "optim.clip_by_global_norm": Row(lambda: {"grads": grads(), "max_norm": 1.0, "norm": torch.tensor(2.0),
         "in_place": True}, accepts={
         ("grads", "None"): ANY, ("grads", "[]"): ANY, }),
+    "optim.balance": Row(lambda: {"bias": torch.zeros(4), "load": torch.arange(4), "rate": 0.1}),
     "optim.global_norm": Row(lambda: {"tree": grads()}, accepts={("tree", "None"): ANY, ("tree", "[]"): ANY}),
     "optim.decay_mask": Row(lambda: {"params": tree(), "exclude": ("a",)}, accepts={"params": ANY, ("exclude", "[]"): "none"}),
     "optim.ema_init": Row(lambda: {"params": tree(), "dtype": torch.float32}, accepts={"params": ANY}),
@@ -343,7 +344,7 @@ OWN |= DIST | SCHEDULES | {
     **{name: OP for name in ("differentiable",)},
     "backend": Row(lambda: {"name": "torch"}),
     "remat": Row(lambda: {"op": linear, "offload": True}),
-    "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True}),
+    "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True, "losses": ("loss",)}),
     "vjp": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL}),
     "with_policy": Row(lambda: {"op": chain, "policy": "minimal"}),
     "fit": Row(lambda: {"op": linear, "cfg": CFG, "x": x(), "budget": 1000, "dtype": torch.float32}, {"budget": ONE},

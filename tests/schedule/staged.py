@@ -1,6 +1,7 @@
 """A small decoder as a staged op, its microbatches, and what a single chain gives for them."""
 
 import torch
+from tally import routed
 
 from funcops import (
     ChainConfig,
@@ -75,6 +76,21 @@ def reference(params, xs, cfg):
         total = dparams if total is None else tree_map(lambda a, b: None if a is None else a + b, total, dparams)
         losses.append(loss)
     return losses, total
+
+
+def routed_stages(stages=4):
+    """A scalar in the end; every stage gives its load, loss and logits under names of its own. With params and microbatches."""
+    given = ("load", "loss", "logits")
+    names = [tuple(f"{name}{i}" for name in given) for i in range(stages)]
+    steps = [Step(f"s{i}", skip, SkipConfig(chain, routed(DIM)), gives=own) for i, own in enumerate(names[:-1])]
+    head = (Step("mlp", chain, routed(DIM)), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)))
+    last = ChainConfig(steps=head, extras=("labels",), outputs=given)
+    steps.append(Step("last", chain, last, gives=names[-1]))
+    cfg = ChainConfig(steps=tuple(steps), extras=("labels",), outputs=tuple(name for own in names for name in own))
+    generator = torch.Generator().manual_seed(0)
+    data, labels = torch.randn(8, 5, DIM, dtype=torch.float64, generator=generator), torch.arange(5)
+    xs = [WithExtras(x, {"labels": labels}) for x in data]
+    return cfg, chain.init(cfg, key=random.key(0), dtype=torch.float64), xs
 
 
 def gated(count=2, rows=6):

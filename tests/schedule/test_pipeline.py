@@ -10,22 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from staged import DIM, decoder, gated, microbatches, reference
+from staged import DIM, decoder, gated, microbatches, reference, routed_stages
 
 from funcops import Needs, WithExtras, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline
 from funcops.schedule import Schedule, gpipe, run, zb_v
 from funcops.schedule.stage import Stage
+from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
 from funcops.trees import cast, tree_map_tensors
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 ROOT = SCRIPT.parents[2]
 SCHEDULES = 8
+IN_TURN_OF_FOUR = Schedule.from_csv("0F0,1F0,2F0,3F0,0F1,1F1,3B0,2F1,2I0,3F1,1B0,3I1,3W1,0B0,2W0,2B1,1B1,0B1")
 IN_TURN = Schedule.from_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1")
 
 
-LINES = {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "reduce": 3, "modules": 12}
+LINES = {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "outputs": 2, "reduce": 3, "modules": 12}
 
 
 PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["raise"]}
@@ -104,6 +106,21 @@ def test_one_rank_alone(alone):
     mean.start(dparams)
     mean.wait()
     assert_close(dparams, want, dtype=torch.float64)
+
+
+def test_outputs_of_stages(alone):
+    cfg, params, xs = routed_stages()
+    xs, losses = xs[:2], ("loss0", "logits3")
+    pipeline = Pipeline(IN_TURN_OF_FOUR, cfg, xs[0], dtype=torch.float64)
+    ran, stepped = run(IN_TURN_OF_FOUR, params, xs, cfg, losses=losses), pipeline.step(params, xs, losses=losses)
+    same_bits((ran.ys, ran.dparams, ran.dxs), (stepped.ys, stepped.dparams, stepped.dxs), "of Pipeline and of run")
+    dys = []
+    for y in ran.ys:
+        given = {name: torch.full_like(t, 0.5) if name in losses else None for name, t in y.extras.items()}
+        dys.append(WithExtras(torch.full_like(y.main, 0.5), given))
+    same_bits(pipeline.step(params, xs, dys).dparams, ran.dparams, "of dys")
+    with pytest.raises(ValueError, match="Pipeline.step: losses must be names of float outputs, got 'load1'"):
+        pipeline.step(params, xs, losses=("load1",))
 
 
 def test_microbatches_in_any_order(alone):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from staged import DIM, decoder, gated, microbatches, reference
+from staged import DIM, decoder, gated, microbatches, reference, routed_stages
 
 from funcops import (
     AddConfig,
@@ -14,6 +14,7 @@ from funcops import (
     WithExtras,
     add,
     chain,
+    differentiable,
     fork,
     linear,
     random,
@@ -34,7 +35,7 @@ from funcops.schedule import (
     zb_v,
 )
 from funcops.testing.tolerances import assert_close
-from funcops.trees import nbytes, paths, tree_map_tensors
+from funcops.trees import nbytes, paths, tensors, tree_map_tensors
 
 M = 8
 USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0,1I0,1W0,3W0,1W1\n"
@@ -90,6 +91,49 @@ def test_an_extra_that_several_stages_read_gets_the_sum_of_their_gradients():
     for x, dy, dx in zip(xs, dys, ran.dxs, strict=True):
         _, want = chain.bwd(chain.fwd(params, x, cfg)[1], dy, cfg)
         assert_close(dx, want, dtype=torch.float64)
+
+
+LOSSES = ("loss0", "loss3", "logits1")
+
+
+@pytest.mark.parametrize("name", ["zb_v", "one_f_one_b"])
+@pytest.mark.parametrize("given", [False, True], ids=["losses", "dys"])
+def test_outputs_of_stages_and_those_that_are_added_to_the_loss(name, given):
+    """The sums of the losses are added up, against autograd."""
+    cfg, params, xs = routed_stages()
+    asked = tree_map_tensors(lambda t: t.requires_grad_(), params)
+    total, ys = 0.0, []
+    for x in xs:
+        y = differentiable(chain)(asked, x, cfg)
+        total = total + y.main + sum(y.extras[name].sum() for name in LOSSES)
+        ys.append(tree_map_tensors(torch.detach, y))
+    wanted = torch.autograd.grad(total / len(xs), tensors(asked), allow_unused=True)
+    params = tree_map_tensors(torch.detach, asked)
+    dys = [
+        WithExtras(
+            torch.full_like(y.main, 1 / M), {n: torch.full_like(t, 1 / M) if n in LOSSES else None for n, t in y.extras.items()}
+        )
+        for y in ys
+    ]
+    ran = run(SCHEDULES[name], params, xs, cfg, **({"dys": dys} if given else {"losses": LOSSES}))
+    assert [list(y.extras) for y in ran.ys] == [list(cfg.outputs)] * M and ran.ys[0].extras["load3"].dtype is torch.int32
+    assert_close(ran.ys, ys, dtype=torch.float64)
+    assert_close(tensors(ran.dparams), list(wanted), dtype=torch.float64)
+
+
+def test_outputs_that_are_no_losses_are_refused():
+    cfg, params, xs = routed_stages()
+    for losses, match in (
+        (("lost",), r"run: losses must be names among the outputs \(load0, .*, logits3\), got \['lost'\]"),
+        ("loss0", "run: losses must be a tuple of names, got 'loss0'"),
+        (("load1",), r"run: losses must be names of float outputs, got 'load1', int32\[8\]"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            run(gpipe(4, M), params, xs, cfg, losses=losses)
+    with pytest.raises(ValueError, match="run: losses must be .* where dys are given"):
+        run(gpipe(4, M), params, xs, cfg, [None] * M, losses=("loss0",))
+    with pytest.raises(TypeError, match="run, microbatch 0: dy must be WithExtras with extras load0, "):
+        run(gpipe(4, M), params, xs, cfg, list(torch.ones(M)))
 
 
 def test_accumulators_and_frozen_stages():

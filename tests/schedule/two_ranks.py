@@ -1,8 +1,8 @@
 """Pairs of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER MODES...`. Each rank prints a line of numbers a
 case, or fails; their exit codes are printed last.
 
-MODES of a pair, with commas between: gradients (for every schedule), curve (for six); tied; frozen; reduce; modules; nan, kill,
-raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
+MODES of a pair, with commas between: gradients (for every schedule), curve (for six); tied; frozen; outputs; reduce; modules; nan,
+kill, raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
 """
 
 import functools
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from forked import codes
-from staged import DIM, decoder, microbatches, reference
+from staged import DIM, decoder, microbatches, reference, routed_stages
 from test_run import USER
 from test_split_stage import square_error, stages_of_modules
 
@@ -139,6 +139,22 @@ def frozen():
     print("frozen", distance(trained, want))
     still = [t for name, tree in dparams.items() if name in ("s0", "s1") for t in paths(tree).values() if t is not None]
     assert all(bool((t == 1).all()) for t in still)
+
+
+def outputs():
+    """Each rank has those of its stages; what is added to the loss of each is in the gradients of all before it."""
+    cfg, params, xs = routed_stages()
+    losses = ("loss0", "loss3", "logits2")
+    want = run(zb_v(2, M), params, xs, cfg, losses=losses)
+    pipeline = Pipeline(zb_v(2, M), cfg, xs[0], dtype=torch.float64)
+    ys, dparams, *_ = pipeline.step(local(pipeline, params), xs, losses=losses)
+    print("outputs", distance(dparams, want.dparams))
+    for y, of_all in zip(ys, want.ys, strict=True):
+        assert (y.main is None) == ("last" not in pipeline.names)
+        own = {name for name, t in y.extras.items() if t is not None}
+        assert own == {name for name in cfg.outputs if cfg.steps[int(name[-1])].name in pipeline.names}
+        assert all(torch.equal(y.extras[name], of_all.extras[name]) for name in own)
+    print("ys", 0.0)
 
 
 def fails(pipeline, own, xs):

@@ -35,6 +35,7 @@ class _TracedNode(Function):
         for t in kept:
             if not any([t is seen for seen in (*leaves, *outputs, *new)]):
                 new.append(t)
+        ctx.able = [able(t) for t in outputs]
         ctx.mark_non_differentiable(*[t for t in outputs if not able(t)], *new)
         return (*outputs, *new)
 
@@ -43,6 +44,7 @@ class _TracedNode(Function):
     def backward(ctx: Any, *dys: Any) -> Any:
         op, cfg, params_shape, x_shape, _ = ctx.call
         dparams = dx = None
+        dys = tuple([d if ok else None for d, ok in zip(dys, ctx.able, strict=False)])  # a compiler makes zeros of the others
         if any([d is not None for d in dys]):
             dy = unflatten(ctx.y_shape, dys)
             dparams, dx = op.bwd(unflatten(ctx.residuals, ctx.saved_tensors), dy, cfg)

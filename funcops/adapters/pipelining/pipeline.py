@@ -19,14 +19,15 @@ from funcops.program.run import tied
 from funcops.program.values import abstract_params
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
-from funcops.schedule.stage import Done, Stage, check_staged, check_ties, loss_gradient, share_ties, split_inputs
+from funcops.schedule.stage import Done, Ends, Stage, check_staged, check_ties, share_ties, split_inputs
 from funcops.trees import WithExtras, fake, leaves, put, tree_map_tensors, with_leaves
 
 
 class Stepped(NamedTuple):
     """Of a step on this rank: y of each microbatch, where it has the last stage, else None; the gradients of its stages' params, by
     stage; dx of each microbatch (its main value where it has the first stage; of extras, this rank's part); the most bytes of
-    residuals and pendings, net of params and of x, that it held."""
+    residuals and pendings, net of params and of x, that it held. A chain with outputs has a y on every rank, of its main value
+    where it has the last stage, and of the outputs of its stages; the rest is None."""
 
     ys: list[Any] | None
     dparams: dict[str, Any]
@@ -70,10 +71,10 @@ class Pipeline:
 
     def step(
         self, params: dict[str, Any], xs: Sequence[Any], dys: Sequence[Any] | None = None, *, into: dict[str, Any] | None = None,
-        done: Done | None = None, check_finite: bool = True,
+        done: Done | None = None, check_finite: bool = True, losses: tuple[str, ...] = (),
     ) -> Stepped:  # fmt: skip
         """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs, dys,
-        `into` and `done` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage,
+        `into`, `done` and `losses` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage,
         extras on all.
 
         Raises what a stage raises, on its rank; the others then wait for the process group's timeout. `check_finite`: where a loss
@@ -90,7 +91,7 @@ class Pipeline:
         mains, extras = split_inputs("Pipeline.step", xs, self.schedule.microbatches, self.cfg)
         if dys is not None and len(dys) != len(mains):
             fail("Pipeline.step", "dys", f"a list of {len(mains)}, one a microbatch", len(dys))
-        work = _Work(self, params, mains, extras, dys, into, done)
+        work = _Work(self, params, mains, extras, Ends("Pipeline.step", self.cfg, len(mains), dys, losses), into, done)
         self._failed = True
         with torch.no_grad():
             self.runtime.step(work)
@@ -98,14 +99,14 @@ class Pipeline:
         self._failed = False
         dparams = work.dparams()
         if check_finite:
-            self._check_finite(work.ys, dparams)
-        ys = [work.ys[m] for m in range(len(mains))] if work.ys else None  # a schedule may take them in any order
+            self._check_finite(work.ends.ys(), dparams)
+        ys = work.ends.ys() if self.cfg.outputs or work.last in work.stages else None
         return Stepped(ys, dparams, work.dxs(), work.ledger.peak_bytes)
 
-    def _check_finite(self, ys: dict[int, Any], dparams: Any) -> None:
+    def _check_finite(self, ys: list[Any], dparams: Any) -> None:
         import torch.distributed as dist
 
-        where = nonfinite({"ys": tuple(ys.values()), "dparams": dparams})
+        where = nonfinite({"ys": tuple(ys), "dparams": dparams})
         rank = dist.get_rank(self.group)
         flags = torch.zeros(len(self.schedule.ranks), dtype=torch.float32, device=self.device)
         flags[rank] = float(where is not None)
@@ -120,9 +121,9 @@ class _Work:
     """A step on this rank: its stages, and the runtime's values as trees."""
 
     def __init__(
-        self, of: Pipeline, params: Any, mains: list[Any], extras: list[dict[str, Any]], dys: Any, into: Any, done: Done | None
+        self, of: Pipeline, params: Any, mains: list[Any], extras: list[dict[str, Any]], ends: Ends, into: Any, done: Done | None
     ) -> None:
-        self.of, self.mains, self.extras, self.dys = of, mains, extras, dys
+        self.of, self.mains, self.extras, self.ends = of, mains, extras, ends
         self.last, self.count = of.schedule.stages - 1, len(mains)
         own = {name: params[name] for name in of.names}
         self.ledger = Ledger(own, mains, extras)
@@ -132,16 +133,15 @@ class _Work:
             name = of.cfg.steps[index].name
             sums = None if into is None else into[name]
             self.stages[index] = Stage(of.cfg, index, own[name], self.ledger, of.needs, sums, count=self.count, done=done)
-        self.ys: dict[int, Any] = {}
         self.gradients: dict[int, Any] = {}
         self.sums: list[dict[str, Any]] = [{} for _ in mains]
 
     def forward(self, index: int, m: int, values: Values | None) -> Values:
         main = self.mains[m] if values is None else with_leaves(self.of.boundaries[index], values)
-        y = self.stages[index].forward(m, main, self.extras[m])
+        y, outputs = self.stages[index].forward(m, main, self.extras[m])
+        self.ends.note(m, outputs)
         if index == self.last:
-            self.ys[m] = y
-            self.gradients[m] = loss_gradient("Pipeline.step", y, self.count) if self.dys is None else self.dys[m]
+            self.gradients[m] = self.ends.gradient(m, y)
             return ()
         return self._sent(f"y of stage {index}", y, self.of.boundaries[index + 1])
 
@@ -155,8 +155,8 @@ class _Work:
         return self._backward(self.stages[index].backward, index, m, gradients)
 
     def _backward(self, half: Any, index: int, m: int, gradients: Values | None) -> Values:
-        dy = self.gradients.pop(m) if gradients is None else with_leaves(self.of.boundaries[index + 1], gradients)
-        dx = half(m, dy, self.sums[m])
+        main = self.gradients.pop(m) if gradients is None else with_leaves(self.of.boundaries[index + 1], gradients)
+        dx = half(m, self.of.cfg.steps[index].dy(main, self.ends.gradients[m]), self.sums[m])
         if index == 0:
             self.gradients[m] = dx
             return ()
@@ -192,7 +192,7 @@ def _boundaries(cfg: ChainConfig, x: Any, dtype: torch.dtype) -> list[Any]:
         found = [main]
         params = tied("Pipeline", tree_map_tensors(lambda t: fake(t, dtype), abstract_params(chain, cfg)), cfg.ties)
         for step in cfg.steps:
-            main, _ = step.op.fwd(params[step.name], step.x(main, extras), step.cfg, needs=Needs.NONE)
+            main, _ = step.apart(step.op.fwd(params[step.name], step.x(main, extras), step.cfg, needs=Needs.NONE)[0])
             found.append(main)
     for i, tree in enumerate(found[1:-1], 1):
         for t in leaves(tree):

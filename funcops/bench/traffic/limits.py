@@ -74,6 +74,12 @@ REASONS = (
         "the gradient before silu is written, and read again by the times that follow it: who makes it anew makes it W times",
     ),
     Reason("causal_conv1d_(fwd|bwd)", "", "instructions", "a time is loaded W times, of which all but the first are in the cache"),
+    Reason(
+        "route_fwd", "", "instructions",
+        "the K best of a row are found one by one, in registers: K passes over it, and a reduction each",
+    ),
+    Reason("route_bwd", "", "instructions", "a row's K gradients come to their places by K comparisons of each"),
+    Reason("route_(fwd|bwd)", "", "wide", "K weights, indices and gradients of a token, which are fewer than a program's threads"),
     Reason("_fold_in", "", "wide", "two numbers of 64 bits: a launch is all that it takes"),
 )  # fmt: skip
 

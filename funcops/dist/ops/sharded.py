@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
-from funcops.compose.step import Replace, check_body, extras_of, keys_of, note
+from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, outputs_of
 from funcops.compose.widths import Width, follow
 from funcops.dist.buckets import BUCKET_BYTES, part_shape
 from funcops.dist.data import Reducing, reduce_start
@@ -74,11 +74,14 @@ class ShardedConfig:
         require_dtype("ShardedConfig", self.dtype)
         require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
         require(not self.op.keyed, "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
-        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), like=abstract_params(self.op, self.cfg))
+        note(self, extras=extras_of(self.cfg), outputs=outputs_of(self.cfg), keys=keys_of(self.cfg))
+        note(self, like=abstract_params(self.op, self.cfg))
 
     extras: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     like: ClassVar[Any]  # the body's params, by shape alone
+    as_body: ClassVar[bool] = True  # y is the body's, whatever that is
 
     @property
     def fsdp(self) -> Axis:

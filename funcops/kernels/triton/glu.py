@@ -30,6 +30,9 @@ def _parts(gate, linear, limit: tl.float32, alpha: tl.float32, offset: tl.float3
         return activate(gate, KIND), derivative(gate, KIND), linear, tl.full(linear.shape, 1.0, linear.dtype)
 
 
+gate_parts = _parts  # for products with a gated unit in their epilogue
+
+
 @triton.jit
 def _forward(
     gate_ptr, linear_ptr, scales_ptr, y_ptr, width, stride, limit: tl.float32, alpha: tl.float32, offset: tl.float32,

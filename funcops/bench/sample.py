@@ -1,0 +1,86 @@
+"""What a sample is: a call of a kernel, what it is measured by, and a maker of its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+
+Prepared = Callable[..., Callable[[], Any]]
+Dtype = torch.dtype  # in `Sample` that name is a field's
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """`kernel(*args)`. `torch(*args)` prepares torch's own call for the same result, where it has one that differs from the
+    kernel's torch body; `product(*args)` the bare matrix product, of `flops`, that the kernel is measured by (none: it is
+    measured by bytes), and of sums of `length` terms. `dtype`: of the results, where that is not the maker's. `values(results)`:
+    what these stand for, where they are codes."""
+
+    kernel: Any
+    shape: str
+    args: tuple[Any, ...]
+    torch: Prepared | None = None
+    product: Prepared | None = None
+    flops: float = 0.0
+    length: int = 1
+    dtype: Dtype | None = None
+    values: Callable[[Any], Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.kernel.kernel.name)
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """The arguments by name, but for those left to their defaults."""
+        return dict(zip(inspect.signature(self.kernel.kernel.torch_impl).parameters, self.args, strict=False))
+
+
+def direct(f: Callable[..., Any]) -> Prepared:
+    return lambda *args: lambda: f(*args)
+
+
+def gradient(f: Callable[..., Tensor], *, wrt: int) -> Prepared:
+    """The autograd backward of f alone, for args `(dy, *inputs of f)`, with respect to the first `wrt` inputs."""
+
+    def prepare(dy: Tensor, *args: Any) -> Callable[[], Any]:
+        leaves = [t.detach().requires_grad_() for t in args[:wrt]]
+        y = f(*leaves, *args[wrt:])
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    return prepare
+
+
+class Maker:
+    """Makes arguments on a device, in a dtype, of sizes divided by `shrink`."""
+
+    def __init__(self, device: str, dtype: torch.dtype, shrink: int = 1) -> None:
+        self.device, self.dtype, self.shrink = device, dtype, shrink
+
+    def sizes(self, *sizes: int) -> tuple[int, ...]:
+        return tuple(max(8, n // self.shrink) for n in sizes)
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if self.device == "meta":  # which has no numbers to draw
+            return torch.empty(shape, device="meta", dtype=dtype or self.dtype)
+        return torch.randn(shape, device=self.device).to(dtype or self.dtype)
+
+    def wide(self, *shape: int) -> Tensor:
+        return torch.empty(shape, device="meta") if self.device == "meta" else torch.rand(shape, device=self.device) + 0.5
+
+    def ids(self, *shape: int, below: int) -> Tensor:
+        return torch.randint(below, shape, device=self.device)
+
+    def codes(self, *shape: int, about: int = 0x38) -> Tensor:
+        """Bytes: of numbers about 1, of 8 bits and 4."""
+        return torch.randint(about - 8, about + 8, shape, device=self.device, dtype=torch.uint8)
+
+    def key(self) -> Tensor:
+        return random.key(0).to(self.device)

@@ -1,0 +1,143 @@
+"""Choice of experts from logits. logits: [S, L, E], of S sequences; weights: [S, L, K] in the wide dtype; indices: [S, L, K] int32.
+
+    s = softmax(l) or sigmoid(l)        i = the K best of l; of s + bias, where there is a bias or a choice of groups
+    w = c s_i / sum_i s_i, or c s_i     n_e = how often e was chosen        q = s / sum_e s_e
+    loss = mean over sequences of aux E / (K L^2) sum_e n_e sum_t q_te, plus z mean_t lse_t^2
+
+A group's score is the sum of its two best. Equal ones: the lowest index first. The gradient, of g = c dw (0 where a choice was
+dropped) and S = sum_i s_i, with a_e = dloss aux E n_e / (K L^2) over the number of sequences:
+
+    softmax, normalised:   dl_i = s_i / S (g_i - sum_j g_j s_j / S)                                             (term 1)
+    softmax:               dl = s (d - sum_e d_e s_e), d_i = g_i                                                (term 1)
+    sigmoid, normalised:   dl_i = s_i (1 - s_i) / S (g_i - sum_j g_j s_j / S);  sigmoid: s_i (1 - s_i) g_i      (term 1)
+    the first loss:        dq = a;  dl = s (a - sum_e a_e s_e), or s (1 - s) (a - sum_e a_e q_e) / sum_e s_e    (term 2)
+    the second:            dl = dloss 2 z lse softmax(l) / (S L), of S sequences                                (term 3)
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from funcops.backend import kernel, wide
+
+LEAST = 1e-20  # beside a sum of sigmoids, as DeepSeek-V3 has it: none is no division by zero
+
+
+@kernel()
+def route_fwd(
+    logits: Tensor, bias: Optional[Tensor], top_k: int, score: str, normalize: bool, scale: float, groups: int, top_groups: int,
+    aux: float, z: float, keep: bool,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:  # fmt: skip
+    """(weights, indices, with `keep` s_i [S, L, K], n [S, E] int32, loss [])."""
+    t = logits.to(wide(logits.dtype))
+    scored = bias is not None or groups > 1
+    s = _scores(t, score) if scored or aux else None
+    preferred = t if s is None or not scored else s if bias is None else s + bias
+    indices = _best(preferred, top_k) if groups == 1 else _best_of_groups(preferred, top_k, groups, top_groups)
+    chosen = t.gather(-1, indices)
+    if score == "softmax" and not normalize:
+        picked = (chosen - torch.logsumexp(t, -1, keepdim=True)).exp_()
+    else:
+        picked = _scores(chosen, score)
+    weights = picked * (scale / (picked.sum(-1, True) + LEAST) if score == "sigmoid" and normalize else scale)
+    counts = _counts(indices, logits.shape[-1])
+    loss = _losses(t, s, score, counts, top_k, aux, z)
+    return weights, indices.to(torch.int32), picked if keep else None, counts, loss
+
+
+def _scores(t: Tensor, score: str) -> Tensor:
+    return torch.softmax(t, -1) if score == "softmax" else torch.sigmoid(t)
+
+
+def _best(t: Tensor, count: int) -> Tensor:
+    """Where the best of each row are, the best first; `torch.topk` promises no order of equal ones."""
+    return torch.sort(t, dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def _best_of_groups(t: Tensor, count: int, groups: int, top_groups: int) -> Tensor:
+    size = t.shape[-1] // groups
+    two = t.unflatten(-1, (groups, size)).topk(2, -1).values
+    first = _best(two[..., 0] + two[..., 1], top_groups).sort(-1).values * size
+    among = (first.unsqueeze(-1) + torch.arange(size, device=t.device)).flatten(-2)
+    return among.gather(-1, _best(t.gather(-1, among), count))
+
+
+def _counts(indices: Tensor, experts: int) -> Tensor:
+    flat = indices.flatten(1)
+    ones = torch.ones((), dtype=torch.int32, device=flat.device).expand(flat.shape)
+    return torch.zeros(flat.shape[0], experts, dtype=torch.int32, device=flat.device).scatter_add_(1, flat, ones)
+
+
+def _losses(t: Tensor, s: Optional[Tensor], score: str, counts: Tensor, top_k: int, aux: float, z: float) -> Tensor:
+    sequences, length, experts = t.shape
+    loss = t.new_zeros(())
+    if aux and s is not None and sequences and length:
+        q = s if score == "softmax" else s / s.sum(-1, True)
+        loss = loss + (counts * q.sum(1)).sum() * (aux * experts / (top_k * length * length * sequences))
+    if z and sequences and length:
+        loss = loss + torch.logsumexp(t, -1).square().sum() * (z / (sequences * length))
+    return loss
+
+
+@kernel()
+def route_bwd(
+    dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],
+    counts: Optional[Tensor], experts: int, dtype: torch.dtype, score: str, normalize: bool, scale: float, aux: float, z: float,
+) -> Tensor:  # fmt: skip
+    """dlogits [S, L, E] in `dtype`; dloss: [] or [1]. An index of -1 - e is that of a dropped choice of e. `kept`: w of softmax,
+    and of sigmoid that is not normalised; else s_i. `logits` stand in for it, and are there where the gradient takes all of a row;
+    `counts` with `aux`."""
+    at = torch.where(indices < 0, -1 - indices, indices).to(torch.int64)
+    d = torch.zeros(*indices.shape[:-1], experts, dtype=dloss.dtype, device=dloss.device)
+    t = None if logits is None else logits.to(dloss.dtype)
+    if dweights is not None:
+        g = torch.where(indices < 0, torch.zeros_like(dweights), dweights * scale)
+        if score == "sigmoid" or normalize:
+            d.scatter_(-1, at, _of_chosen(g, at, kept, t, score, normalize, scale))
+        else:
+            assert t is not None
+            s = torch.softmax(t, -1)
+            d.scatter_(-1, at, g)
+            d = s * (d - (d * s).sum(-1, True))
+    if t is not None and (aux or z) and t.numel():
+        d = d + _of_losses(dloss, t, counts, indices.shape[-1], score, aux, z)
+    return d.to(dtype)
+
+
+def _of_chosen(
+    g: Tensor, at: Tensor, kept: Optional[Tensor], t: Optional[Tensor], score: str, normalize: bool, scale: float
+) -> Tensor:
+    """dl of the chosen, where that is all."""
+    if t is not None:
+        s = _scores(t.gather(-1, at), score)
+    else:
+        assert kept is not None
+        s = kept if score == "sigmoid" and normalize else kept / scale
+    if score == "softmax":
+        return s * (g - (g * s).sum(-1, True))
+    if normalize:
+        total = s.sum(-1, True) + LEAST
+        g = (g - (g * s).sum(-1, True) / total) / total
+    return s * (1 - s) * g
+
+
+def _of_losses(dloss: Tensor, t: Tensor, counts: Optional[Tensor], top_k: int, score: str, aux: float, z: float) -> Tensor:
+    """Terms 2 and 3."""
+    sequences, length, experts = t.shape
+    d = torch.zeros_like(t)
+    if aux:
+        assert counts is not None
+        a = (counts * (dloss * (aux * experts / (top_k * length * length * sequences)))).unsqueeze(1)
+        s = _scores(t, score)
+        if score == "softmax":
+            d += s * (a - (a * s).sum(-1, True))
+        else:
+            total = s.sum(-1, True)
+            d += s * (1 - s) * (a - (a * s).sum(-1, True) / total) / total
+    if z:
+        lse = torch.logsumexp(t, -1, keepdim=True)
+        d += dloss * (2 * z / (sequences * length)) * lse * (t - lse).exp()
+    return d

@@ -1,0 +1,219 @@
+"""The gated unit of experts in the epilogues of the two products around it (`funcops.kernels.experts`)."""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import experts as declared
+from funcops.kernels.glu import GATES
+from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, rounded, store_rounded
+from funcops.kernels.triton.gemm import add_product, tile_of
+from funcops.kernels.triton.gemm_table import Tile
+from funcops.kernels.triton.glu import gate_parts
+from funcops.kernels.triton.grouped import blocks_of, locate, place_of, row_tiles, tile_for
+from funcops.kernels.triton.matmul import GROUP, precision
+
+FEW_CHOICES, MANY_CHOICES, COLUMNS = 32, 256, 128  # a program's, with dots of a bias and without; columns at a time
+
+
+@triton.jit
+def _up(
+    x_ptr, up_ptr, bias_ptr, weights_ptr, z_ptr, scaled_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E,
+    I, H, every,  # noqa: E741 (as in the math)
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32, BIAS: tl.constexpr, KIND: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """z and scaled: two sums a program, of the gate's columns and of the linear ones beside them."""
+    tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
+    e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
+    if last == 0:
+        return
+    e, m = e.to(tl.int64), first + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # rows and columns that are not there read others, and are not stored: fewer masks take fewer registers
+    row = tl.where(m < last, place_of(m, last, order_ptr, every, tokens, True), 0)
+    a_at = x_ptr + row[:, None] * H + k[None, :]
+    up_ptr += e * 2 * I * H
+    b_at = up_ptr + tl.where(n < I, n, 0)[None, :] * H + k[:, None]
+    c_at = b_at + tl.full([], I, tl.int64) * H
+    gate, linear = tl.zeros([BLOCK_M, BLOCK_N], tl.float32), tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, tl.where(e < E, H, 0), BLOCK_K):
+        left = H - start
+        a = tl.load(a_at, mask=(k < left)[None, :], other=0.0)
+        b = tl.load(b_at, mask=(k < left)[:, None], other=0.0)
+        c = tl.load(c_at, mask=(k < left)[:, None], other=0.0)
+        if INTERPRETED:
+            a, b, c = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32)
+        gate = tl.dot(a, b, gate, input_precision=PRECISION)
+        linear = tl.dot(a, c, linear, input_precision=PRECISION)
+        a_at += BLOCK_K
+        b_at += BLOCK_K
+        c_at += BLOCK_K
+    if BIAS:
+        own = (n < I) & (e < E)
+        gate += load_wide(bias_ptr + e * 2 * I + n, own)[None, :]
+        linear += load_wide(bias_ptr + e * 2 * I + I + n, own)[None, :]
+    inside, at = (m < last)[:, None] & (n < I)[None, :], m.to(tl.int64)[:, None] * I
+    kept_gate, kept_linear = rounded(gate, z_ptr.dtype.element_ty), rounded(linear, z_ptr.dtype.element_ty)
+    tl.store(z_ptr + 2 * at + n[None, :], kept_gate, mask=inside)
+    tl.store(z_ptr + 2 * at + I + n[None, :], kept_linear, mask=inside)
+    # of what is kept, so that the backward has the same
+    active, _, factor, _ = gate_parts(kept_gate.to(tl.float32), kept_linear.to(tl.float32), limit, alpha, offset, KIND)
+    s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)
+    store_rounded(scaled_ptr + at + n[None, :], active * factor * s[:, None], inside)
+
+
+@triton.jit
+def _columns(t, M: tl.constexpr, N: tl.constexpr):
+    """The left and the right half of [M, N]."""
+    return tl.split(tl.permute(tl.reshape(t, (M, 2, N // 2)), (0, 2, 1)))
+
+
+@triton.jit
+def _down_part(
+    da, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I,  # noqa: E741 (as in the math)
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32,
+    KIND: tl.constexpr, DZ: tl.constexpr, AGAIN: tl.constexpr,
+):  # fmt: skip
+    """dz and scaled of some columns of da, and the sum of da a over them."""
+    inside, at = (m < last)[:, None] & (n < I)[None, :], m.to(tl.int64)[:, None] * I + n[None, :]
+    of_z = m.to(tl.int64)[:, None] * 2 * I + n[None, :]
+    active, d_active, factor, d_factor = gate_parts(
+        load_wide(z_ptr + of_z, inside), load_wide(z_ptr + of_z + I, inside), limit, alpha, offset, KIND
+    )
+    a = active * factor
+    if AGAIN:
+        store_rounded(scaled_ptr + at, a * s[:, None], inside)
+    sums = tl.sum(tl.where(inside, da * a, 0.0), 1)
+    if DZ:
+        da = da * s[:, None]
+        store_rounded(dz_ptr + of_z, da * factor * d_active, inside)
+        store_rounded(dz_ptr + of_z + I, da * active * d_factor, inside)
+    return sums
+
+
+@triton.jit
+def _down_dgrad(
+    dy_ptr, down_ptr, z_ptr, weights_ptr, dz_ptr, scaled_ptr, parts_ptr, order_ptr, offsets_ptr, tiles, rows, tokens, E,
+    I, H, every,  # noqa: E741 (as in the math)
+    limit: tl.float32, alpha: tl.float32, offset: tl.float32, KIND: tl.constexpr, DZ: tl.constexpr,
+    DWEIGHTS: tl.constexpr, AGAIN: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dz, scaled, and of ds a part a column tile, [column tiles, rows]. The epilogue takes a quarter of the columns at a time:
+    all at once would spill."""
+    tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, I, BLOCK_M, BLOCK_N, GROUP)
+    e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
+    if last == 0:
+        return
+    e, m = e.to(tl.int64), first + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N
+    row = place_of(m, last, order_ptr, every, tokens, True)
+    da = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    w_ptr = down_ptr + e * H * I
+    length = tl.where(e < E, H, 0)
+    da = add_product(
+        da, dy_ptr, w_ptr, row, n + tl.arange(0, BLOCK_N), tokens, I, 0, length, H, 1, I, 1, PRECISION, BLOCK_K
+    )  # fmt: skip
+    s = load_wide(weights_ptr + tl.load(order_ptr + m, mask=m < last, other=0), m < last)
+    PART: tl.constexpr = BLOCK_N // 4
+    left, right = _columns(da, BLOCK_M, BLOCK_N)
+    a, b = _columns(left, BLOCK_M, BLOCK_N // 2)
+    c, d = _columns(right, BLOCK_M, BLOCK_N // 2)
+    n += tl.arange(0, PART)
+    sums = _down_part(a, s, z_ptr, dz_ptr, scaled_ptr, m, n, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums += _down_part(b, s, z_ptr, dz_ptr, scaled_ptr, m, n + PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums += _down_part(c, s, z_ptr, dz_ptr, scaled_ptr, m, n + 2 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    sums += _down_part(d, s, z_ptr, dz_ptr, scaled_ptr, m, n + 3 * PART, last, I, limit, alpha, offset, KIND, DZ, AGAIN)
+    if DWEIGHTS:
+        tl.store(parts_ptr + tile_n.to(tl.int64) * rows + m, sums, mask=m < last)
+
+
+@triton.jit
+def _dweights(
+    parts_ptr, place_ptr, dy_ptr, bias_ptr, indices_ptr, dweights_ptr, parts, rows, E, H, every, BIAS: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """d weights [rows], by token and choice: the parts [parts, rows] of its row, in order, + dy . bias_e."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(place_ptr + j, mask=j < rows, other=0).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(0, parts):
+        total += tl.load(parts_ptr + row, mask=j < rows, other=0.0)
+        parts_ptr += rows
+    if BIAS:
+        e = tl.load(indices_ptr + j, mask=j < rows, other=E).to(tl.int64)
+        dots = tl.zeros([BLOCK, COLUMNS], tl.float32)
+        for start in range(0, H, COLUMNS):
+            h = start + tl.arange(0, COLUMNS)
+            inside = (e < E)[:, None] & (h < H)[None, :]
+            d = load_wide(dy_ptr + (j // every)[:, None] * H + h[None, :], inside)
+            dots += d * load_wide(bias_ptr + e[:, None] * H + h[None, :], inside)
+        total += tl.sum(dots, 1)
+    store_rounded(dweights_ptr + j, total, j < rows)
+
+
+_launch_up, _launch_down_dgrad, _launch_dweights = launcher(_up), launcher(_down_dgrad), launcher(_dweights)
+
+
+@declared.experts_up.triton
+def experts_up(
+    x: Tensor, up: Tensor, bias: Optional[Tensor], weights: Tensor, order: Tensor, offsets: Tensor, kind: str, limit: float,
+    alpha: float, offset: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    (groups, width, length), rows = up.shape, order.shape[0]
+    width //= 2
+    z, scaled = x.new_empty((rows, 2 * width)), x.new_empty((rows, width))
+    if not rows:
+        return z, scaled
+    tile = tile_for(x.dtype, rows, groups, width, length)
+    tile = paired(x.dtype, tile)
+    tiles = row_tiles(rows, groups, tile)
+    _launch_up(
+        tiles * cdiv(width, tile.n), 1, 1, x.contiguous(), up.contiguous(), contiguous(bias), weights.contiguous(), z, scaled,
+        order.contiguous(), offsets.contiguous(), tiles, rows, x.shape[0], groups, width, length, weights.shape[1], limit, alpha,
+        offset, bias is not None, GATES.get(kind, kind), precision(x.dtype), tile.m, tile.n, tile.k, GROUP, blocks_of(groups),
+        num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return z, scaled
+
+
+def paired(dtype: torch.dtype, tile: Tile) -> Tile:
+    """The tile of two sums."""
+    return tile._replace(n=tile.n // 2)
+
+
+@declared.experts_dgrad.triton
+def experts_dgrad(
+    dy: Tensor, down: Tensor, z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
+    bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
+    dweights: bool, scaled: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    (groups, length, width), rows = down.shape, order.shape[0]
+    d_z, again = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
+    d_weights = weights.new_empty(weights.shape) if dweights else None
+    if not rows:
+        return d_z, d_weights, again
+    tile = tile_for(dy.dtype, rows, groups, width, length)
+    tiles, columns, every = row_tiles(rows, groups, tile), cdiv(width, tile.n), weights.shape[1]
+    parts = dy.new_empty((columns, rows), dtype=torch.float32) if dweights else None
+    _launch_down_dgrad(
+        tiles * columns, 1, 1, dy.contiguous(), down.contiguous(), z.contiguous(), weights.contiguous(), d_z, again, parts,
+        order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every, limit, alpha, offset,
+        GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
+        blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    if d_weights is not None:
+        block = MANY_CHOICES if bias is None else FEW_CHOICES
+        _launch_dweights(
+            cdiv(rows, block), 1, 1, parts, contiguous(place), dy.contiguous(), contiguous(bias), contiguous(indices), d_weights,
+            columns, rows, groups, length, every, bias is not None, block, COLUMNS,
+        )  # fmt: skip
+    return d_z, d_weights, again

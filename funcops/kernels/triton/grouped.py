@@ -1,0 +1,206 @@
+"""Grouped products without a word from the host: offsets are read on the device.
+
+A grid of ceil(N / BLOCK_M) + E + 1 row tiles is always enough: each program finds its group in one scan of the offsets, and those
+past the last tile leave at once. Rows of no group are one more group, behind the others, whose product is over nothing: 0.
+A tile's rows are all of one group, and a row's sum goes over K in steps that depend on shapes alone: its bits are the same
+wherever the other rows go.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import grouped as declared
+from funcops.kernels.triton.common import (
+    INTERPRETED,
+    cdiv,
+    contiguous,
+    load_wide,
+    next_power_of_2,
+    store_rounded,
+)
+from funcops.kernels.triton.gemm import add_product, tile_of
+from funcops.kernels.triton.gemm_table import FP32_UNALIGNED, SMALL, SQUARE, UNALIGNED_FUSED, Tile
+from funcops.kernels.triton.matmul import GROUP, precision
+
+FP32, FP32_ODD = FP32_UNALIGNED, Tile(64, 32, 16, 4, 3)  # deeper or wider ones spill, with a gated unit
+FEW = 64  # rows a group, for which a tile of 128 would be half empty
+
+
+@triton.jit
+def locate(tile, offsets_ptr, E, N, BLOCK_M: tl.constexpr, E_BLOCK: tl.constexpr):
+    """Of a row tile: its group, the first of its rows, and the end of the group's. Group E: rows of none. An end of 0: no tile."""
+    e = tl.arange(0, E_BLOCK)
+    first = tl.load(offsets_ptr + e, mask=e <= E, other=0)
+    last = tl.where(e == E, N, tl.load(offsets_ptr + e + 1, mask=e < E, other=0))
+    tiles = tl.where((e <= E) & (last > first), (last - first + BLOCK_M - 1) // BLOCK_M, 0)
+    before = tl.cumsum(tiles, 0) - tiles
+    mine = (tile >= before) & (tile < before + tiles)
+    at = tl.where(mine, first + (tile - before) * BLOCK_M, 0)
+    return tl.sum(tl.where(mine, e, 0), 0), tl.sum(at, 0), tl.sum(tl.where(mine, last, 0), 0)
+
+
+@triton.jit
+def place_of(n, last, index_ptr, every, A_ROWS, INDEXED: tl.constexpr):
+    """Where the rows n of a group that ends at `last` lie in A: in a row that it does not have, where n is beyond."""
+    if INDEXED:
+        row = tl.load(index_ptr + n, mask=n < last, other=0) // every
+    else:
+        row = n
+    return tl.where(n < last, row, A_ROWS).to(tl.int64)
+
+
+@triton.jit
+def _product(
+    a_ptr, w_ptr, y_ptr, bias_ptr, scales_ptr, index_ptr, offsets_ptr, tiles, rows, a_rows, E, N, K, w_k, w_n, every,
+    BIAS: tl.constexpr, SCALED: tl.constexpr, INDEXED: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, E_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """y [rows, N] from A [a_rows, K] and W [E, K, N], of which each matrix is dense and has the strides (w_k, w_n)."""
+    tile_m, tile_n = tile_of(tl.program_id(0), tiles * BLOCK_M, N, BLOCK_M, BLOCK_N, GROUP)
+    e, first, last = locate(tile_m, offsets_ptr, E, rows, BLOCK_M, E_BLOCK)
+    if last == 0:
+        return
+    e, m = e.to(tl.int64), first + tl.arange(0, BLOCK_M)
+    n = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = place_of(m, last, index_ptr, every, a_rows, INDEXED)
+    w_ptr += e * K * N
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    length = tl.where(e < E, K, 0)
+    total = add_product(total, a_ptr, w_ptr, row, n, a_rows, N, 0, length, K, 1, w_k, w_n, PRECISION, BLOCK_K)
+    if BIAS:
+        bias = load_wide(bias_ptr + e * N + n, (n < N) & (e < E))[None, :]
+        if SCALED:
+            bias = bias * load_wide(scales_ptr + m, m < last)[:, None]
+        total += bias
+    inside = (m < last)[:, None] & (n < N)[None, :]
+    store_rounded(y_ptr + m.to(tl.int64)[:, None] * N + n[None, :], total, inside)
+
+
+@triton.jit
+def _wgrad(
+    dy_ptr, x_ptr, dw_ptr, db_ptr, scales_ptr, dy_index_ptr, x_index_ptr, offsets_ptr, dy_rows, x_rows,
+    O, I, every,  # noqa: E741 (as in the math)
+    DW: tl.constexpr, SUMS: tl.constexpr, SCALED: tl.constexpr, DY_INDEXED: tl.constexpr, X_INDEXED: tl.constexpr,
+    ADD: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """dw [E, O, I] (+)= dy^T x over a group's rows, and with SUMS, in the first of a row of tiles, db [E, O] (+)= their sum."""
+    e = tl.program_id(1).to(tl.int64)
+    tile_m, tile_n = tile_of(tl.program_id(0), O, I, BLOCK_M, BLOCK_N, GROUP)
+    first, last = tl.load(offsets_ptr + e), tl.load(offsets_ptr + e + 1)
+    if ADD:
+        if first >= last:
+            return
+    o = tile_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    i = tile_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    if DW:
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(first, last, BLOCK_K):
+            of_dy = place_of(start + k, last, dy_index_ptr, every, dy_rows, DY_INDEXED)
+            of_x = place_of(start + k, last, x_index_ptr, every, x_rows, X_INDEXED)
+            a = tl.load(dy_ptr + o[:, None] + of_dy[None, :] * O, mask=(o < O)[:, None] & (of_dy < dy_rows)[None, :], other=0.0)
+            b = tl.load(x_ptr + of_x[:, None] * I + i[None, :], mask=(of_x < x_rows)[:, None] & (i < I)[None, :], other=0.0)
+            if INTERPRETED:
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            total = tl.dot(a, b, total, input_precision=PRECISION)
+        at, inside = dw_ptr + (e * O + o[:, None]) * I + i[None, :], (o < O)[:, None] & (i < I)[None, :]
+        if ADD:
+            total += load_wide(at, inside)
+        store_rounded(at, total, inside)
+    if SUMS:
+        if tile_n == 0:
+            sums = tl.zeros([BLOCK_M], tl.float32)
+            for start in range(first, last, BLOCK_K):
+                of_dy = place_of(start + k, last, dy_index_ptr, every, dy_rows, DY_INDEXED)
+                part = load_wide(dy_ptr + o[:, None] + of_dy[None, :] * O, (o < O)[:, None] & (of_dy < dy_rows)[None, :])
+                if SCALED:
+                    part = part * load_wide(scales_ptr + start + k, start + k < last)[None, :]
+                sums += tl.sum(part, 1)
+            if ADD:
+                sums += load_wide(db_ptr + e * O + o, o < O)
+            store_rounded(db_ptr + e * O + o, sums, o < O)
+
+
+_launch_product, _launch_wgrad = launcher(_product), launcher(_wgrad)
+
+
+def tile_for(dtype: torch.dtype, rows: int, groups: int, *widths: int) -> Tile:
+    """By shapes alone. `widths`: of all matrices' rows, of which every multiple of 16 has aligned rows."""
+    even = all([width % 16 == 0 for width in widths])
+    if dtype is torch.float32:
+        return FP32 if even else FP32_ODD
+    if not even:
+        return UNALIGNED_FUSED
+    return SQUARE if min(widths) > FEW and rows > FEW * groups else SMALL
+
+
+def row_tiles(rows: int, groups: int, tile: Tile) -> int:
+    return cdiv(rows, tile.m) + groups + 1
+
+
+def blocks_of(groups: int) -> int:
+    """Of a scan that holds the groups, and the one of rows without."""
+    return max(16, next_power_of_2(groups + 1))
+
+
+@declared.grouped_product.triton
+def grouped_product(
+    a: Tensor, w: Tensor, b: Optional[Tensor], offsets: Tensor, index: Optional[Tensor], every: int, scales: Optional[Tensor],
+    transposed: bool,
+) -> Tensor:  # fmt: skip
+    (groups, outer, inner), rows = w.shape, a.shape[0] if index is None else index.shape[0]
+    width, length, w_k, w_n = (outer, inner, 1, inner) if transposed else (inner, outer, inner, 1)
+    y = a.new_empty((rows, width))
+    if not rows:
+        return y
+    tile = tile_for(a.dtype, rows, groups, width, length)
+    tiles = row_tiles(rows, groups, tile)
+    _launch_product(
+        tiles * cdiv(width, tile.n), 1, 1, a.contiguous(), w.contiguous(), y, contiguous(b), contiguous(scales), contiguous(index),
+        offsets.contiguous(), tiles, rows, a.shape[0], groups, width, length, w_k, w_n, every, b is not None, scales is not None,
+        index is not None, precision(a.dtype), tile.m, tile.n, tile.k, GROUP, blocks_of(groups), num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return y
+
+
+@declared.grouped_wgrad.triton
+def grouped_wgrad(
+    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
+    scales: Optional[Tensor], bias: bool,
+) -> tuple[Optional[Tensor], Optional[Tensor]]:  # fmt: skip
+    groups, outer = offsets.shape[0] - 1, dy.shape[-1]
+    dw = None if x is None else dy.new_empty((groups, outer, x.shape[-1]))
+    db = dy.new_empty((groups, outer)) if bias else None
+    _wgrads(dy, x, offsets, dy_index, x_index, every, scales, dw, db, False)
+    return dw, db
+
+
+@declared.grouped_wgrad_into.triton
+def grouped_wgrad_into(
+    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
+    scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor],
+) -> None:  # fmt: skip
+    _wgrads(dy, None if dw is None else x, offsets, dy_index, x_index, every, scales, dw, db, True)
+
+
+def _wgrads(
+    dy: Tensor, x: Optional[Tensor], offsets: Tensor, dy_index: Optional[Tensor], x_index: Optional[Tensor], every: int,
+    scales: Optional[Tensor], dw: Optional[Tensor], db: Optional[Tensor], add: bool,
+) -> None:  # fmt: skip
+    groups, outer, inner = offsets.shape[0] - 1, dy.shape[-1], 1 if x is None else x.shape[-1]
+    tile = tile_for(dy.dtype, dy.shape[0], 0, outer, outer if x is None else inner)
+    _launch_wgrad(
+        cdiv(outer, tile.m) * cdiv(inner, tile.n), groups, 1, dy.contiguous(), contiguous(x), dw, db, contiguous(scales),
+        contiguous(dy_index), contiguous(x_index), offsets.contiguous(), dy.shape[0], 0 if x is None else x.shape[0], outer, inner,
+        every, x is not None, db is not None, scales is not None, dy_index is not None, x_index is not None, add,
+        precision(dy.dtype), tile.m, tile.n, tile.k, GROUP, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip

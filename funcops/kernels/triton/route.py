@@ -1,0 +1,330 @@
+"""The choice of experts: a program takes some tokens of a sequence, a tile at a time, of which it keeps all logits.
+
+The best of a row are found one by one. What is compared are integers, in the order of the scores, and of equal ones in that of
+their places: no two are equal, and none is chosen twice whatever the logits are. Each program leaves counts and sums of its own,
+which a second launch adds up in order.
+"""
+
+from __future__ import annotations
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from funcops.backend.launch import launcher
+from funcops.kernels import route as declared
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded
+
+TILE, TOKENS, PROGRAMS = 2048, 64, 256  # logits of a tile; at least so many tokens of a program, at most so many programs
+LEAST = tl.constexpr(declared.LEAST)
+GONE = tl.constexpr(-(2**63))  # below every score
+TAKEN = tl.constexpr(-(2**63) + 1)
+
+
+@triton.jit
+def _order(v):
+    """int32 in the order of float32: NaN the highest, and no two zeros."""
+    bits = tl.where(v == 0.0, 0.0, v).to(tl.int32, bitcast=True)
+    return tl.where(v == v, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+
+
+@triton.jit
+def _number(order):
+    """The float32 of such an order."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ranked(v, at, LAST: tl.constexpr):
+    """int64 in the order of v, and of equal ones in that of their places `at`, the first the highest."""
+    return (_order(v).to(tl.int64) << 32) | (LAST - at).to(tl.int64)
+
+
+@triton.jit
+def _in_best_groups(
+    rank, OF: tl.constexpr, TOP: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    """Ranks of the groups, OF how many, whose two best are best; those of the others are gone."""
+    rank = tl.reshape(rank, [TOKENS, GROUPS, SIZE])
+    first = tl.max(rank, 2)
+    second = tl.max(tl.where(rank == first[:, :, None], GONE, rank), 2)
+    total = _number((first >> 32).to(tl.int32)) + _number((second >> 32).to(tl.int32))
+    group = tl.arange(0, GROUPS)
+    order = tl.where(group[None, :] < OF, _ranked(total, group[None, :], GROUPS - 1), GONE)
+    for _ in range(0, TOP):
+        order = tl.where(order == tl.max(order, 1)[:, None], TAKEN, order)
+    return tl.reshape(tl.where((order == TAKEN)[:, :, None], rank, GONE), [TOKENS, GROUPS * SIZE])
+
+
+@triton.jit
+def _exponentials(t):
+    """exp(t - max), their sum, and log sum exp t, of rows."""
+    top = tl.max(t, 1)
+    each = tl.exp(t - top[:, None])
+    total = tl.sum(each, 1)
+    return each, total, top + tl.log(total)
+
+
+@triton.jit
+def _sigmoid(t):
+    return 1.0 / (1.0 + tl.exp(-t))
+
+
+@triton.jit
+def _chosen(logits_ptr, row, index, wanted, inside, EXPERTS: tl.constexpr):
+    """The logits of the chosen, from the cache: -inf where there are no more, and 0 in rows that are not there."""
+    t = tl.load(logits_ptr + row[:, None] * EXPERTS + index, mask=wanted, other=-float("inf")).to(tl.float32)
+    return tl.where(inside[:, None], t, 0.0)
+
+
+@triton.jit
+def _forward(
+    logits_ptr, bias_ptr, weights_ptr, indices_ptr, kept_ptr, counts_ptr, sums_ptr, squares_ptr, length, tiles,
+    scale: tl.float32, EXPERTS: tl.constexpr, OF_GROUPS: tl.constexpr, TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, BIASED: tl.constexpr, SCORED: tl.constexpr, KEEP: tl.constexpr,
+    AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Tiles of TOKENS tokens of sequence program_id(1). A tile has SIZE places for the experts of each of GROUPS groups."""
+    BLOCK: tl.constexpr = GROUPS * SIZE
+    part = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    OWN: tl.constexpr = EXPERTS // OF_GROUPS
+    at = tl.arange(0, BLOCK)
+    expert = at
+    if OWN != SIZE:
+        expert = at // SIZE * OWN + at % SIZE
+    real = (at % SIZE < OWN) & (at // SIZE < OF_GROUPS)
+    k = tl.arange(0, K_BLOCK)
+    counts, sums = tl.zeros([TOKENS, BLOCK], tl.int32), tl.zeros([TOKENS, BLOCK], tl.float32)
+    squares = tl.zeros([TOKENS], tl.float32)
+    for tile in range(tl.program_id(0) * tiles, (tl.program_id(0) + 1) * tiles):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        inside = token < length
+        row = tl.program_id(1).to(tl.int64) * length + token
+        t = load_wide(logits_ptr + row[:, None] * EXPERTS + expert[None, :], inside[:, None] & real[None, :])
+        t = tl.where(real[None, :], t, -float("inf"))
+        lse = tl.zeros([TOKENS], tl.float32)
+        s = t
+        if (SOFTMAX and (SCORED or AUX or not NORMALIZE)) or Z:
+            each, total, lse = _exponentials(t)
+            s = each / total[:, None]
+        if not SOFTMAX and (SCORED or AUX):
+            s = _sigmoid(t)
+        if AUX:
+            q = s if SOFTMAX else s / tl.sum(s, 1)[:, None]
+            sums += tl.where(inside[:, None], q, 0.0)
+        if Z:
+            squares += tl.where(inside, lse * lse, 0.0)
+        preferred = s if SCORED else t
+        if BIASED:
+            preferred += load_wide(bias_ptr + expert, real)[None, :]
+        rank = tl.where(real[None, :], _ranked(preferred, at[None, :], BLOCK - 1), GONE)
+        if GROUPS > 1:
+            rank = _in_best_groups(rank, OF_GROUPS, TOP_GROUPS, TOKENS, GROUPS, SIZE)
+        index = tl.zeros([TOKENS, K_BLOCK], tl.int32)
+        chosen = tl.full([TOKENS, K_BLOCK], -float("inf"), tl.float32)
+        for n in range(0, TOP_K):
+            best = tl.max(rank, 1)
+            rank = tl.where(rank == best[:, None], TAKEN, rank)
+            place = BLOCK - 1 - (best & 0xFFFFFFFF).to(tl.int32)
+            index = tl.where(k[None, :] == n, (place // SIZE * OWN + place % SIZE)[:, None], index)
+            if not SCORED:
+                chosen = tl.where(k[None, :] == n, _number((best >> 32).to(tl.int32))[:, None], chosen)
+        counts += ((rank == TAKEN) & inside[:, None]).to(tl.int32)
+        to, wanted = row[:, None] * TOP_K + k[None, :], inside[:, None] & (k < TOP_K)[None, :]
+        if SCORED:
+            chosen = _chosen(logits_ptr, row, index, wanted, inside, EXPERTS)
+        picked, share = _weighted(chosen, lse, SOFTMAX, NORMALIZE)
+        tl.store(weights_ptr + to, picked * (scale / share)[:, None], mask=wanted)
+        tl.store(indices_ptr + to, index, mask=wanted)
+        if KEEP:
+            tl.store(kept_ptr + to, picked, mask=wanted)
+    tl.store(counts_ptr + part * EXPERTS + expert, tl.sum(counts, 0), mask=real)
+    if AUX:
+        tl.store(sums_ptr + part * EXPERTS + expert, tl.sum(sums, 0), mask=real)
+    if Z:
+        tl.store(squares_ptr + part, tl.sum(squares, 0))
+
+
+@triton.jit
+def _weighted(chosen, lse, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Scores of the chosen logits, -inf where there are none, and what they are divided by."""
+    if SOFTMAX and not NORMALIZE:
+        return tl.exp(chosen - lse[:, None]), lse * 0.0 + 1.0
+    if SOFTMAX:
+        each, total, _ = _exponentials(chosen)
+        return each, total
+    picked = _sigmoid(chosen)
+    if NORMALIZE:
+        return picked, tl.sum(picked, 1) + LEAST
+    return picked, lse * 0.0 + 1.0
+
+
+@triton.jit
+def _finish(
+    parts_ptr, sums_ptr, squares_ptr, counts_ptr, losses_ptr, parts, experts, aux: tl.float32, z: tl.float32, AUX: tl.constexpr,
+    Z: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Counts of a sequence, and its loss, of the parts in order."""
+    sequence = tl.program_id(0).to(tl.int64)
+    expert, p = tl.arange(0, BLOCK), tl.arange(0, PARTS)
+    counts, sums, squares = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.float32), 0.0
+    for start in range(0, parts, PARTS):
+        row, inside = sequence * parts + start + p, start + p < parts
+        at, wanted = row[:, None] * experts + expert[None, :], inside[:, None] & (expert < experts)[None, :]
+        counts += tl.sum(tl.load(parts_ptr + at, mask=wanted, other=0), 0)
+        if AUX:
+            sums += tl.sum(load_wide(sums_ptr + at, wanted), 0)
+        if Z:
+            squares += tl.sum(load_wide(squares_ptr + row, inside), 0)
+    tl.store(counts_ptr + sequence * experts + expert, counts, mask=expert < experts)
+    tl.store(losses_ptr + sequence, aux * tl.sum(counts.to(tl.float32) * sums, 0) + z * squares)
+
+
+_launch_forward, _launch_finish = launcher(_forward), launcher(_finish)
+
+
+@declared.route_fwd.triton
+def route_fwd(
+    logits: Tensor, bias: Optional[Tensor], top_k: int, score: str, normalize: bool, scale: float, groups: int, top_groups: int,
+    aux: float, z: float, keep: bool,
+) -> tuple[Tensor, Tensor, Optional[Tensor], Tensor, Tensor]:  # fmt: skip
+    sequences, length, experts = logits.shape
+    weights = logits.new_empty((sequences, length, top_k), dtype=torch.float32)
+    indices, kept = torch.empty_like(weights, dtype=torch.int32), torch.empty_like(weights) if keep else None
+    if not (sequences and length):
+        return weights, indices, kept, indices.new_zeros((sequences, experts)), weights.new_zeros(())
+    size = next_power_of_2(experts // groups)
+    blocks = next_power_of_2(groups)
+    tokens = max(1, TILE // (blocks * size))
+    tiles = cdiv(max(TOKENS, cdiv(length, PROGRAMS)), tokens)
+    programs, scored = cdiv(length, tiles * tokens), bias is not None or groups > 1
+    parts = indices.new_empty((sequences, programs, experts))
+    sums = torch.empty_like(parts, dtype=torch.float32) if aux else None
+    squares = weights.new_empty((sequences, programs)) if z else None
+    _launch_forward(
+        programs, sequences, 1, logits.contiguous(), contiguous(bias), weights, indices, kept, parts, sums, squares, length,
+        tiles, scale, experts, groups, top_k, top_groups, score == "softmax", normalize, bias is not None, scored, keep, aux != 0.0,
+        z != 0.0, tokens, blocks, size, next_power_of_2(top_k), num_warps=8 if blocks * size > 256 else 4,
+    )  # fmt: skip
+    counts, losses = indices.new_empty((sequences, experts)), weights.new_empty(sequences)
+    block = block_of(experts, experts * 2)
+    a, b = aux * experts / (top_k * length * length * sequences), z / (sequences * length)
+    _launch_finish(
+        sequences, 1, 1, parts, sums, squares, counts, losses, programs, experts, a, b, aux != 0.0, z != 0.0,
+        max(1, TILE // 2 // block), block, num_warps=4,
+    )  # fmt: skip
+    return weights, indices, kept, counts, losses.view(()) if sequences == 1 else losses.sum()
+
+
+@triton.jit
+def _spread(values, index, expert, k, TOP_K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr):
+    """Values of the chosen in rows of all experts, 0 elsewhere."""
+    found = tl.zeros([TOKENS, BLOCK], tl.float32)
+    for n in range(0, TOP_K):
+        own = tl.sum(tl.where(k[None, :] == n, index, 0), 1)
+        value = tl.sum(tl.where(k[None, :] == n, values, 0.0), 1)
+        found = tl.where(expert[None, :] == own[:, None], value[:, None], found)
+    return found
+
+
+@triton.jit
+def _of_chosen(g, s, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
+    """dl of the chosen, of g = c dw and s, which for softmax are normalised."""
+    if SOFTMAX:
+        return s * (g - tl.sum(g * s, 1)[:, None])
+    if NORMALIZE:
+        total = (tl.sum(s, 1) + LEAST)[:, None]
+        g = (g - tl.sum(g * s, 1)[:, None] / total) / total
+    return s * (1.0 - s) * g
+
+
+@triton.jit
+def _backward(
+    dloss_ptr, dweights_ptr, indices_ptr, kept_ptr, logits_ptr, counts_ptr, dlogits_ptr, length, scale: tl.float32,
+    aux: tl.float32, z: tl.float32, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr, AUX: tl.constexpr, Z: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    K_BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    row = tl.program_id(1).to(tl.int64) * length + token
+    expert, k = tl.arange(0, BLOCK), tl.arange(0, K_BLOCK)
+    inside = (token < length)[:, None] & (expert < EXPERTS)[None, :]
+    to = row[:, None] * EXPERTS + expert[None, :]
+    d = tl.zeros([TOKENS, BLOCK], tl.float32)
+    t = d
+    if ROWS:
+        t = tl.where((expert < EXPERTS)[None, :], load_wide(logits_ptr + to, inside), -float("inf"))
+    spread = d
+    if OF_WEIGHTS:
+        wanted = (token < length)[:, None] & (k < TOP_K)[None, :]
+        at = row[:, None] * TOP_K + k[None, :]
+        index = tl.load(indices_ptr + at, mask=wanted, other=-1)
+        g = tl.where(index < 0, 0.0, scale * load_wide(dweights_ptr + at, wanted))  # of a dropped choice none
+        index = tl.where(index < 0, -1 - index, index)
+        if ROWS:
+            chosen = _chosen(logits_ptr, row, index, wanted, token < length, EXPERTS)
+            if not SOFTMAX:
+                g = _of_chosen(g, _sigmoid(chosen), SOFTMAX, NORMALIZE)
+            elif NORMALIZE:
+                each, total, _ = _exponentials(chosen)
+                g = _of_chosen(g, each / total[:, None], SOFTMAX, NORMALIZE)
+        else:
+            s = load_wide(kept_ptr + at, wanted)
+            g = _of_chosen(g, s if NORMALIZE and not SOFTMAX else s / scale, SOFTMAX, NORMALIZE)
+        spread = _spread(g, tl.where(wanted, index, -1), expert, k, TOP_K, TOKENS, BLOCK)
+    if ROWS and (SOFTMAX or Z):
+        each, total, lse = _exponentials(t)
+        p = each / total[:, None]
+        if SOFTMAX and (AUX or not NORMALIZE):
+            d = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
+            if not NORMALIZE:
+                d += spread
+            d = p * (d - tl.sum(tl.where(inside, d * p, 0.0), 1)[:, None])
+        if Z:
+            d += (tl.load(dloss_ptr) * z) * lse[:, None] * p
+    if not SOFTMAX and AUX:
+        s = _sigmoid(t)
+        total = tl.sum(s, 1)[:, None]
+        a = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
+        d += s * (1.0 - s) * (a - tl.sum(a * s, 1)[:, None] / total) / total
+    if NORMALIZE or not SOFTMAX:
+        d += spread
+    store_rounded(dlogits_ptr + to, d, inside)
+
+
+@triton.jit
+def _of_losses(
+    counts_ptr, dloss_ptr, expert, aux, EXPERTS: tl.constexpr, AUX: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """dq of the first loss, of a sequence's tokens."""
+    found = tl.zeros([TOKENS, BLOCK], tl.float32)
+    if AUX:
+        at = counts_ptr + tl.program_id(1).to(tl.int64) * EXPERTS + expert
+        found += (tl.load(at, mask=expert < EXPERTS, other=0).to(tl.float32) * (tl.load(dloss_ptr) * aux))[None, :]
+    return found
+
+
+_launch_backward = launcher(_backward)
+
+
+@declared.route_bwd.triton
+def route_bwd(
+    dloss: Tensor, dweights: Optional[Tensor], indices: Tensor, kept: Optional[Tensor], logits: Optional[Tensor],
+    counts: Optional[Tensor], experts: int, dtype: torch.dtype, score: str, normalize: bool, scale: float, aux: float, z: float,
+) -> Tensor:  # fmt: skip
+    sequences, length, top_k = indices.shape
+    dlogits = dloss.new_empty((sequences, length, experts), dtype=dtype)
+    if sequences and length:
+        block = block_of(experts, experts * 2)
+        tokens = max(1, TILE // block)
+        a, b = aux * experts / (top_k * length * length * sequences), 2 * z / (sequences * length)
+        _launch_backward(
+            cdiv(length, tokens), sequences, 1, dloss.contiguous(), contiguous(dweights), indices.contiguous(), contiguous(kept),
+            contiguous(logits), contiguous(counts), dlogits, length, scale, a, b, experts, top_k, score == "softmax", normalize,
+            dweights is not None, logits is not None, aux != 0.0, z != 0.0, tokens, block, next_power_of_2(top_k),
+            num_warps=8 if block > 256 else 4,
+        )  # fmt: skip
+    return dlogits

@@ -1,0 +1,258 @@
+"""The experts of a mixture of experts: each token goes through the K that were chosen for it.
+
+    y_t = sum over k of w_tk down_e f(up_e x_t)        e = indices[t, k];  f: a gated linear unit, whose gate is the first I rows
+
+Rows are sorted by expert: row n is a token's choice, s_n its weight.
+
+    z = x[token] up_e^T        a = f(g) l of z = (g, l)        y = sum over k of (s a down_e^T)[place[:, k]]
+    da = dy[token] down_e      ds = rowsum(da a), d weights = ds[place]      dz = s (da l f'(g), da f(g))
+    dx = sum over k of (dz up_e)[place[:, k]]      d up_e = dz^T x[token]      d down_e = dy[token]^T (s a)
+
+A bias of up is added to z; one of down counts s times, so that ds gets dy[token] . bias_e. As the weight comes before down, neither
+down's output nor its gradient by row is kept: all that is kept beside inputs and params is z, [N, 2I] for N = T K rows, 8 bytes a
+row of order and place, and offsets. Nothing of x by row is made. Sums over k have a fixed order. On CUDA no value is read on the
+host; there a token's bits do not depend on where others go.
+
+x is `(weights, x, indices)`: weights [*, K], of x's dtype or the wide one (float32; float64 for float64); x, y, dy: [*, H];
+indices [*, K], int32, of 0 to E: E is a choice that was dropped, which adds nothing and whose weight has the gradient 0.
+up: [E, 2I, H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080;
+TransformerEngine's GroupedMLP.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.accumulators import check_into
+from funcops.backend import wide
+from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.kernels import experts as kernels
+from funcops.kernels.grouped import grouped_product, grouped_wgrad
+from funcops.kernels.routing import gather_rows, sort_by_expert
+from funcops.needs import Needs
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops.glu import GLUConfig
+from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
+from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.trees import tree
+
+__all__ = [
+    "ExpertsConfig",
+    "ExpertsParams",
+    "ExpertsPending",
+    "ExpertsResiduals",
+    "experts",
+    "experts_bwd",
+    "experts_dgrad",
+    "experts_fwd",
+    "experts_init",
+    "experts_wgrad",
+]
+
+
+@config
+class ExpertsConfig:
+    """`experts` (E), `dim` (H) and `hidden` (I), each at least 1; `kind`, with limit, alpha and offset, as in `GLUConfig`, but not
+    paired (GPT-OSS: "clamped_swiglu" with bias); `bias` adds one to up and one to down."""
+
+    experts: int = field(kw_only=False)
+    dim: int = field(kw_only=False)
+    hidden: int = field(kw_only=False)
+    kind: str = "swiglu"
+    bias: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "dim", "hidden"):
+            require(getattr(self, name) >= 1, "ExpertsConfig", name, "at least 1", getattr(self, name))
+        try:
+            GLUConfig(kind=self.kind, gate="first", limit=self.limit, alpha=self.alpha, offset=self.offset)
+        except ValueError as error:
+            raise ValueError(str(error).replace("GLUConfig", "ExpertsConfig")) from None
+        up = GroupedLinearConfig(self.experts, self.dim, 2 * self.hidden, bias=self.bias)
+        object.__setattr__(self, "up", up)
+        object.__setattr__(self, "down", GroupedLinearConfig(self.experts, self.hidden, self.dim, bias=self.bias))
+        object.__setattr__(self, "gated", (self.kind, self.limit, self.alpha, self.offset))
+
+    up: ClassVar[GroupedLinearConfig]
+    down: ClassVar[GroupedLinearConfig]
+    gated: ClassVar[tuple[str, float, float, float]]
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, self.dim
+
+
+@tree
+class ExpertsParams:
+    up: GroupedLinearParams
+    down: GroupedLinearParams
+
+    @staticmethod
+    def without(cfg: ExpertsConfig) -> ExpertsParams:
+        """Of no gradient at all."""
+        return ExpertsParams(GroupedLinearParams(None, None), GroupedLinearParams(None, None))
+
+
+OF_DZ = "x.1", "params.up.weight", "params.up.bias"
+OF_ALL = "x.0", *OF_DZ, "params.down.weight", "params.down.bias"
+
+
+class ExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    x: Tensor = saved("[*, H]", alias="x.1", needed_by=WGRAD, of=("params.up.weight",))
+    weights: Tensor = saved("[*, K]", alias="x.0", needed_by=DGRAD | WGRAD, of=OF_ALL)
+    indices: Tensor | None = saved("[*, K]", alias="x.2", needed_by=DGRAD, of=("x.0",))  # where down has a bias
+    up: Tensor = saved("[E, 2I, H]", alias="params.up.weight", needed_by=DGRAD, of=("x.1",))
+    down: Tensor = saved("[E, H, I]", alias="params.down.weight", needed_by=DGRAD, of=OF_ALL[:-1])
+    down_bias: Tensor | None = saved("[E, H]", alias="params.down.bias", needed_by=DGRAD, of=("x.0",))
+    z: Tensor = saved("[N, 2I]", needed_by=DGRAD, of=OF_ALL[:-1])
+    order: Tensor = saved("[N]", needed_by=DGRAD | WGRAD, of=OF_ALL)
+    place: Tensor = saved("[T, K]", needed_by=DGRAD, of=("x.0", "x.1"))
+    offsets: Tensor = saved("[E + 1]", needed_by=DGRAD | WGRAD, of=OF_ALL)
+
+
+class ExpertsPending(Pending):
+    x: Tensor = saved("[*, H]", alias="residuals.x", needed_by=WGRAD, of=("params.up.weight",))
+    dz: Tensor = saved("[N, 2I]", needed_by=WGRAD, of=OF_DZ[1:])
+    dy: Tensor = saved("[*, H]", alias="dy", needed_by=WGRAD, of=OF_ALL[-2:])
+    scaled: Tensor = saved("[N, I]", needed_by=WGRAD, of=("params.down.weight",))  # s a
+    weights: Tensor | None = saved("[*, K]", alias="residuals.weights", needed_by=WGRAD, of=("params.down.bias",))
+    order: Tensor = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=("params.up.weight", *OF_ALL[-2:]))
+    offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD)
+    choices: int = static()  # K
+
+
+@init_of(ExpertsConfig)
+def experts_init(
+    cfg: ExpertsConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> ExpertsParams:
+    """Each expert's two layers as torch.nn.Linear draws them."""
+    keys = random.split(key, 2)
+    up = grouped_linear_init(cfg.up, key=keys[0], device=device, dtype=dtype)
+    return ExpertsParams(up, grouped_linear_init(cfg.down, key=keys[1], device=device, dtype=dtype))
+
+
+def _check_params(params: ExpertsParams, cfg: ExpertsConfig, like: Tensor) -> None:
+    for name, layer in (("up", cfg.up), ("down", cfg.down)):
+        own = getattr(params, name)
+        if type(own) is not GroupedLinearParams:
+            fail("experts_fwd", f"params.{name}", "GroupedLinearParams", describe(own), TypeError)
+        check("experts_fwd", f"params.{name}.weight", own.weight, (cfg.experts, *layer.weight_shape), like.dtype, like)
+        if cfg.bias:
+            check("experts_fwd", f"params.{name}.bias", own.bias, (cfg.experts, layer.out_features), like.dtype, like)
+        elif own.bias is not None:
+            require(False, "experts_fwd", f"params.{name}.bias", "None (cfg.bias is False)", "a tensor")
+
+
+def _check_inputs(x: Any, cfg: ExpertsConfig) -> None:
+    if not isinstance(x, tuple) or len(x) != 3:
+        fail("experts_fwd", "x", "a tuple (weights, x, indices)", describe(x), TypeError)
+    weights, tokens, indices = x
+    check("experts_fwd", "x.1 (x)", tokens, (..., cfg.dim), FLOATS)
+    check("experts_fwd", "x.0 (weights)", weights, (...,), tuple({tokens.dtype: 0, wide(tokens.dtype): 0}), tokens)
+    if weights.shape[:-1] != tokens.shape[:-1] or weights.dim() < 1 or not 1 <= weights.shape[-1] <= cfg.experts:
+        wanted = f"{[*tokens.shape[:-1], 'K']}, K in 1..{cfg.experts} (the experts)"
+        fail("experts_fwd", "x.0 (weights)", wanted, list(weights.shape))
+    check("experts_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, tokens)
+
+
+def _rows(t: Tensor) -> Tensor:
+    return t.reshape(-1, t.shape[-1])
+
+
+def _of_rows(weights: Tensor, order: Tensor) -> Tensor:
+    """[N]: the weight of each row."""
+    return weights.reshape(-1).index_select(0, order)
+
+
+@forward(ExpertsConfig, ExpertsParams)
+def experts_fwd(
+    params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ExpertsResiduals | None]:
+    """The weighted sum of each token's experts. x: `(weights, x, indices)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a
+    wrong shape, dtype or device, and on the CPU `IndexError` for an index outside 0..E."""
+    _check_inputs(x, cfg)
+    weights, tokens, indices = x
+    _check_params(params, cfg, tokens)
+    up, down = params.up, params.down
+    order, _, offsets, place = sort_by_expert(_rows(indices), cfg.experts)
+    z, scaled = kernels.experts_up(_rows(tokens), up.weight, up.bias, _rows(weights), order, offsets, *cfg.gated)
+    s = _of_rows(weights, order) if cfg.bias else None
+    y = gather_rows(grouped_product(scaled, down.weight, down.bias, offsets, None, 1, s, True), place, None).view(tokens.shape)
+    kept = ExpertsResiduals.keep(
+        cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=up.weight, down=down.weight,
+        down_bias=down.bias, z=z, order=order, place=place, offsets=offsets, inputs=Inputs.of(x), shape=tokens.shape,
+        dtype=tokens.dtype,
+    )  # fmt: skip
+    return y, kept
+
+
+@dgrad_of(ExpertsResiduals)
+def experts_dgrad(
+    residuals: ExpertsResiduals, dy: Tensor, cfg: ExpertsConfig
+) -> tuple[tuple[Tensor | None, Tensor | None, None], ExpertsPending | None]:
+    """`(d weights, dx, None)`, and the pending weight gradients. dy: [*, H]."""
+    r, needs = residuals, residuals.needs
+    check("experts_dgrad", "dy", dy, r.shape, r.dtype, r.weights)
+    of_up = needs.param("up.weight") or (cfg.bias and needs.param("up.bias"))
+    of_weights, of_x, again = needs.input(0), needs.input(1), needs.param("down.weight")
+    dz, d_weights, scaled, weights = None, None, None, _rows(r.weights)
+    if of_up or of_x or of_weights or again:
+        indices = None if r.indices is None else _rows(r.indices)
+        dz, d_weights, scaled = kernels.experts_dgrad(
+            _rows(dy), r.down, r.z, weights, r.order, r.offsets, r.place, r.down_bias, indices, *cfg.gated, of_up or of_x,
+            of_weights, again,
+        )  # fmt: skip
+    dx = None
+    if of_x:
+        dx = gather_rows(grouped_product(dz, r.up, None, r.offsets, None, 1, None, False), r.place, None).view(r.shape)
+    pending = ExpertsPending.keep(
+        cfg, needs, x=r.x, dz=dz, dy=dy, scaled=scaled, weights=r.weights if cfg.bias else None, order=r.order, offsets=r.offsets,
+        choices=weights.shape[1],
+    )  # fmt: skip
+    return r.inputs.make((None if d_weights is None else d_weights.view(r.weights.shape), dx, None)), pending
+
+
+@wgrad_of(ExpertsPending, ExpertsParams)
+def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsParams | None = None) -> ExpertsParams:
+    """`d up_e = dz^T x[token]`, `d down_e = dy[token]^T (s a)`, and of biases the sums of dz and of s dy[token]; 0 for an expert
+    that nobody chose. Added to `into` where that is given."""
+    p, needs = pending, pending.needs
+    biases = [cfg.bias and needs.param(f"{name}.bias") for name in ("up", "down")]
+    x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
+    s = _of_rows(p.weights, p.order) if biases[1] and p.weights is not None else None
+    of_up = dz, x, p.offsets, None, p.order, p.choices, None
+    of_down = dy, scaled, p.offsets, p.order, None, p.choices, s
+    if into is not None:
+        layers = zip((cfg.up, cfg.down), (dz, dy), (x, scaled), biases, strict=True)
+        check_into("experts_wgrad", into, ExpertsParams(*[_wanted(*layer) for layer in layers]))
+    up, down = (None, None) if into is None else (into.up, into.down)
+    made = ExpertsParams(_gradients(of_up, up, biases[0]), _gradients(of_down, down, biases[1]))
+    return made if into is None else into
+
+
+def _wanted(layer: GroupedLinearConfig, dy: Tensor | None, x: Tensor | None, bias: bool) -> GroupedLinearParams:
+    """What accumulators must be like."""
+    if dy is None:
+        return GroupedLinearParams(None, None)
+    shape = dy.new_empty(()).expand(layer.experts, *layer.weight_shape)
+    return GroupedLinearParams(NO_GRADIENT if x is None else shape, shape[..., 0] if bias else None)
+
+
+def _gradients(args: Any, into: GroupedLinearParams | None, bias: bool) -> GroupedLinearParams:
+    dy, x, *_ = args
+    if dy is None or (x is None and not bias):
+        return GroupedLinearParams(None, None) if into is None else into
+    if into is None:
+        return GroupedLinearParams(*grouped_wgrad(*args, bias))
+    return into_grouped("experts_wgrad", args, into, x is not None, bias)
+
+
+experts = make_op("experts", ExpertsConfig, init=experts_init, fwd=experts_fwd, dgrad=experts_dgrad, wgrad=experts_wgrad)
+experts_bwd = both_halves(experts, experts_dgrad, experts_wgrad)

@@ -1,0 +1,254 @@
+"""Linear layers of sorted rows, one for each group of rows: those of an expert each.
+
+    y_n = x_n w_e^T + b_e        e: the group of row n, which is one of rows offsets[e] to offsets[e + 1]
+
+    dx_n = dy_n w_e        dw_e = dy^T x, db_e = sum of dy, each over the rows of e: 0 where it has none
+
+Rows behind offsets[E] are in no group: y and dx are 0 there. x is `(rows, offsets)`: [N, I] and [E + 1], int32, ascending from 0 to
+at most N. With `gathered` it is `(x, offsets, token, place)`, as `sort_by_expert` makes them of the choices of experts, int32: x
+[*, I] of T tokens with K choices each, row n being x[token[n]]; token [N = T K]; place [*, K], the rows of a token. Then
+dx = the sum of a token's rows, in the order of its choices: no [N, I] is made of x. y, dy: [N, O]; w: [E, O, I], b: [E, O] or None,
+or with `stacked=False` a tuple of E tensors each (checkpoints of others), which costs a copy of the weights a call. One float dtype
+(float64, float32, bfloat16, float16). Kept: x, w, offsets, token and place, aliases: no bytes of its own. `into` may be float32
+accumulators for 16-bit gradients. The offsets stay on the device. TransformerEngine's GroupedLinear; arXiv:2211.15841.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.accumulators import accumulate, check_into, takes_sums
+from funcops.backend import wide
+from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.kernels import grouped as kernels
+from funcops.kernels.routing import gather_rows
+from funcops.needs import Needs
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.trees import leaf, tree
+
+__all__ = [
+    "GroupedLinearConfig",
+    "GroupedLinearParams",
+    "GroupedLinearPending",
+    "GroupedLinearResiduals",
+    "grouped_linear",
+    "grouped_linear_bwd",
+    "grouped_linear_dgrad",
+    "grouped_linear_fwd",
+    "grouped_linear_init",
+    "grouped_linear_wgrad",
+]
+
+
+@config
+class GroupedLinearConfig:
+    """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are found
+    by an index; `stacked`: whether a leaf holds all experts."""
+
+    experts: int = field(kw_only=False)
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    bias: bool = True
+    gathered: bool = False
+    stacked: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("experts", "in_features", "out_features"):
+            require(getattr(self, name) >= 1, "GroupedLinearConfig", name, "at least 1", getattr(self, name))
+        object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
+
+    weight_shape: ClassVar[tuple[int, int]]  # of an expert
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.out_features
+
+
+@tree
+class GroupedLinearParams:
+    weight: Any = leaf("[E, O, I], or E of [O, I]")
+    bias: Any = leaf("[E, O], or E of [O]")
+
+    @staticmethod
+    def without(cfg: GroupedLinearConfig) -> GroupedLinearParams:
+        """Of no gradient at all."""
+        nothing = None if cfg.stacked else (None,) * cfg.experts
+        return GroupedLinearParams(nothing, nothing if cfg.bias else None)
+
+
+class GroupedLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    x: Tensor = saved("[N, I] or [*, I]", alias="x.0", needed_by=WGRAD, of=("params.weight",))
+    weight: Any = saved("[E, O, I], or E of [O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
+    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight", "params.bias"))
+    token: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=("params.weight",))
+    place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
+    y_shape: torch.Size = static()
+
+
+class GroupedLinearPending(Pending):
+    x: Tensor = saved("[N, I] or [*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
+    dy: Tensor = saved("[N, O]", alias="dy", needed_by=WGRAD)
+    offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD)
+    token: Tensor | None = saved("[N]", alias="residuals.token", needed_by=WGRAD, of=("params.weight",))
+
+
+@init_of(GroupedLinearConfig)
+def grouped_linear_init(
+    cfg: GroupedLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> GroupedLinearParams:
+    """Weights and biases uniform in ±1/sqrt(I), as torch.nn.Linear draws them."""
+    bound = cfg.in_features**-0.5
+    keys = random.split(key, 2)
+    draw = functools.partial(random.uniform, low=-bound, high=bound, dtype=dtype, device=device)
+    weight = draw(keys[0], (cfg.experts, *cfg.weight_shape))
+    bias = draw(keys[1], (cfg.experts, cfg.out_features)) if cfg.bias else None
+    if cfg.stacked:
+        return GroupedLinearParams(weight, bias)
+    apart = tuple(t.clone() for t in weight)
+    return GroupedLinearParams(apart, None if bias is None else tuple(t.clone() for t in bias))
+
+
+def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[int, ...], like: Tensor, stacked: bool) -> None:
+    """A leaf of all experts, or a tuple of one for each."""
+    if stacked:
+        check(where, name, leaf, (experts, *shape), like.dtype, like)
+        return
+    if not isinstance(leaf, tuple) or len(leaf) != experts:
+        fail(where, name, f"a tuple of {experts} tensors (cfg.stacked is False)", describe(leaf), TypeError)
+    for e, t in enumerate(leaf):
+        check(where, f"{name}.{e}", t, shape, like.dtype, like)
+
+
+def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    names = ("x", "offsets", "token", "place") if cfg.gathered else ("rows", "offsets")
+    if not isinstance(x, tuple) or len(x) != len(names):
+        fail("grouped_linear_fwd", "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
+    rows, offsets, token, place = (*x, None, None)[:4]
+    check("grouped_linear_fwd", f"x.0 ({names[0]})", rows, (..., cfg.in_features), FLOATS)
+    if not cfg.gathered and rows.dim() != 2:
+        fail("grouped_linear_fwd", "x.0 (rows)", f"[N, {cfg.in_features}]", list(rows.shape))
+    check("grouped_linear_fwd", "x.1 (offsets)", offsets, (cfg.experts + 1,), torch.int32, rows)
+    if cfg.gathered:
+        check("grouped_linear_fwd", "x.3 (place)", place, (...,), torch.int32, rows)
+        if place.dim() < 1 or place.shape[:-1] != rows.shape[:-1] or place.shape[-1] < 1:
+            fail("grouped_linear_fwd", "x.3 (place)", f"{[*rows.shape[:-1], 'K']}, K at least 1", list(place.shape))
+        check("grouped_linear_fwd", "x.2 (token)", token, (place.numel(),), torch.int32, rows)
+    return rows, offsets, token, place
+
+
+@forward(GroupedLinearConfig, GroupedLinearParams)
+def grouped_linear_fwd(
+    params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, GroupedLinearResiduals | None]:
+    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)` or `(x, offsets, token, place)` -> y: [N, O]. Raises `ValueError` or
+    `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend from 0 to at most N."""
+    rows, offsets, token, place = _inputs(x, cfg)
+    weight, bias = params.weight, params.bias
+    check_experts("grouped_linear_fwd", "params.weight", weight, cfg.experts, cfg.weight_shape, rows, cfg.stacked)
+    if cfg.bias:
+        check_experts("grouped_linear_fwd", "params.bias", bias, cfg.experts, (cfg.out_features,), rows, cfg.stacked)
+    elif bias is not None:
+        require(False, "grouped_linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
+    flat = rows.reshape(-1, cfg.in_features)
+    y = kernels.grouped_product(flat, _stacked(weight), None if bias is None else _stacked(bias), offsets, token, 1, None, True)
+    kept = GroupedLinearResiduals.keep(
+        cfg, needs, x=rows, weight=weight, offsets=offsets, token=token, place=place, y_shape=y.shape, inputs=Inputs.of(x),
+        shape=rows.shape, dtype=y.dtype,
+    )  # fmt: skip
+    return y, kept
+
+
+def _stacked(leaf: Any) -> Tensor:
+    return torch.stack(leaf) if isinstance(leaf, tuple) else leaf
+
+
+@dgrad_of(GroupedLinearResiduals)
+def grouped_linear_dgrad(
+    residuals: GroupedLinearResiduals, dy: Tensor, cfg: GroupedLinearConfig
+) -> tuple[tuple[Tensor | None, ...], GroupedLinearPending | None]:
+    """`dx_n = dy_n w_e`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending
+    weight gradient, all aliases."""
+    needs, offsets = residuals.needs, residuals.offsets
+    check("grouped_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, offsets)
+    pending = GroupedLinearPending.keep(cfg, needs, x=residuals.x, dy=dy, offsets=offsets, token=residuals.token)
+    if not needs.input(0):
+        return residuals.nothing(), pending
+    dx = kernels.grouped_product(dy, _stacked(residuals.weight), None, offsets, None, 1, None, False)
+    place = residuals.place
+    if place is not None:
+        dx = gather_rows(dx, place.reshape(-1, place.shape[-1]), None).view(residuals.shape)
+    return residuals.inputs.make((dx, *[None] * (residuals.inputs.parts - 1))), pending
+
+
+@wgrad_of(GroupedLinearPending, GroupedLinearParams)
+def grouped_linear_wgrad(
+    pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams | None = None
+) -> GroupedLinearParams:
+    """`dw_e = dy^T x`, `db_e = sum of dy`, 0 for an expert without rows; added to `into` where that is given."""
+    x, dy, needs = pending.x, pending.dy, pending.needs
+    bias = cfg.bias and needs.param("bias")
+    rows = None if x is None else x.reshape(-1, cfg.in_features)
+    args = dy, rows, pending.offsets, None, pending.token, 1, None
+    if into is None:
+        return _apart(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
+    shape = dy.new_empty(()).expand(cfg.experts, *cfg.weight_shape)
+    wanted = GroupedLinearParams(None if x is None else shape, shape[..., 0] if bias else None)
+    check_into("grouped_linear_wgrad", into, _apart(wanted, cfg, needs))
+    if cfg.stacked:
+        return into_grouped("grouped_linear_wgrad", args, into, x is not None, bias)
+    found = wanted_sums(args, cfg, x is not None, bias) if _all_wide(into, dy.dtype) else None
+    found = GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)) if found is None else found
+    return accumulate("grouped_linear_wgrad", _apart(found, cfg, needs), into)
+
+
+def into_grouped(where: str, args: Any, into: GroupedLinearParams, weight: bool, bias: bool) -> GroupedLinearParams:
+    """dw and db of `grouped_wgrad(*args)`, added to stacked accumulators, which were checked: in the product itself, unrounded,
+    where they are as wide as its sums."""
+    dw, db = into.weight if weight else None, into.bias if bias else None
+    if takes_sums(dw, args[0].dtype) and takes_sums(db, args[0].dtype):
+        kernels.grouped_wgrad_into(*args, dw, db)
+        return into
+    return accumulate(where, GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), into)
+
+
+def wanted_sums(args: Any, cfg: GroupedLinearConfig, weight: bool, bias: bool) -> GroupedLinearParams:
+    """The gradients in the wide dtype."""
+    dy = args[0]
+    dw = dy.new_zeros((cfg.experts, *cfg.weight_shape), dtype=wide(dy.dtype)) if weight else None
+    db = dy.new_zeros((cfg.experts, cfg.out_features), dtype=wide(dy.dtype)) if bias else None
+    kernels.grouped_wgrad_into(*args, dw, db)
+    return GroupedLinearParams(dw, db)
+
+
+def _all_wide(into: GroupedLinearParams, dtype: torch.dtype) -> bool:
+    return all([takes_sums(t, dtype) for leaf in (into.weight, into.bias) for t in (leaf or ())])
+
+
+def _apart(found: GroupedLinearParams, cfg: GroupedLinearConfig, needs: Needs) -> GroupedLinearParams:
+    """Of stacked gradients, where params are not stacked, the ones that are needed."""
+    if cfg.stacked:
+        return found
+
+    def parts(name: str, t: Tensor | None) -> Any:
+        if t is None and not getattr(cfg, name, True):
+            return None
+        return tuple([t[e] if t is not None and needs.param(f"{name}.{e}") else None for e in range(cfg.experts)])
+
+    return GroupedLinearParams(parts("weight", found.weight), parts("bias", found.bias))
+
+
+grouped_linear = make_op(
+    "grouped_linear",
+    GroupedLinearConfig,
+    init=grouped_linear_init,
+    fwd=grouped_linear_fwd,
+    dgrad=grouped_linear_dgrad,
+    wgrad=grouped_linear_wgrad,
+)
+grouped_linear_bwd = both_halves(grouped_linear, grouped_linear_dgrad, grouped_linear_wgrad)

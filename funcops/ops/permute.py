@@ -1,0 +1,101 @@
+"""Tokens to their experts: each token's row once for every expert that it was routed to, sorted by expert.
+
+    rows[place_tk] = x_t        dx_t = sum_k drows[place_tk], over k in order        (the backward is `unpermute`, the forward its)
+
+x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in [0, E], the experts of each token. y is
+`(rows, offsets, place)`: rows [N, D], N = T K of T tokens, of which those from offsets[e] to offsets[e + 1] are expert e's; offsets
+[E + 1] and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a choice that was dropped:
+its row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
+Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
+An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.kernels import routing as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import DGRAD, Inputs, Residuals, saved
+
+__all__ = [
+    "PermuteConfig",
+    "PermuteResiduals",
+    "permute",
+    "permute_bwd",
+    "permute_dgrad",
+    "permute_fwd",
+    "permute_init",
+    "permute_wgrad",
+]
+
+
+@config
+class PermuteConfig:
+    """`experts` (E), by which rows are sorted."""
+
+    experts: int = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require(self.experts >= 1, "PermuteConfig", "experts", "at least 1", self.experts)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, width
+
+
+class PermuteResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    offsets: Tensor = saved("[E + 1]", alias="y.1", needed_by=DGRAD, of=("x.0",))
+    place: Tensor = saved("[*, K]", alias="y.2", needed_by=DGRAD, of=("x.0",))
+
+
+@forward(PermuteConfig)
+def permute_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: PermuteConfig, *, needs: Needs = Needs.ALL
+) -> tuple[tuple[Tensor, Tensor, Tensor], PermuteResiduals | None]:
+    """x: `(x, indices)` -> `(rows, offsets, place)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    t, indices = check_rows_and_choices("permute_fwd", x, "indices")
+    check("permute_fwd", "x.0", t, (...,), FLOATS)
+    if tuple(t.shape[:-1]) != tuple(indices.shape[:-1]) or not t.dim():
+        fail("permute_fwd", "x.0", f"[{', '.join([*map(str, indices.shape[:-1]), 'D'])}], as x.1 has tokens", list(t.shape))
+    _, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
+    by_token = place.view(-1, indices.shape[-1])
+    rows = kernels.scatter_rows(t.reshape(by_token.shape[0], t.shape[-1]), by_token, offsets)
+    kept = PermuteResiduals.keep(cfg, needs, offsets=offsets, place=place, inputs=Inputs.of(x), shape=rows.shape, dtype=t.dtype)
+    return (rows, offsets, place), kept
+
+
+def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tensor]:
+    """The parts of a pair of which the second has an integer for each choice of each token."""
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail(where, "x", f"a tuple (x, {name})", describe(x), TypeError)
+    check(where, f"x.1 ({name})", x[1], (...,), torch.int32, x[0] if isinstance(x[0], Tensor) else None)
+    if not x[1].dim() or not x[1].shape[-1]:
+        fail(where, f"x.1 ({name})", "[..., K], K at least 1", list(x[1].shape))
+    return x
+
+
+@dgrad_of(PermuteResiduals)
+def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> tuple[tuple[Tensor, None], None]:
+    """dy: `(drows, None, None)` -> `(dx, None)`. There is no weight gradient: pending is None."""
+    if not isinstance(dy, tuple) or len(dy) != 3:
+        fail("permute_dgrad", "dy", "a tuple (drows, None, None)", describe(dy), TypeError)
+    for i, name in ((1, "offsets"), (2, "place")):
+        if dy[i] is not None:
+            fail("permute_dgrad", f"dy.{i}", f"None ({name} are integers, without a gradient)", describe(dy[i]), TypeError)
+    place, drows = residuals.place, dy[0]
+    if drows is not None:
+        check("permute_dgrad", "dy.0", drows, residuals.shape, residuals.dtype, place)
+    if drows is None or not residuals.needs.input(0):
+        return residuals.nothing(), None
+    dx = kernels.gather_rows(drows, place.view(-1, place.shape[-1]), residuals.offsets)
+    return residuals.inputs.make((dx.view(*place.shape[:-1], dx.shape[-1]), None)), None
+
+
+permute = make_op("permute", PermuteConfig, fwd=permute_fwd, dgrad=permute_dgrad)
+permute_init, permute_bwd, permute_wgrad = no_params(permute, permute_dgrad)

@@ -1,0 +1,282 @@
+"""Router of a mixture of experts: from the logits of E experts the K of each token, and how much each of them counts.
+
+    s = softmax(l) or sigmoid(l)        i = the K best of s + b        w_k = c s_ik / sum_j s_ij, or c s_ik
+    n_e = how often e was chosen        q = s / sum_e s_e
+    loss = aux E / (K T^2) sum_e n_e sum_t q_te + z mean_t (log sum_e exp l_te)^2
+
+x, dx: logits [*, E] of one float dtype. y is `(weights, indices, load, loss)`: w [*, K] and loss [] in float32 (float64 for
+float64), i [*, K] and n [E] int32. dy is `(dw, None, None, dloss)`: integers have no gradient, and a part that is None is zero.
+With g = c dw, a_e = dloss aux E n_e / (K T^2), and S the sum of the chosen s:
+
+    normalised:        ds_i = (g_i - sum_j g_j s_j / S) / S, of softmax: dl_i = s_i ds_i, s the softmax of the chosen logits
+    not normalised:    ds_i = g_i
+    losses:            dq = a,  dl = dloss 2 z lse softmax(l) / T
+    dl = s (ds - sum_e ds_e s_e) of softmax, s (1 - s) ds of sigmoid
+
+Logits are computed with in float32 whatever they come in. The choice has no gradient, nor has its bias b [E], a parameter that
+`optim.balance` updates; optimisers leave it alone, as its gradient is None. Equal scores: the lowest index. NaN is the highest.
+Kept: indices, and with them weights (softmax normalised; sigmoid that is not), the chosen s (sigmoid normalised), or logits where
+the gradient takes all of a row: softmax that is not normalised, or a loss. All but the chosen s are aliases, of x and parts of y.
+
+As models name it: softmax, then the K best (Qwen2-MoE) is normalize=False. The same, normalised (Mixtral, Qwen3-MoE), and the K
+best, then softmax over these (GPT-OSS), are one function: normalize=True. DeepSeek-V3 and GLM-4.5: score="sigmoid", bias=True,
+scale, and groups, of which the top_groups best take part; a group's score is the sum of its two best s + b.
+
+The first loss is that of Switch (arXiv 2101.03961), which is `aux` where every expert gets as much. `load_balancing_loss_func` of
+Hugging Face's has no 1/K, so is K times this one with aux=1, and takes means over the tokens of all layers before their product.
+`sequence_wise` (DeepSeek-V3, arXiv 2412.19437, eq. 17): the same of each sequence, logits [*, T, E], then their mean; aux is the
+paper's alpha. The second is ST-MoE's z loss (arXiv 2202.08906). The loss of no tokens is 0.
+
+`jitter`: x is `(logits, key)`, and logits are multiplied by u, uniform in [1 - jitter, 1 + jitter) and drawn again by the backward.
+`capacity`: an expert takes ceil(capacity T K / E) choices, the first of them by token. Those beyond are dropped: their index is E,
+their weight and its gradient are 0; w_k is normalised before, and n counts them. Then a tensor of [*, K] is kept for each of
+weights and indices.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.backend import wide
+from funcops.errors import check, check_rows, describe, fail, require
+from funcops.kernels import route as kernels
+from funcops.kernels.routing import over_capacity
+from funcops.needs import Needs
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op
+from funcops.schema import DGRAD, Inputs, Residuals, saved
+from funcops.trees import leaf, tree
+
+__all__ = [
+    "RouteConfig",
+    "RouteParams",
+    "RouteResiduals",
+    "route",
+    "route_bwd",
+    "route_dgrad",
+    "route_fwd",
+    "route_init",
+    "route_wgrad",
+]
+
+Routed = tuple[Tensor, Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor | None, None, None, Tensor | None]
+
+
+@config
+class RouteConfig:
+    """`experts` (E), of which a token gets `top_k` (K); `score`: "softmax" or "sigmoid"; `normalize`: weights sum to `scale`;
+    `bias`: a parameter that is added to the scores for the choice; `groups` of experts, of which the `top_groups` best take part;
+    `aux` and `z`: factors of the losses, the first a sequence's where `sequence_wise`; `jitter`: how far a factor of the logits is
+    from 1; `capacity`: of an expert, as a multiple of its fair share."""
+
+    experts: int = field(kw_only=False)
+    top_k: int = field(kw_only=False)
+    score: str = "softmax"
+    normalize: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+    aux: float = 0.0
+    sequence_wise: bool = False
+    z: float = 0.0
+    jitter: float = 0.0
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        where, experts, groups = "RouteConfig", self.experts, self.groups
+        for name in ("experts", "top_k", "groups", "top_groups"):
+            require(getattr(self, name) >= 1, where, name, "at least 1", getattr(self, name))
+        require(self.score in ("softmax", "sigmoid"), where, "score", "'softmax' or 'sigmoid'", repr(self.score))
+        require(self.top_k <= experts, where, "top_k", f"at most experts, {experts}", self.top_k)
+        require(experts % groups == 0, where, "groups", f"a number that divides experts, {experts}", groups)
+        require(groups == 1 or experts // groups >= 2, where, "groups", f"at most {experts // 2}: two experts each", groups)
+        require(self.top_groups <= groups, where, "top_groups", f"at most groups, {groups}", self.top_groups)
+        part = experts // groups * self.top_groups
+        require(self.top_k <= part, where, "top_k", f"at most {part}, the experts of the top_groups", self.top_k)
+        require(0.0 < self.scale < math.inf, where, "scale", "above 0 and finite", self.scale)
+        for name in ("aux", "z"):
+            require(0.0 <= getattr(self, name) < math.inf, where, name, "at least 0 and finite", getattr(self, name))
+        require(0.0 <= self.jitter <= 1.0, where, "jitter", "in [0, 1]", self.jitter)
+        right = self.capacity is None or 0.0 < self.capacity < math.inf
+        require(right, where, "capacity", "None or above 0 and finite", self.capacity)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.experts, self.top_k
+
+
+@tree
+class RouteParams:
+    bias: Tensor | None = leaf("[E]")
+
+
+class RouteResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    logits: Tensor | None = saved("[*, E]", alias="x", needed_by=DGRAD)
+    key: Tensor | None = saved("[2]", alias="x.1", needed_by=DGRAD)
+    weights: Tensor | None = saved("[*, K]", alias="y.0", needed_by=DGRAD)
+    indices: Tensor | None = saved("[*, K]", alias="y.1", needed_by=DGRAD)
+    load: Tensor | None = saved("[E]", alias="y.2", needed_by=DGRAD)
+    scores: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # s of the chosen; with a capacity w before drops
+    choice: Tensor | None = saved("[*, K]", needed_by=DGRAD)  # with a capacity: indices, -1 - e of a dropped choice of e
+    counts: Tensor | None = saved("[S, E]", needed_by=DGRAD)  # of sequences
+
+
+@init_of(RouteConfig)
+def route_init(cfg: RouteConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> RouteParams:
+    """A bias of zeros where cfg.bias asks for one; draws nothing."""
+    return RouteParams(torch.zeros(cfg.experts, device=device, dtype=dtype) if cfg.bias else None)
+
+
+@forward(RouteConfig, RouteParams)
+def route_fwd(params: RouteParams, x: Any, cfg: RouteConfig, *, needs: Needs = Needs.ALL) -> tuple[Routed, RouteResiduals | None]:
+    """x: logits [*, E], with jitter `(logits, key)` -> `(weights, indices, load, loss)`. Raises `ValueError` or `TypeError` for a
+    wrong shape, dtype or device."""
+    logits, key = _check_x(params.bias, x, cfg)
+    rows, sequences = _jittered(logits, key, cfg), _sequences(logits, cfg)
+    every = _takes_rows(cfg)
+    keep = cfg.score == "sigmoid" and cfg.normalize and not every
+    weights, indices, scores, counts, loss = kernels.route_fwd(
+        rows.reshape(*sequences, cfg.experts), params.bias, cfg.top_k, cfg.score, cfg.normalize, cfg.scale, cfg.groups,
+        cfg.top_groups, cfg.aux, cfg.z, keep,
+    )  # fmt: skip
+    load = counts.view(cfg.experts) if sequences[0] == 1 else counts.sum(0, dtype=torch.int32)
+    shape = (*logits.shape[:-1], cfg.top_k)
+    y = weights.view(shape), indices.view(shape), load, loss
+    kept: dict[str, Any] = dict(weights=None if every or keep else y[0], indices=y[1], scores=scores)
+    if cfg.capacity is not None:
+        y, kept = _dropped(y, kept, cfg)
+    if cfg.aux:
+        kept["load" if sequences[0] == 1 else "counts"] = load if sequences[0] == 1 else counts
+    kept.update(logits=logits if every else None, key=key if cfg.jitter else None)
+    inputs = Inputs.of(x) if isinstance(x, tuple) else None
+    return y, RouteResiduals.keep(cfg, needs, **kept, inputs=inputs, shape=logits.shape, dtype=logits.dtype)
+
+
+def _check_x(bias: Any, x: Any, cfg: RouteConfig) -> tuple[Tensor, Tensor | None]:
+    logits, key = x, None
+    if cfg.jitter:
+        if not isinstance(x, tuple) or len(x) != 2:
+            fail("route_fwd", "x", "a tuple (logits, key), as cfg.jitter says", describe(x), TypeError)
+        logits, key = x
+    check_rows("route_fwd", "x.0 (logits)" if cfg.jitter else "x", logits, cfg.experts)
+    if cfg.jitter:
+        check("route_fwd", "x.1 (the key)", key, (2,), torch.int64, logits)
+    if cfg.bias:
+        check("route_fwd", "params.bias", bias, (cfg.experts,), (logits.dtype, wide(logits.dtype)), logits)
+    elif bias is not None:
+        fail("route_fwd", "params.bias", "None (cfg.bias is False)", describe(bias))
+    return logits, key
+
+
+def _takes_rows(cfg: RouteConfig) -> bool:
+    """Whether the gradient takes all logits of a row."""
+    return bool(cfg.score == "softmax" and not cfg.normalize) or cfg.aux > 0 or cfg.z > 0
+
+
+def _sequences(logits: Tensor, cfg: RouteConfig) -> tuple[int, int]:
+    """S and L: how many sequences of what length, of which each has a loss."""
+    tokens = math.prod(logits.shape[:-1])
+    if not cfg.sequence_wise or logits.dim() < 3:
+        return 1, tokens
+    return math.prod(logits.shape[:-2]), logits.shape[-2]
+
+
+def _factors(shape: Any, key: Tensor, dtype: torch.dtype, cfg: RouteConfig) -> Tensor:
+    return random.uniform(key, shape, low=1.0 - cfg.jitter, high=1.0 + cfg.jitter, dtype=wide(dtype))
+
+
+def _jittered(logits: Tensor, key: Tensor | None, cfg: RouteConfig) -> Tensor:
+    if key is None:
+        return logits
+    return logits.to(wide(logits.dtype)) * _factors(logits.shape, key, logits.dtype, cfg)
+
+
+def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig) -> tuple[Routed, dict[str, Any]]:
+    """y without the choices beyond capacity, and what is kept of them."""
+    weights, indices, load, loss = y
+    choices = indices.numel()
+    room = int(math.ceil(cfg.capacity * choices / cfg.experts))  # type: ignore[operator]
+    out = over_capacity(indices.view(-1, cfg.top_k), cfg.experts, room).view(indices.shape)
+    scores = weights if kept["weights"] is not None else kept["scores"]
+    kept = dict(scores=scores, choice=torch.where(out, -1 - indices, indices))
+    return (weights.masked_fill(out, 0.0), indices.masked_fill(out, cfg.experts), load, loss), kept
+
+
+@dgrad_of(RouteResiduals)
+def route_dgrad(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> tuple[Any, None]:
+    """dy: `(dw, None, None, dloss)`, a part that is None being zero -> dx, with jitter `(dx, None)`. There is no weight gradient:
+    pending is None."""
+    return _gradient(residuals, dy, cfg), None
+
+
+@bwd_of(RouteResiduals, RouteParams)
+def route_bwd(residuals: RouteResiduals, dy: Any, cfg: RouteConfig, *, into: RouteParams | None = None) -> tuple[RouteParams, Any]:
+    """The whole backward: `route_dgrad`, and `into` as it is."""
+    dx = _gradient(residuals, dy, cfg)
+    return RouteParams(None) if into is None else into, dx
+
+
+def route_wgrad(pending: None, cfg: RouteConfig, *, into: RouteParams | None = None) -> RouteParams:
+    """A gradient of None, as the bias has none; `into` as it is."""
+    if type(cfg) is not RouteConfig:
+        fail("route_wgrad", "cfg", "RouteConfig", describe(cfg), TypeError)
+    if pending is not None:
+        fail("route_wgrad", "pending", "None (no parameter has a gradient)", describe(pending), TypeError)
+    if into is not None and type(into) is not RouteParams:
+        fail("route_wgrad", "into", "RouteParams", describe(into), TypeError)
+    return RouteParams(None) if into is None else into
+
+
+route_wgrad.opens = None, RouteParams  # type: ignore[attr-defined]
+
+
+def _gradient(residuals: RouteResiduals, dy: Any, cfg: RouteConfig) -> Any:
+    shape, dtype = residuals.shape, residuals.dtype
+    dweights, dloss = _check_dy(dy, (*shape[:-1], cfg.top_k), wide(dtype), residuals)
+    needed = residuals.needs.input(0) if cfg.jitter else residuals.needs.x
+    if not needed or (dweights is None and dloss is None):
+        return residuals.nothing()
+    logits, key = residuals.logits, residuals.key
+    at = residuals.indices if residuals.choice is None else residuals.choice
+    assert at is not None
+    if dloss is None or not (cfg.aux or cfg.z):
+        dloss = torch.zeros((), dtype=wide(dtype), device=at.device)
+    kept = residuals.weights if residuals.scores is None else residuals.scores
+    counts = residuals.counts if residuals.load is None else residuals.load.unsqueeze(0)
+    of_keys = None if key is None else _factors(shape, key, dtype, cfg)
+    rows = None if logits is None else logits if of_keys is None else logits.to(of_keys.dtype) * of_keys
+    size = (math.prod(shape[:-2]), shape[-2]) if residuals.counts is not None else (1, math.prod(shape[:-1]))
+    by_k, given = (*size, cfg.top_k), (dweights, at, kept)
+    parts = [None if t is None else t.reshape(by_k) for t in given]
+    dx = kernels.route_bwd(
+        dloss, *parts, None if rows is None else rows.reshape(*size, cfg.experts), counts, cfg.experts,
+        dtype if of_keys is None else of_keys.dtype, cfg.score, cfg.normalize, cfg.scale, cfg.aux, cfg.z,
+    ).view(shape)  # fmt: skip
+    if of_keys is None:
+        return dx
+    return residuals.inputs.make(((dx * of_keys).to(dtype), None))
+
+
+def _check_dy(dy: Any, shape: tuple[int, ...], dtype: torch.dtype, residuals: RouteResiduals) -> tuple[Any, Any]:
+    """dweights and dloss."""
+    if not isinstance(dy, tuple) or len(dy) != 4:
+        fail("route_dgrad", "dy", "a tuple (dweights, None, None, dloss)", describe(dy), TypeError)
+    like = residuals.indices if residuals.choice is None else residuals.choice
+    for i, name in ((1, "indices"), (2, "load")):
+        if dy[i] is not None:
+            fail("route_dgrad", f"dy.{i}", f"None ({name} are integers, without a gradient)", describe(dy[i]), TypeError)
+    for i, wanted in ((0, shape), (3, ())):
+        if dy[i] is not None:
+            check("route_dgrad", f"dy.{i}", dy[i], wanted, dtype, like)
+    return dy[0], dy[3]
+
+
+route = make_op(
+    "route", RouteConfig, init=route_init, fwd=route_fwd, dgrad=route_dgrad, wgrad=route_wgrad, bwd=route_bwd, keyed=True
+)

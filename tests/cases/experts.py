@@ -1,0 +1,109 @@
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+
+from funcops import ExpertsConfig, experts, experts_fwd
+from funcops.ops.experts import ExpertsParams
+from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.testing import Case, Draw, Error
+
+GATES = {
+    "swiglu": F.silu,
+    "geglu": F.gelu,
+    "geglu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "glu": torch.sigmoid,
+    "reglu": F.relu,
+}
+
+
+def gated(z, cfg):
+    gate, linear = z.chunk(2, -1)
+    if cfg.kind == "clamped_swiglu":
+        gate, linear = gate.clamp(max=cfg.limit), linear.clamp(-cfg.limit, cfg.limit)
+        return gate * torch.sigmoid(cfg.alpha * gate) * (linear + cfg.offset)
+    return GATES[cfg.kind](gate) * linear
+
+
+def reference(params, x, cfg):
+    """Every expert computes every token, whose weight for it is 0 where it was not chosen; the weight comes after down."""
+    weights, tokens, indices = x
+    total = torch.zeros_like(tokens)
+    for e in range(cfg.experts):
+        z = F.linear(tokens, params.up.weight[e], params.up.bias[e] if cfg.bias else None)
+        y = F.linear(gated(z, cfg), params.down.weight[e], params.down.bias[e] if cfg.bias else None)
+        total = total + y * (weights * (indices == e)).sum(-1, keepdim=True)
+    return total
+
+
+def case(tokens, choices, count, h, i, chosen=None, wide=False, **options):
+    """Choices of a token differ, as a router's do; they are among `chosen`, where that is given: experts, and `count` for what was
+    dropped."""
+    cfg = ExpertsConfig(count, h, i, **options)
+    among = torch.tensor(range(count) if chosen is None else chosen, device="cpu")
+
+    def x(d):
+        shuffled = d.rand(*tokens, len(among)).float().argsort(-1)
+        weights = d.rand(*tokens, choices)
+        indices = among[shuffled[..., [k % len(among) for k in range(choices)]]].to(torch.int32)
+        return weights.to(torch.float32) if wide and d.dtype.itemsize == 2 else weights, d.randn(*tokens, h), indices
+
+    name = f"experts-{tokens}x{choices}-of-{count}-{h}-{i}-{chosen}-{wide}-{options}"
+    return Case(op=experts, cfg=cfg, x=x, reference=reference, name=name)
+
+
+CASES = [
+    case((2, 5), 2, 4, 7, 3, wide=True),
+    case((5,), 2, 4, 6, 3, chosen=(1, 2), kind="geglu"),  # the first and the last have no rows
+    # a middle one has none; some choices are dropped
+    case((6,), 2, 4, 5, 3, chosen=(0, 3, 4), kind="clamped_swiglu", limit=0.7, bias=True),
+    case((3,), 1, 1, 4, 2, bias=True, wide=True),
+    case((0,), 2, 4, 3, 2, bias=True),
+    case((4,), 1, 64, 3, 5, chosen=(17,)),  # all tokens to one
+    case((9,), 8, 64, 3, 2, kind="geglu_tanh"),
+]
+
+
+@st.composite
+def drawn(draw):
+    count = draw(st.integers(1, 5))
+    chosen = tuple(draw(st.lists(st.integers(0, count), min_size=1, max_size=5, unique=True)))
+    choices = draw(st.integers(1, min(count, len(chosen))))
+    tokens = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
+    options = dict(kind=draw(st.sampled_from([*sorted(GATES), "clamped_swiglu"])), bias=draw(st.booleans()))
+    sizes = draw(st.integers(1, 6)), draw(st.integers(1, 6))
+    return case(tokens, choices, count, *sizes, chosen, draw(st.booleans()), **options)
+
+
+def _call(cfg=None, x=None, up=None):
+    d, cfg = Draw(torch.float32), cfg or ExpertsConfig(2, 4, 3)
+    down = GroupedLinearParams(d.randn(2, 4, 3))
+    given = (torch.ones(5, 1), torch.ones(5, 4), torch.zeros(5, 1, dtype=torch.int32)) if x is None else x
+    return lambda: experts_fwd(ExpertsParams(GroupedLinearParams(d.randn(2, 6, 4)) if up is None else up, down), given, cfg)
+
+
+ROWS, ONE = torch.ones(5, 4), torch.zeros(5, 1, dtype=torch.int32)
+ERRORS = [
+    Error(call=lambda: ExpertsConfig(2, 0, 3), match="ExpertsConfig: dim must be at least 1, got 0"),
+    Error(call=lambda: ExpertsConfig(2, 4, 3, kind="silu"), match="ExpertsConfig: kind must be one of glu"),
+    Error(call=_call(x=ROWS), match="experts_fwd: x must be a tuple (weights, x, indices)", error=TypeError),
+    Error(
+        call=_call(x=(torch.ones(5, 3), ROWS, ONE)),
+        match="experts_fwd: x.0 (weights) must be [5, 'K'], K in 1..2 (the experts), got [5, 3]",
+    ),
+    Error(
+        call=_call(x=(torch.ones(5, 1), ROWS, ONE.long())),
+        match="experts_fwd: x.2 (indices) must be int32, got int64",
+        error=TypeError,
+    ),
+    Error(
+        call=_call(x=(torch.ones(5, 1, dtype=torch.float64), ROWS, ONE)),
+        match="experts_fwd: x.0 (weights) must be float32, got float64",
+        error=TypeError,
+    ),
+    Error(call=_call(up=3.0), match="experts_fwd: params.up must be GroupedLinearParams, got 3.0", error=TypeError),
+    Error(call=_call(x=(torch.ones(5, 1), ROWS, ONE + 3)), match="index out of range in self", error=IndexError),
+    Error(
+        call=_call(up=GroupedLinearParams(torch.ones(2, 6, 5))),
+        match="experts_fwd: params.up.weight must be [2, 6, 4], got [2, 6, 5]",
+    ),
+]

@@ -1,0 +1,99 @@
+import torch
+from hypothesis import strategies as st
+
+from funcops import GroupedLinearConfig, grouped_linear, grouped_linear_fwd
+from funcops.kernels.routing import sort_by_expert
+from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.testing import Case, Draw, Error
+
+
+def reference(params, x, cfg):
+    """One expert after the other, each of the rows that are its own."""
+    rows, offsets, token = (*x, None)[:3]
+    rows = rows.reshape(-1, cfg.in_features)
+    rows = rows if token is None else rows[token.long()]
+    at, parts = offsets.tolist(), []
+    for e in range(cfg.experts):
+        own = rows[at[e] : at[e + 1]] @ params.weight[e].T
+        parts.append(own + params.bias[e] if cfg.bias else own)
+    return torch.cat([*parts, rows.new_zeros(len(rows) - at[-1], cfg.out_features)])
+
+
+def case(counts, i, o, behind=0, **options):
+    """Experts of so many rows each, and rows behind the last."""
+    cfg = GroupedLinearConfig(len(counts), i, o, **options)
+
+    def x(d):
+        offsets = torch.tensor([0, *counts], device="cpu").cumsum(0).to(torch.int32)
+        return d.randn(sum(counts) + behind, i), offsets
+
+    return Case(op=grouped_linear, cfg=cfg, x=x, reference=reference, name=f"grouped-{counts}-{behind}-{i}-{o}-{options}")
+
+
+def gathered(tokens, choices, experts, i, o, low=0, high=None, **options):
+    """Choices of the experts from `low` to `high`, the one behind the last being a choice that was dropped."""
+    cfg = GroupedLinearConfig(experts, i, o, gathered=True, **options)
+
+    def x(d):
+        order, token, offsets, place = sort_by_expert(
+            d.integers(low, experts if high is None else high, *tokens, choices).to(torch.int32).view(-1, choices), experts
+        )
+        return d.randn(*tokens, i), offsets, token, place.view(*tokens, choices)
+
+    name = f"grouped-{tokens}x{choices}-of-{low}-{high}-{experts}-{i}-{o}-{options}"
+    return Case(op=grouped_linear, cfg=cfg, x=x, reference=reference, name=name)
+
+
+CASES = [
+    case((3, 0, 2), 5, 3),
+    case((0, 4, 0), 69, 3, behind=2, bias=False),
+    case((0,), 4, 3, behind=3),
+    case((0, 2, 1), 1, 5, stacked=False),
+    gathered((2, 5), 2, 4, 5, 3),
+    gathered((0,), 8, 4, 3, 2),
+    gathered((7,), 8, 64, 3, 5, high=65, bias=False),
+]
+
+
+@st.composite
+def drawn(draw):
+    sizes, options = (draw(st.integers(1, 9)), draw(st.integers(1, 9))), dict(bias=draw(st.booleans()))
+    if draw(st.booleans()):
+        tokens = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
+        experts = draw(st.integers(1, 5))
+        low = draw(st.integers(0, experts))
+        return gathered(tokens, draw(st.integers(1, 3)), experts, *sizes, low, draw(st.integers(low, experts)) + 1, **options)
+    counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    return case(tuple(counts), *sizes, draw(st.integers(0, 3)), stacked=draw(st.booleans()), **options)
+
+
+def _call(cfg=None, x=None, weight=None, offsets=(0, 1, 2)):
+    d = Draw(torch.float32)
+    params = GroupedLinearParams(d.randn(2, 3, 4) if weight is None else weight, d.randn(2, 3))
+    given = (torch.ones(2, 4), torch.tensor(offsets, dtype=torch.int32)) if x is None else x
+    return lambda: grouped_linear_fwd(params, given, cfg or GroupedLinearConfig(2, 4, 3))
+
+
+TWO = torch.tensor((0, 1, 2), dtype=torch.int32)
+ERRORS = [
+    Error(call=lambda: GroupedLinearConfig(0, 4, 3), match="GroupedLinearConfig: experts must be at least 1, got 0"),
+    Error(call=_call(x=torch.ones(2, 4)), match="grouped_linear_fwd: x must be a tuple (rows, offsets)", error=TypeError),
+    Error(call=_call(x=(torch.ones(2, 2, 4), TWO)), match="grouped_linear_fwd: x.0 (rows) must be [N, 4], got [2, 2, 4]"),
+    Error(
+        call=_call(x=(torch.ones(2, 4), TWO.long())),
+        match="grouped_linear_fwd: x.1 (offsets) must be int32, got int64",
+        error=TypeError,
+    ),
+    Error(call=_call(offsets=(0, 2, 3)), match="grouped_product: offsets must be ascending from 0 to at most 2"),
+    Error(call=_call(offsets=(0, 2, 1)), match="grouped_product: offsets must be ascending from 0 to at most 2"),
+    Error(call=_call(weight=torch.ones(2, 4, 3)), match="grouped_linear_fwd: params.weight must be [2, 3, 4], got [2, 4, 3]"),
+    Error(
+        call=_call(cfg=GroupedLinearConfig(2, 4, 3, stacked=False)),
+        match="grouped_linear_fwd: params.weight must be a tuple of 2 tensors",
+        error=TypeError,
+    ),
+    Error(
+        call=_call(cfg=GroupedLinearConfig(2, 4, 3, gathered=True), x=(torch.ones(2, 4), TWO, TWO[:2], TWO[:2])),
+        match="grouped_linear_fwd: x.3 (place) must be [2, 'K'], K at least 1, got [2]",
+    ),
+]

@@ -1,0 +1,166 @@
+"""Experts against Hugging Face's, what they keep, and what no loop over groups on the host may decide."""
+
+import importlib
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from funcops import ExpertsConfig, GroupedLinearConfig, Needs, experts, grouped_linear, report
+from funcops.backend import backend
+from funcops.graphs import check_capturable
+from funcops.kernels import grouped
+from funcops.kernels.routing import sort_by_expert
+from funcops.ops.experts import ExpertsParams
+from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.random import key
+from funcops.testing.tolerances import assert_close
+from funcops.trees import leaves
+
+HUGGING_FACE = {  # their home and name, fields of their config, and whether weights are transposed and interleaved, with biases
+    "Mixtral": ("mixtral", "Mixtral", dict(num_local_experts=5, intermediate_size=6), False),
+    "Qwen3-MoE": ("qwen3_moe", "Qwen3Moe", dict(num_experts=5, moe_intermediate_size=6), False),
+    "DeepSeek-V3": ("deepseek_v3", "DeepseekV3", dict(n_routed_experts=5, moe_intermediate_size=6), False),
+    "GPT-OSS": ("gpt_oss", "GptOss", dict(num_local_experts=5, intermediate_size=6), True),
+}
+
+
+def hugging_face(name):
+    """Their experts with weights drawn, in float64, and those as params of ours, and the config."""
+    pytest.importorskip("transformers")
+    home, kind, sizes, oss = HUGGING_FACE[name]
+    modeling = importlib.import_module(f"transformers.models.{home}.modeling_{home}")
+    theirs = getattr(modeling, f"{kind}Experts")(getattr(modeling, f"{kind}Config")(hidden_size=8, **sizes)).double()
+    generator = torch.Generator().manual_seed(1)
+    for p in theirs.parameters():
+        p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+    named = dict(theirs.named_parameters())
+
+    def ours(of):
+        """Of their weights, or of gradients of these."""
+        up, down = of(named["gate_up_proj"]), of(named["down_proj"])
+        if not oss:
+            return ExpertsParams(GroupedLinearParams(up), GroupedLinearParams(down))
+        rows = [*range(0, up.shape[-1], 2), *range(1, up.shape[-1], 2)]  # the gate's first
+        bias = GroupedLinearParams(up.mT[:, rows], of(named["gate_up_proj_bias"])[:, rows])
+        return ExpertsParams(bias, GroupedLinearParams(down.mT, of(named["down_proj_bias"])))
+
+    if oss:
+        cfg = ExpertsConfig(5, 8, 6, kind="clamped_swiglu", bias=True, limit=theirs.limit, alpha=theirs.alpha)
+    else:
+        cfg = ExpertsConfig(5, 8, 6)
+    return theirs, ours, cfg
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_faces_experts(name):
+    theirs, ours, cfg = hugging_face(name)
+    x, weights = torch.randn(9, 8, dtype=torch.float64) * 3, torch.rand(9, 2, dtype=torch.float64)
+    indices = torch.rand(9, 5).argsort(-1)[:, :2]
+    indices[indices == 2] = 3  # one expert has no rows
+    given = x.clone().requires_grad_(), weights.clone().requires_grad_()
+    want = theirs(given[0], indices, given[1])
+    dy = torch.randn_like(want)
+    want.backward(dy)
+    y, residuals = experts.fwd(ours(torch.Tensor.detach), (weights, x, indices.int()), cfg)
+    dparams, (d_weights, dx, none) = experts.bwd(residuals, dy, cfg)
+    assert none is None
+    assert_close((y, dx, d_weights), (want.detach(), given[0].grad, given[1].grad), dtype=torch.float64)
+    assert_close(dparams, ours(lambda p: p.grad), dtype=torch.float64)
+
+
+def made(tokens, choices, count, dim, hidden, dtype=torch.float32, **options):
+    cfg = ExpertsConfig(count, dim, hidden, **options)
+    params = experts.init(cfg, key=key(0), dtype=dtype)
+    indices = torch.rand(tokens, count).argsort(-1)[:, :choices].int()
+    return cfg, params, (torch.rand(tokens, choices), torch.randn(tokens, dim).to(dtype), indices)
+
+
+@pytest.mark.parametrize(("tokens", "choices", "count", "dim", "hidden"), [(64, 8, 16, 256, 96), (48, 1, 4, 64, 32)])
+def test_kept_is_z_and_8_bytes_a_row(tokens, choices, count, dim, hidden):
+    """And E + 1 offsets: less than 4 K I + 16 K + 8 bytes a token, which leaves room for weights of their own."""
+    cfg, params, x = made(tokens, choices, count, dim, hidden, torch.bfloat16)
+    _, residuals = experts.fwd(params, x, cfg)
+    kept = report(residuals, params, x).kept_bytes
+    own = tokens * choices * (4 * hidden + 8) + 4 * (count + 1)
+    assert kept == own
+    assert own / tokens <= 4 * choices * hidden + 16 * choices + 8
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_a_graph_can_hold_every_half(name, bias):
+    """And its replay with other routing has the bits of the function: `check_capturable` compares them."""
+    cfg, params, x = made(5, 2, 4, 6, 3, bias=bias)
+    with backend(name):
+        _, residuals = experts.fwd(params, x, cfg)
+        dy = torch.randn_like(x[1])
+        _, pending = experts.dgrad(residuals, dy, cfg)
+        assert check_capturable(lambda params, x: experts.fwd(params, x, cfg)[0], params, x) == []
+
+        def backward(params, x, dy):
+            dx, pending = experts.dgrad(experts.fwd(params, x, cfg)[1], dy, cfg)
+            return dx, experts.wgrad(pending, cfg)
+
+        assert check_capturable(backward, params, x, dy) == []
+        layer = GroupedLinearConfig(4, 6, 3, bias=bias, gathered=True)
+
+        def both(params, x, indices, dy):
+            _, token, offsets, place = sort_by_expert(indices, 4)
+            y, residuals = grouped_linear.fwd(params, (x, offsets, token, place), layer)
+            return y, grouped_linear.bwd(residuals, dy, layer)
+
+        of_layer = grouped_linear.init(layer, key=key(1), dtype=torch.float32)
+        assert check_capturable(both, of_layer, x[1], x[2], torch.randn(10, 3)) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_token_has_the_same_bits_wherever_the_others_go(dtype):
+    """By our kernels; torch's products on the CPU may add in another order for another number of rows."""
+    cfg, params, (weights, x, indices) = made(70, 2, 3, 20, 17, dtype)
+    other = indices.roll(1, 0)
+    other[:3] = indices[:3]
+    found = []
+    with backend("triton"):
+        for routed in (indices, other):
+            y, residuals = experts.fwd(params, (weights, x, routed), cfg)
+            _, (d_weights, dx, _) = experts.bwd(residuals, x, cfg)
+            found.append((y, d_weights, dx))
+    assert not torch.equal(found[0][0][3:], found[1][0][3:])
+    assert all(torch.equal(a[:3], b[:3]) for a, b in zip(*found, strict=True))
+
+
+ROWS = 24
+OFFSETS = {"empty ends": (0, 0, 9, 20, 20), "empty middle": (0, 7, 7, 8, 24), "one takes all": (0, 0, 0, 24, 24), "none": (0,) * 5}
+
+
+@pytest.mark.parametrize("offsets", OFFSETS)
+def test_torchs_products_without_a_word_from_the_host(offsets):
+    """What runs on CUDA where Triton does not: the bits of the loop over groups but for the order of sums, and no value read."""
+    offsets = torch.tensor(OFFSETS[offsets], dtype=torch.int32)
+    rows, inner = torch.randn(ROWS, 16), torch.randn(ROWS, 8)
+    w = torch.randn(4, 16, 8)
+    for products, wgrads in ((grouped.by_masks, grouped.wgrad_by_masks), (grouped.by_library, grouped.wgrad_by_library)):
+        assert_close(products(rows, w, offsets), grouped.by_groups(rows, w, offsets), dtype=torch.float32)
+        assert_close(wgrads(rows, inner, offsets), grouped.wgrad_by_groups(rows, inner, offsets), dtype=torch.float32)
+        assert check_capturable(lambda rows, inner, at, p=products, g=wgrads: (p(rows, w, at), g(rows, inner, at)), rows, inner,
+                                offsets.clone()) == []  # fmt: skip
+
+
+def test_a_tracer_sees_one_operator():
+    """Of a body that reads values on the host; the graph serves other values."""
+    cfg, params, x = made(5, 2, 4, 6, 3)
+    graph = make_fx(lambda *t: experts.fwd(params, t, cfg, needs=Needs.NONE)[0])(*x)
+    names = {str(node.target) for node in graph.graph.nodes}
+    assert {"funcops.experts_up_by_torch.default", "funcops.grouped_product_by_torch.default"} <= names
+    other = (x[0], x[1], x[2].flip(0))
+    assert_close(graph(*other), experts.fwd(params, other, cfg)[0], dtype=torch.float32)
+
+
+def test_dropped_choices_add_nothing():
+    cfg, params, (weights, x, indices) = made(6, 2, 4, 5, 3, bias=True)
+    indices[2] = 4
+    y, residuals = experts.fwd(params, (weights, x, indices), cfg)
+    _, (d_weights, dx, _) = experts.bwd(residuals, torch.ones_like(x), cfg)
+    assert not y[2].any() and not d_weights[2].any() and not dx[2].any() and all(t.any() for t in leaves((y, d_weights, dx)))
