@@ -10,7 +10,6 @@ dtype. Kept: a and b, aliases: no bytes of their own. By torch's library on ever
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 from torch import Tensor
 
@@ -58,7 +57,7 @@ def bmm_fwd(
 
 
 @dgrad_of(BMMResiduals)
-def bmm_dgrad(residuals: BMMResiduals, dy: Tensor, cfg: BMMConfig) -> tuple[Any, None]:
+def bmm_dgrad(residuals: BMMResiduals, dy: Tensor, cfg: BMMConfig) -> tuple[tuple[Tensor, Tensor], None]:
     """`(da, db)`. There is no weight gradient: pending is None."""
     a, b, needs = residuals.a, residuals.b, residuals.needs
     check("bmm_dgrad", "dy", dy, residuals.shape, residuals.dtype, b if a is None else a)

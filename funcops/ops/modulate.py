@@ -9,7 +9,6 @@ Kept: x and scale, aliases: no bytes of their own. arXiv:2212.09748.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -66,7 +65,7 @@ def modulate_fwd(
 
 
 @dgrad_of(ModulateResiduals)
-def modulate_dgrad(residuals: ModulateResiduals, dy: Tensor, cfg: ModulateConfig) -> tuple[Any, None]:
+def modulate_dgrad(residuals: ModulateResiduals, dy: Tensor, cfg: ModulateConfig) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
     """`(dx, dscale, dshift)`. There is no weight gradient: pending is None."""
     x, scale, needs = residuals.x, residuals.scale, residuals.needs
     check("modulate_dgrad", "dy", dy, residuals.shape, residuals.dtype, x if scale is None else scale)

@@ -11,7 +11,6 @@ Kept: x and gate, aliases: no bytes of their own.
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any
 
 from torch import Tensor
 
@@ -69,7 +68,7 @@ def row_scale_again(residuals: RowScaleResiduals, cfg: RowScaleConfig) -> Tensor
 
 
 @dgrad_of(RowScaleResiduals)
-def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfig) -> tuple[Any, None]:
+def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfig) -> tuple[tuple[Tensor, Tensor], None]:
     """`(dx, dgate)`. There is no weight gradient: pending is None."""
     x, gate, needs = residuals.x, residuals.gate, residuals.needs
     check("row_scale_dgrad", "dy", dy, residuals.shape, residuals.dtype, gate)
