@@ -107,7 +107,7 @@ class Run:
         self.args, self.corpus, self.ranks = args, corpus, ranks
         self.params = init(args.sizes, seed=args.seed, dtype=dtype, device=args.device)
         self.count = sum(t.numel() for t in tensors(self.params))
-        op, self.policy = policy_of(args)
+        op, self.policy = policy_of(args, ranks)
         self.s = settings_of(args, ranks.own(self.params), ranks, op)
         self.done, self.skipped, self.rows = 0, 0, list[Row]()
         self.state = State(adamw_init(self.params, self.s.optimiser), self.first_scales())
@@ -123,11 +123,12 @@ class Run:
 
     def first_scales(self) -> Any:
         """Of a recipe with scales, those of one step that is thrown away: at scales of 1 small values would vanish."""
-        scales = recipe_init(self.s.model, self.params)
-        if not scales:
-            return scales
-        _, _, amaxes = loss_and_grads(self.params, *self.batch(), self.s, scales)
-        return recipe_init(self.s.model, self.params, amaxes=amaxes)
+        if self.s.recipe is None or not self.s.recipe.delayed:
+            return {}
+        params = self.ranks.own(self.params)
+        scales = recipe_init(self.s.model, params)
+        _, _, amaxes = loss_and_grads(params, *self.batch(), self.s, scales)
+        return recipe_init(self.s.model, params, amaxes=amaxes)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         a = self.args
@@ -157,12 +158,12 @@ class Run:
     def agree(self) -> None:
         """Of several processes all check, before they send anything, that they will send the same."""
 
-        def step(params: Any, x: Tensor, labels: Tensor) -> Any:
+        def step(params: Any, scales: Any, x: Tensor, labels: Tensor) -> Any:
             if self.ranks.stages is not None:
                 return self.ranks.reduced(*self.ranks.stages.once(params, x, labels, self.s.dtype))
-            return self.ranks.reduced(*loss_and_grads(params, x, labels, self.s, {})[:2])
+            return self.ranks.reduced(*loss_and_grads(params, x, labels, self.s, scales)[:2])
 
-        dist.handshake(self.ranks.mesh, step, self.params, *self.batch())
+        dist.handshake(self.ranks.mesh, step, self.params, self.state.scales, *self.batch())
 
     def step(self, x: Tensor, labels: Tensor, lr: float) -> Any:
         if not self.args.graph:
@@ -257,7 +258,7 @@ def train(args: Any, ranks: Ranks) -> int:
     print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {run.baseline:.3f})")
     if saved:
         print(f"wrote {args.out / 'loss.png'}, {args.out / 'metrics.csv'} and {args.out / CHECKPOINT}")
-    if args.recipe is not None:
+    if args.recipe is not None and ranks.alone:
         say_what_rounding_does(run.params, *run.batch(), run.s)
     if args.sample:
         prompt, params = corpus.held_out[:64].long(), ranks.whole(run.params)

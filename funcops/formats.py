@@ -246,11 +246,12 @@ def join_amaxes(into: Tensor, bits: Tensor) -> None:
     torch.maximum(largest, bits.view(torch.int32), out=largest)
 
 
-def quantized_weight(weight: Tensor, format: Format, columns: bool) -> QWeight:
-    """A weight [O, I] by rows for y; and by columns for dx, where these are wanted now, or do not follow from the rows."""
+def quantized_weight(weight: Tensor, format: Format, columns: bool, amax: Tensor | None = None) -> QWeight:
+    """A weight [O, I] by rows for y; and by columns for dx, where these are wanted now, or do not follow from the rows. `amax`: as
+    `quantize_tensor` takes it."""
     if columns or not format.turns:
-        return QWeight(*quantize_sides(weight, format), None, Aside())
-    return QWeight(quantize_tensor(weight, format), None, None, Aside())
+        return QWeight(*quantize_sides(weight, format, amax), None, Aside())
+    return QWeight(quantize_tensor(weight, format, amax=amax), None, None, Aside())
 
 
 def quantize_tensor(
@@ -284,14 +285,14 @@ def quantize_tensor(
     return _made(codes, scales, amax, x, format, side, hadamard)
 
 
-def quantize_sides(x: Tensor, format: Format) -> tuple[QTensor, QTensor]:
-    """x [*, K] in a format, as "row" and as "col", of one read."""
+def quantize_sides(x: Tensor, format: Format, amax: Tensor | None = None) -> tuple[QTensor, QTensor]:
+    """x [*, K] in a format, as "row" and as "col", of one read. `amax`: as `quantize_tensor` takes it."""
     require_type("quantize_sides", "format", format, Format)
     _check_x("quantize_sides", x)
     if format.square:
-        row = quantize_tensor(x, format)
+        row = quantize_tensor(x, format, amax=amax)
         return row, turned(row)
-    amax = kernels.amax(x, False) if format.whole else None
+    amax = kernels.amax(x, False) if format.whole and amax is None else amax
     codes, scales, turned_codes, turned_scales = kernels.quantize_both(x, *format.args(), amax)
     return _made(codes, scales, amax, x, format, "row"), _made(turned_codes, turned_scales, amax, x, format, "col")
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import check, describe, fail, require, require_callable, require_dtype, require_type
+from funcops.errors import check, describe, fail, in_step, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
     QTensor,
@@ -42,7 +42,7 @@ from funcops.formats import (
     unscaled,
     zero_gradient,
 )
-from funcops.kernels.quantize import ELEMENTS
+from funcops.kernels.quantize import ELEMENTS, amax
 from funcops.op import Op, remade
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
@@ -99,7 +99,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
     _check_config(where, cfg)
-    known = [path for path, inner in _steps(cfg, "") if type(inner) is LinearConfig]
+    known = [path for path, inner in _steps(cfg, "") if _takes_recipe(inner)]
     for name, globs in (("only", only), ("skip", skip)):
         if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
             fail(where, name, "a tuple of globs", repr(globs), TypeError)
@@ -136,12 +136,16 @@ def quantize_params(
     work: Any = cast(params, dtype)
     found = _weights(where, cfg, work)
     _check_state(where, found, state)
+    amaxes = _amaxes_over_ranks(found)
     for path, (inner, weight) in found.items():
         made: Any
         if state is not None and inner.recipe.delayed:
             made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
         else:
-            made = _stacked([quantized_weight(w, inner.recipe.w, columns) for w, _ in _layers(weight, None)])
+            whole = amaxes.get(path, [None] * len(weight))
+            made = _stacked([
+                quantized_weight(w, inner.recipe.w, columns, one) for (w, _), one in zip(_layers(weight, None), whole, strict=False)
+            ])  # fmt: skip
         (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
@@ -237,11 +241,15 @@ def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
     tracer reads it, and would trace every config that a walk makes."""
     found = getattr(cfg, "_low", None)
     if found is None:
-        steps = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if type(inner) is QLinearConfig}
+        steps = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if _has_recipe(inner)}
         found = steps, dict(_ties(cfg, ""))
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, "_low", found)
     return found  # type: ignore[no-any-return]
+
+
+def _has_recipe(cfg: Any) -> bool:
+    return isinstance(getattr(cfg, "recipe", None), Recipe)
 
 
 def _check_config(where: str, cfg: Any) -> None:
@@ -290,9 +298,25 @@ def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[[st
             return _rewritten(part, inner, path if name is None else _inside(path, name), recipe, wanted)
 
         return op, cfg.with_parts(inside)
-    if type(cfg) is not LinearConfig or not wanted(path):
+    if not _takes_recipe(cfg) or not wanted(path):
         return op, cfg
-    return remade("with_recipe", op, linear, op_of(recipe)), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+    try:
+        source, becomes, made = _with_recipe(cfg, recipe)
+    except ValueError as error:
+        in_step(error, path)
+        raise
+    return remade("with_recipe", op, source, becomes), made
+
+
+def _takes_recipe(cfg: Any) -> bool:
+    return type(cfg) is LinearConfig or hasattr(cfg, "with_recipe")
+
+
+def _with_recipe(cfg: Any, recipe: Recipe) -> tuple[Op, Op, Any]:
+    """The op of a linear layer, the one that takes its place, and its config."""
+    if type(cfg) is LinearConfig:
+        return linear, op_of(recipe), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+    return cfg.with_recipe(recipe)  # type: ignore[no-any-return]  # one over ranks, of a layer below
 
 
 def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
@@ -346,6 +370,22 @@ def _layers(weight: Tensor, scale: Tensor | None) -> list[tuple[Tensor, Any]]:
     if weight.dim() == 2:
         return [(weight, scale)]
     return [(w, None if scale is None else scale[i]) for i, w in enumerate(weight)]
+
+
+def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, list[Tensor]]:
+    """The amaxes of weights that ranks have in parts, of recipes with a scale of the whole, by path one a layer: of an axis in one
+    communication."""
+    groups: dict[Any, dict[str, list[Tensor]]] = {}
+    for path, (inner, weight) in found.items():
+        if hasattr(inner, "largest") and inner.recipe.w.whole and not inner.recipe.delayed:
+            groups.setdefault(inner.axis, {})[path] = [amax(w, False) for w, _ in _layers(weight, None)]
+    made: dict[str, list[Tensor]] = {}
+    for by_path in groups.values():
+        largest = found[next(iter(by_path))][0].largest
+        whole = list(largest(torch.cat([one for row in by_path.values() for one in row])).split(1))
+        for path, row in by_path.items():
+            made[path], whole = whole[: len(row)], whole[len(row) :]
+    return made
 
 
 def _stacked(made: list[Any]) -> Any:

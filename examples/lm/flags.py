@@ -9,17 +9,23 @@ from pathlib import Path
 import torch
 
 from funcops import POLICIES
+from funcops.dist import Mesh, parallel
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
 from lm.model import Sizes, model
-from lm.piped import SCHEDULES
+from lm.piped import SCHEDULES, roles
 from lm.ranks import sizes_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
-ONE_PROCESS = ("check", "graph", "compile", "recipe", "budget")
-PIPED = ("tied", "delay_wgrad", "policy")  # what a pipeline's schedule decides, or does not do
+ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured"}
+PIPED = {
+    "tied": "the embedding and the head are of two stages",
+    "delay_wgrad": "the schedule orders weight gradients",
+    "budget": "each stage keeps what its schedule leaves waiting",
+    "compile": "the schedule is run action by action",
+}
 
 OVERLAPS = ("none", "bulk", "ring")
 
@@ -183,9 +189,21 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
     said = " ".join(f"--{name} {n}" for name, n in args.mesh.items())
     if args.zero == 3 and args.pp > 1:
         parser.error(f"--zero: expected 0 to 2 with --pp {args.pp}, got 3")
-    for name in (*ONE_PROCESS, *PIPED * (args.pp > 1)):
+    for name, why in (ONE_PROCESS | (PIPED if args.pp > 1 else {})).items():
         if getattr(args, name):
-            parser.error(f"--{name.replace('_', '-')}: expected without {said}, got {getattr(args, name)}")
+            parser.error(f"--{name.replace('_', '-')}: expected without {said}, as {why}, got {getattr(args, name)}")
+    if args.zero == 3 and args.compile:
+        parser.error("--compile: expected without --zero 3, whose layers take minutes to trace, got True")
+    if args.recipe is None:
+        return
+    if args.recipe.delayed and (args.pp > 1 or args.zero == 3):
+        other = f"--pp {args.pp}" if args.pp > 1 else "--zero 3"
+        parser.error(f"--recipe: expected one without scales of its own with {other}, which has no place for them, got fp8_delayed")
+    try:
+        mesh = Mesh.abstract(args.mesh, 0)
+        parallel(model(args.sizes, args.recipe), roles(mesh), mesh, overlap=args.overlap)
+    except ValueError as error:
+        parser.error(f"--recipe with {said} --overlap {args.overlap}: {error}")
 
 
 def _check_out(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

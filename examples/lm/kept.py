@@ -15,21 +15,25 @@ from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast, paths
 from lm.model import left_out, model, rotation
+from lm.ranks import Ranks
 from lm.step import NEEDS, Settings, inputs
 
 DEFAULT = "recompute_elementwise"
 
 
-def policy_of(args: Any) -> tuple[Op, str]:
-    """The chain under the policy that the flags ask for, and that policy's name. `SystemExit` where none fits --budget."""
-    cfg = model(args.sizes, args.recipe)
+def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
+    """The chain under the policy that the flags ask for, and that policy's name. `SystemExit` where none fits --budget, of what a
+    rank keeps."""
+    if ranks.stages is not None:  # whose blocks have it
+        return chain, args.policy or DEFAULT
+    cfg = ranks.model
     if args.budget is None:
         name = args.policy or DEFAULT
         op = chain if args.policy is None else with_policy(chain, args.policy)
     else:
-        ids = torch.zeros(args.batch, args.context, dtype=torch.int64)
+        (ids,) = ranks.rows(torch.zeros(args.batch, args.context, dtype=torch.int64))
         wide = torch.promote_types(args.dtype, torch.float32)
-        table = rotation(args.context, args.sizes, like=torch.empty(0, dtype=args.dtype)).to(wide)
+        table = rotation(ids.shape[1], args.sizes, like=torch.empty(0, dtype=args.dtype), cp=ranks.cp).to(wide)
         tried = fit(chain, cfg, WithExtras(ids, {"rotation": table, "labels": ids}), 2**62, dtype=args.dtype).tried
         chosen = next((one for one in tried if one.kept_bytes <= args.budget * 2**20), None)
         if chosen is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,9 +10,10 @@ from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist
 from funcops.dist import Mesh, parallel
+from funcops.low_precision import quantize_params
 from funcops.needs import Needs
 from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
-from funcops.trees import cast, leaves, tree_map_tensors
+from funcops.trees import leaves, tree_map_tensors
 from lm.model import ROLES, model, rotation
 from lm.stages import joined, split, staged
 
@@ -35,7 +37,7 @@ class Stages:
     def __init__(self, mesh: Mesh, args: Any) -> None:
         self.axis, self.cp, self.sizes, self.count = mesh["pp"], mesh["cp"], args.sizes, args.microbatches
         self.schedule = SCHEDULES[args.schedule](self.axis.size, self.count)
-        self.cfg = parallel(staged(args.sizes, self.axis.size), roles(mesh), mesh, overlap=args.overlap)
+        self.cfg = parallel(staged(args.sizes, self.axis.size, args.recipe, args.policy), roles(mesh), mesh, overlap=args.overlap)
         self.name = self.cfg.steps[self.axis.rank].name
         self.pipeline: Pipeline | None = None
 
@@ -57,13 +59,19 @@ class Stages:
         }
         return joined(tree_map_tensors(lambda t: dist.finish(dist.sum_over_start(t, self.axis)), mine))
 
+    def work(self, params: Any, dtype: torch.dtype) -> Any:
+        """The working tree of this rank's stage."""
+        return quantize_params(params[self.name], self.cfg.steps[self.axis.rank].cfg, dtype=dtype)
+
     def inputs(self, x: Tensor, labels: Tensor, dtype: torch.dtype) -> WithExtras:
         table = rotation(x.shape[1], self.sizes, torch.empty(0, dtype=dtype, device=x.device), self.cp)
         return WithExtras(x, {"rotation": table, "labels": labels})
 
-    def loss_and_grads(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int) -> tuple[Tensor, Any]:
-        """The mean loss of these rows on the last rank, elsewhere 0, and the gradients of this rank's params, as a part of the mean
-        of `shares` times as many rows."""
+    def loss_and_grads(
+        self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int, done: Callable[[Any], Any]
+    ) -> tuple[Tensor, Any]:
+        """The mean loss of these rows on the last rank, elsewhere 0, and what `done` makes of the gradients of its params, a part
+        of the mean of `shares` times as many rows: once the last is there, while other stages go on."""
         parts = zip(x.chunk(self.count), labels.chunk(self.count), strict=True)
         xs = [self.inputs(*part, dtype) for part in parts]
         if self.pipeline is None:
@@ -73,16 +81,23 @@ class Stages:
             self.pipeline = Pipeline(self.schedule, self.cfg, xs[0], dtype=dtype, device=x.device, group=group, needs=NEEDS)
         zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x.device)
         dys = [zero + 1 / (self.count * shares)] * self.count
-        losses, grads, _, _ = self.pipeline.step(cast(params, dtype), xs, dys, check_finite=False)
-        return zero if losses is None else torch.stack(losses).mean(), grads
+        found: list[Any] = []
+        losses, _, _, _ = self.pipeline.step(
+            {self.name: self.work(params, dtype)},
+            xs,
+            dys,
+            done=lambda _, dparams: found.append(done({self.name: dparams})),
+            check_finite=False,
+        )
+        return zero if losses is None else torch.stack(losses).mean(), found[0]
 
     def once(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """What this rank computes for one microbatch, of zeros where it would be sent to: for a handshake."""
         x, labels = (t[: len(t) // self.count] for t in (x, labels))
         given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.sizes.dim, dtype=dtype))
-        y, residuals = chain.fwd(cast(params[self.name], dtype), given, cfg, needs=NEEDS)
+        y, residuals = chain.fwd(self.work(params, dtype), given, cfg, needs=NEEDS)
         grads, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
-        return y.sum(), {self.name: grads}
+        return y.sum().to(torch.promote_types(dtype, torch.float32)), {self.name: grads}
 
     def _given(self, x: Tensor, labels: Tensor, dtype: torch.dtype, between: Tensor) -> tuple[WithExtras, ChainConfig]:
         """What this rank's stage is given, and its config."""
@@ -91,7 +106,7 @@ class Stages:
 
     def loss(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean loss of these rows on the last rank, elsewhere 0: each stage in turn."""
-        compute = cast(params[self.name], dtype)
+        compute = self.work(params, dtype)
         between = torch.zeros(*x.shape, self.sizes.dim, dtype=dtype, device=x.device)
         y = between.new_zeros(())
         for turn in range(self.axis.size):

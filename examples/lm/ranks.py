@@ -179,12 +179,20 @@ class Ranks:
         dp, over = self.mesh["dp"], dist.sum_axes(self.like, self.specs, self.mesh)
         return {path: tuple(axis for axis in axes if axis != dp) if self.zero == 3 else axes for path, axes in over.items()}
 
+    def largest(self, amaxes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Amaxes of delayed scaling, of all ranks."""
+        return dist.amaxes_over(amaxes, tuple(axis for axis in self.mesh.axes if axis.size > 1)) if amaxes else amaxes
+
     def reduced(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
-        """The mean loss of all rows, and its gradients, of those of this rank's rows."""
+        """The mean loss of all rows, and its gradients, of those of this rank's rows, which may be on their way."""
         if self.alone:
             return loss, grads
-        flying = dist.reduce_start(grads, self.summed_over, shard=self.mesh["dp"] if self.zero in (1, 2) else None)
+        flying = grads if isinstance(grads, dist.Reducing) else self.reduce_start(grads)
         return self.summed(loss.detach() / self.shares), dist.finish(flying)
+
+    def reduce_start(self, grads: Any) -> dist.Reducing:
+        """Begin to sum gradients of this rank's rows over the others."""
+        return dist.reduce_start(grads, self.summed_over, shard=self.mesh["dp"] if self.zero in (1, 2) else None)
 
     def clip(self, grads: Any, most: float, *, in_place: bool) -> tuple[Any, Tensor]:
         """`clip_by_global_norm` of whole gradients, of which this rank has its parts."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops import ChainConfig, RepeatConfig, Step, chain, repeat
-from lm.model import Sizes, block, model, ties
+from funcops import ChainConfig, RepeatConfig, Step, chain, repeat, with_policy
+from funcops.low_precision import Recipe, with_recipe
+from lm.model import Sizes, block, left_out, model, ties
 
 
 def layers_of(sizes: Sizes, stages: int) -> list[range]:
@@ -16,19 +17,21 @@ def layers_of(sizes: Sizes, stages: int) -> list[range]:
     return [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
 
 
-def staged(sizes: Sizes, stages: int) -> ChainConfig:
-    """`model(sizes)` in stages: bytes, rotary table and labels to the mean loss."""
+def staged(sizes: Sizes, stages: int, recipe: Recipe | None = None, policy: str | None = None) -> ChainConfig:
+    """`model(sizes, recipe)` in stages: bytes, rotary table and labels to the mean loss. `policy`: of what each block keeps."""
+    layer = chain if policy is None else with_policy(chain, policy)
     embed, _, norm, head, loss = model(sizes).steps
     steps = []
     for i, layers in enumerate(layers_of(sizes, stages)):
-        inner = [Step("blocks", repeat, RepeatConfig(chain, block(sizes), len(layers)))]
+        inner = [Step("blocks", repeat, RepeatConfig(layer, block(sizes), len(layers)))]
         inner = [embed, *inner] if i == 0 else inner
         last = i == stages - 1
         inner = [*inner, norm, head, loss] if last else inner
         extras = ("rotation", "labels") if last else ("rotation",)
         steps.append(Step(f"stage{i}", chain, ChainConfig(steps=tuple(inner), extras=extras)))
     tied = {f"stage{stages - 1}.{path}": f"stage0.{source}" for path, source in ties(sizes).items()}
-    return ChainConfig(steps=tuple(steps), extras=("rotation", "labels"), ties=tied)
+    made = ChainConfig(steps=tuple(steps), extras=("rotation", "labels"), ties=tied)
+    return made if recipe is None else with_recipe(made, recipe, only=("*.blocks.*",), skip=left_out(recipe))
 
 
 def split(params: dict[str, Any], sizes: Sizes, stages: int) -> dict[str, Any]:

@@ -50,13 +50,18 @@ def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
     return WithExtras(x, {"rotation": table, "labels": labels})
 
 
-def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any) -> tuple[Tensor, Any, Any]:
+def loss_and_grads(
+    params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False
+) -> tuple[Tensor, Any, Any]:
     """The loss of these rows, the gradient of every parameter in the parameter's own dtype, of this rank's rows as a part of the
-    mean, and the amaxes of a recipe with scales."""
+    mean, and the amaxes of a recipe with scales. `reduce`: of a stage, gradients whose sum over ranks has begun."""
     wide = torch.float64 if s.dtype is torch.float64 else torch.float32
     if s.ranks.stages is not None:
-        loss, grads = s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares)
-        return loss, cast(grads, wide), {}
+
+        def done(grads: Any) -> Any:
+            return s.ranks.reduce_start(cast(grads, wide)) if reduce else cast(grads, wide)
+
+        return *s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}
     compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
     loss, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     dloss = torch.full_like(loss, 1 / s.ranks.shares)
@@ -66,13 +71,14 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
     else:
         grads, _ = s.op.bwd(donate(residuals), dloss, s.model)
     grads, amaxes = split_amaxes(grads)
+    amaxes = s.ranks.largest(amaxes)
     return loss, cast(grads, wide), amaxes
 
 
 def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> tuple[Any, State, Tensor, Tensor]:
     """New params and state, the loss, and the norm of the gradients before clipping. Where that norm is not finite, params
     and state stay as they are."""
-    loss, grads, amaxes = loss_and_grads(params, x, labels, s, state.scales)
+    loss, grads, amaxes = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
     loss, grads = s.ranks.reduced(loss, grads)
     grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
 

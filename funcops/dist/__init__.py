@@ -4,10 +4,10 @@ Meshes        Mesh, Axis
 In flight     gather_start, scatter_sum_start, sum_over_start, all_to_all_start; finish (InFlight)
 Checkpoints   save, load
 Programs      handshake, check_program, record (Program, Collective)
-Gradients     reduce_start, sum_axes; global_norm, part_axes, everywhere, raise_everywhere
+Gradients     reduce_start, sum_axes; global_norm, part_axes, everywhere, raise_everywhere; amaxes_over
 ZeRO          own_shards, gather_shards_start, zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
-Layers        column_linear, row_linear; sharded; sharded_dropout
+Layers        column_linear, row_linear; column_qlinear, row_qlinear; sharded; sharded_dropout
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
 Sequence      context_attention; zigzag, unzigzag, zigzag_positions
 Models        parallel
@@ -35,19 +35,22 @@ from funcops.dist.init import init as init
 from funcops.dist.init import specs_of as specs_of
 from funcops.dist.mesh import Axis as Axis
 from funcops.dist.mesh import Mesh as Mesh
+from funcops.dist.norms import amaxes_over as amaxes_over
 from funcops.dist.norms import everywhere as everywhere
 from funcops.dist.norms import global_norm as global_norm
 from funcops.dist.norms import raise_everywhere as raise_everywhere
 from funcops.dist.ops.all_to_all import *
 from funcops.dist.ops.column_linear import *
+from funcops.dist.ops.column_qlinear import *
 from funcops.dist.ops.context_attention import *
 from funcops.dist.ops.copy_to import *
 from funcops.dist.ops.gather import *
 from funcops.dist.ops.gather_same import *
 from funcops.dist.ops.row_linear import *
+from funcops.dist.ops.row_qlinear import *
 from funcops.dist.ops.scatter_sum import *
-from funcops.dist.ops.sharded_dropout import *
 from funcops.dist.ops.sharded import *
+from funcops.dist.ops.sharded_dropout import *
 from funcops.dist.ops.shift import *
 from funcops.dist.ops.slice_of import *
 from funcops.dist.ops.sum_over import *
@@ -55,14 +58,15 @@ from funcops.dist.ops.vocab_cross_entropy import *
 from funcops.dist.ops.vocab_embedding import *
 from funcops.dist.ops.vocab_linear_cross_entropy import *
 from funcops.dist.parallel import parallel as parallel
+from funcops.dist.shards import Gathering as Gathering
+from funcops.dist.shards import gather_shards_start as gather_shards_start
+from funcops.dist.shards import own_shards as own_shards
+from funcops.dist.siblings import rule as _rule  # noqa: F401  registers it
 from funcops.dist.specs import Spec as Spec
 from funcops.dist.specs import shard as shard
 from funcops.dist.specs import sum_gradients as sum_gradients
 from funcops.dist.specs import unshard as unshard
+from funcops.dist.zero import zero3 as zero3
 from funcops.dist.zigzag import unzigzag as unzigzag
 from funcops.dist.zigzag import zigzag as zigzag
 from funcops.dist.zigzag import zigzag_positions as zigzag_positions
-from funcops.dist.shards import Gathering as Gathering
-from funcops.dist.shards import gather_shards_start as gather_shards_start
-from funcops.dist.shards import own_shards as own_shards
-from funcops.dist.zero import zero3 as zero3

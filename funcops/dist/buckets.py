@@ -176,6 +176,8 @@ def float_leaves(where: str, name: str, tree: Any) -> dict[str, Tensor | None]:
         said = f"{name}.{path}" if path else name
         if not isinstance(t, Tensor):
             fail(where, said, "a float tensor or None", describe(t), TypeError)
+        if t.dtype is torch.uint32:
+            fail(where, said, "a float tensor or None (amaxes: take them out by split_amaxes first)", describe(t), TypeError)
         check_tensor(where, said, t, (...,), FLOATS)
     return found
 

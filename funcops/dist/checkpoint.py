@@ -4,8 +4,8 @@
     tree = load("step-1000", like, specs, mesh)                        # on another mesh, or in one process
 
 A folder holds a file of each rank that writes, and the list of what is where. A shard is written at its place in the whole leaf, by
-one of the ranks that have it; what ranks should have alike is compared in bits before. torch's own `load` reads such a folder too, and
-`load` one of torch's.
+one of the ranks that have it; what ranks should have alike is compared in bits before. torch's own `load` reads such a folder too,
+and `load` one of torch's.
 """
 
 from __future__ import annotations
@@ -106,11 +106,12 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
 
 
 def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
-    """This rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, its part too. Leaves are where those
-    of `like` are; of those on the meta device, on the mesh's. To be called by all ranks of the mesh, each of which reads its own.
+    """This rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, its part too. Leaves are where
+    those of `like` are; of those on the meta device, on the mesh's. To be called by all ranks of the mesh, each of which reads its
+    own.
 
-    Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another shape
-    or of another dtype; `FileNotFoundError` where there is no checkpoint."""
+    Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
+    shape or of another dtype; `FileNotFoundError` where there is no checkpoint."""
     require_type("load", "path", path, str, os.PathLike)
     found = specs_by_path("load", like, specs, mesh)
     named = {name: t for name, t in paths(like).items() if is_leaf("load", name, t)}
@@ -140,7 +141,8 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
 
 
 def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
-    """What `act` gives on each rank, on all. Where it raises on one, all raise: that one its error, the others the same of the first."""
+    """What `act` gives on each rank, on all. Where it raises on one, all raise: that one its error, the others the same of the
+    first."""
     mine: Any = None
     error: Exception | None = None
     try:

@@ -39,6 +39,14 @@ def start_sum(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else ops.all_reduce(x.contiguous(), "sum", axis.group)
 
 
+def largest(amaxes: Tensor, axis: Axis) -> Tensor:
+    """The largest of each, of float32 that is not negative. By its bits, which are ordered as numbers are, a NaN above all: Gloo's
+    own maximum of floats may drop that."""
+    if axis.size == 1:
+        return amaxes
+    return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", axis.group), axis).view(torch.float32)
+
+
 def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """[n m, *] -> [n m, *]: part i of this rank goes to rank i, and becomes part `rank` there."""
     parts = [x.shape[0] // axis.size] * axis.size

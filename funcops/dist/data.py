@@ -5,15 +5,15 @@
     dparams = finish(flying)
 
 An ordered sum adds what the ranks send one after another in float32 (float64 for float64), in the order of the ranks: the bits of
-adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up, and gathers
-the sums: the bytes of an all-reduce. Else the sum is the backend's own.
+adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up,
+and gathers the sums: the bytes of an all-reduce. Else the sum is the backend's own.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -25,14 +25,23 @@ from funcops.dist.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_
 from funcops.dist.in_flight import Flight, InFlight, all_to_all_start, finish, gather_start, scatter_sum_start, sum_over_start
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.plain import require_axis
-from funcops.dist.specs import PIPELINE, Spec, Specs, check_own, is_leaf, specs_by_path
-from funcops.errors import describe, fail, in_step, require, require_dtype, require_flag, require_type
+from funcops.dist.specs import Spec, Specs, check_own, is_leaf, specs_by_path
+from funcops.errors import fail, in_step, require, require_dtype, require_flag, require_type
 from funcops.needs import Needs
 from funcops.schema import WGRAD, saved, static
 from funcops.trees import flatten, paths, unflatten
 
 _HERE = Axis("here", 1, 0)
-Steps = Generator[Any, Tensor, None]  # of InFlight, and in the end a tensor
+Onward = Callable[
+    [Tensor], "Tensor | Flying"
+]  # of what a communication gave: the next, or a tensor at last (no generators: traced)
+
+
+class Flying(NamedTuple):
+    """A communication on its way, and what becomes of its value."""
+
+    h: InFlight
+    onward: Onward
 
 
 class Sums(NamedTuple):
@@ -62,9 +71,9 @@ class Reducing(Flight):
             if not h.fresh():
                 _named(bucket, h.complain, "finish")
         self.empty()
-        steps = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
+        onward = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
         found: list[Any] = [None] * spec.num_leaves
-        for bucket, row in zip(sums.buckets, _together(steps, flying), strict=True):
+        for bucket, row in zip(sums.buckets, _together(onward, flying), strict=True):
             for place, t in bucket.parts(row):
                 found[place] = t
         if into is None:
@@ -114,11 +123,10 @@ def reduce_start(
 
 
 def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
-    """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises as
-    `sum_gradients`."""
+    """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises
+    as `sum_gradients`."""
     found = _specs("sum_axes", dparams, specs, mesh)
-    axes = [axis for axis in mesh.axes if axis.name != PIPELINE]
-    return {path: tuple([axis for axis in axes if axis.name not in spec.names]) for path, spec in found.items()}
+    return {path: tuple([axis for axis in mesh.axes if spec.summed_over(axis)]) for path, spec in found.items()}
 
 
 def part_axes(tree: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
@@ -198,40 +206,47 @@ def _first(bucket: Bucket, flat: Tensor, sums: Sums) -> InFlight:
     return (scatter_sum_start if order[0] == sums.shard else sum_over_start)(flat, order[0])
 
 
-def _rest(bucket: Bucket, sums: Sums, into: list[Any] | None) -> Steps:
-    """What follows the first communication of a bucket: takes what each gave, and gives the row of sums at last."""
-    value = yield None
+def _rest(bucket: Bucket, sums: Sums, into: list[Any] | None) -> Onward:
+    """What follows the first communication of a bucket, up to its row of sums."""
     start = None if into is None else bucket.pack_parts(into, _widest(into, bucket))
     out = start.dtype if start is not None else sums.dtype or bucket.dtype
+    order = _order(bucket, sums)
     if sums.ordered:
-        yield from _ordered(bucket, value, _order(bucket, sums), sums, start, out)
-        return
-    value = value.view(-1)
-    for axis in _order(bucket, sums)[1:]:
-        value = yield sum_over_start(value, axis)
-    yield value.to(out) if start is None else start.add_(value)
+        return _ordered(bucket, order, sums, start, out)
+
+    def summed(value: Tensor, axes: list[Axis]) -> Tensor | Flying:
+        if axes:
+            return Flying(sum_over_start(value, axes[0]), lambda came: summed(came, axes[1:]))
+        return value.to(out) if start is None else start.add_(value)
+
+    return lambda value: summed(value.view(-1), order[1:])
 
 
 def _widest(into: list[Any], bucket: Bucket) -> torch.dtype:
     return functools.reduce(torch.promote_types, [into[leaf.place].dtype for leaf in bucket.leaves])
 
 
-def _ordered(bucket: Bucket, value: Tensor, order: list[Axis], sums: Sums, start: Tensor | None, out: torch.dtype) -> Steps:
+def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None, out: torch.dtype) -> Onward:
     """Every rank gets what all have for its piece of the bucket, adds it up, and the pieces are gathered along all axes but that of
     which it keeps a part."""
     sizes, last = [axis.size for axis in order], max(len(order) - 1, 0)
-    value = value.view(*sizes, -1)
-    for axis in order[1:]:
-        value = yield all_to_all_start(value.movedim(0, last), axis)
-    value = value.movedim(0, last) if order else value
-    value = value.permute(*[order.index(axis) for axis in bucket.axes], len(order)).reshape(math.prod(sizes), -1)
     others = [axis for axis in order if axis != sums.shard]
-    if start is not None:
-        start = start.view(*[axis.size for axis in others], -1)[tuple([axis.rank for axis in others])].reshape(-1)
-    total = added(value, start, out)
-    for axis in reversed(others):
-        total = yield gather_start(total, axis)
-    yield total
+
+    def spread(value: Tensor, axes: list[Axis]) -> Tensor | Flying:
+        if axes:
+            return Flying(all_to_all_start(value.movedim(0, last), axes[0]), lambda came: spread(came, axes[1:]))
+        value = value.movedim(0, last) if order else value
+        places = [i for axis in bucket.axes for i, other in enumerate(order) if other == axis]  # a tracer knows no index()
+        value = value.permute(*places, len(order)).reshape(math.prod(sizes), -1)
+        own = start
+        if own is not None:
+            own = own.view(*[axis.size for axis in others], -1)[tuple([axis.rank for axis in others])].reshape(-1)
+        return gathered(added(value, own, out), others[::-1])
+
+    def gathered(total: Tensor, axes: list[Axis]) -> Tensor | Flying:
+        return Flying(gather_start(total, axes[0]), lambda came: gathered(came, axes[1:])) if axes else total
+
+    return lambda value: spread(value.view(*sizes, -1), order[1:])
 
 
 def added(rows: Tensor, start: Tensor | None, out: torch.dtype) -> Tensor:
@@ -246,20 +261,18 @@ def added(rows: Tensor, start: Tensor | None, out: torch.dtype) -> Tensor:
     return total.to(out)
 
 
-def _together(steps: list[Steps], flying: tuple[InFlight, ...]) -> list[Tensor]:
+def _together(onward: list[Onward], flying: tuple[InFlight, ...]) -> list[Tensor]:
     """All buckets, a communication of each at a time: while one is waited for, the next of those before it is on its way."""
-    found: list[Any] = [None] * len(steps)
-    waiting: dict[int, InFlight] = dict(enumerate(flying))
-    for step in steps:
-        next(step)
+    found: list[Any] = [None] * len(onward)
+    waiting = {i: Flying(h, rest) for i, (h, rest) in enumerate(zip(flying, onward, strict=True))}
     while waiting:
-        for i, h in list(waiting.items()):
-            came = steps[i].send(finish(h))
-            if isinstance(came, Tensor):
+        for i, (h, rest) in list(waiting.items()):
+            came = rest(finish(h))
+            if isinstance(came, Flying):
+                waiting[i] = came
+            else:
                 found[i] = came
                 del waiting[i]
-            else:
-                waiting[i] = came
     return found
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from funcops import random
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
-from funcops.errors import describe, fail, require_device, require_dtype, require_type
+from funcops.errors import describe, fail, require, require_device, require_dtype, require_type
 from funcops.marks import version
 from funcops.op import Op
 from funcops.program.values import abstract_params, parts_of
@@ -94,9 +94,31 @@ def init_part(cfg: Any, make: Callable[[], Any]) -> Any:
 
 
 def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
-    """What the parallel layers of a model share out, by the path of the leaf in its params; other leaves are the same on all ranks."""
+    """What the parallel layers of a model share out, by the path of the leaf in its params; other leaves are the same on all ranks.
+    Where these layers are without sequence parallelism, other leaves have a spec too, as their gradients are whole (`Spec.alike`).
+    Raises `ValueError` where layers over one axis are some with it, and some without."""
     _check_op("specs_of", op, cfg)
-    return {path: spec for path, spec, _ in _shared(cfg, abstract_params(op, cfg), "", 0)}
+    params = abstract_params(op, cfg)
+    found = {path: spec for path, spec, _ in _shared(cfg, params, "", 0)}
+    ways = dict.fromkeys(_ways(cfg))
+    for axis, sequence in ways:
+        if not sequence:
+            said = "the same in all layers over " + str(axis)
+            require((axis, True) not in ways, "specs_of", "cfg.sequence_parallel", said, "both")
+            for path, t in paths(params).items():
+                spec = found.get(path, WHOLE)
+                if t is not None and axis.name not in spec.names:
+                    found[path] = dataclasses.replace(spec, alike=axis.name)
+    return found
+
+
+def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
+    """The axes of the parallel layers of several ranks, and whether with sequence parallelism."""
+    if hasattr(cfg, "fsdp") or hasattr(cfg, "with_parts"):
+        for _, _, inner in parts_of(cfg):
+            yield from _ways(inner)
+    elif hasattr(cfg, "sequence_parallel") and cfg.axis.size > 1:
+        yield cfg.axis, cfg.sequence_parallel
 
 
 def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, Spec, tuple[Axis, ...]]]:

@@ -39,8 +39,8 @@ class Axis:
         return f"axis {self.name!r} of {self.size}"
 
     def process_group(self) -> Any:
-        """torch.distributed's own, for calls of others. Raises `RuntimeError` where there is none: on an axis of one rank, and on an
-        abstract mesh."""
+        """torch.distributed's own, for calls of others. Raises `RuntimeError` where there is none: on an axis of one rank, and on
+        an abstract mesh."""
         try:
             from torch.distributed.distributed_c10d import _resolve_process_group
 

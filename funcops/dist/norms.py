@@ -14,6 +14,7 @@ from funcops.dist.buckets import float_leaves
 from funcops.dist.data import axes_by_path, axes_of
 from funcops.dist.handshake import known_to_all
 from funcops.dist.mesh import Axis, Mesh
+from funcops.dist.plain import check_tensor
 from funcops.errors import check, require_device, require_type
 
 _NONE: Mapping[str, tuple[Axis, ...]] = {}
@@ -69,6 +70,25 @@ def _squares(ts: list[Tensor], device: torch.device) -> Tensor:
     dtype = torch.float64 if any([t.dtype is torch.float64 for t in ts]) else torch.float32
     norms = torch._foreach_norm(ts, 2, dtype=dtype)
     return torch.stack([n.to(device) for n in norms]).double().square().sum()
+
+
+def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> dict[str, Tensor]:
+    """The largest of each amax over all ranks of these axes: what all of them update the state of delayed scaling with. `amaxes`:
+    float32, not negative, by path, as `split_amaxes` gives them; {} is sent nowhere. One communication an axis. A NaN is the
+    largest.
+
+        state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)"""
+    require_type("amaxes_over", "amaxes", amaxes, Mapping)
+    axes = axes_of("amaxes_over", over)
+    for path, t in amaxes.items():
+        check_tensor("amaxes_over", f"amaxes[{path!r}]", t, (...,), torch.float32)
+    if not amaxes or not axes:
+        return dict(amaxes)
+    flat = torch.cat([t.reshape(-1) for t in amaxes.values()])
+    for axis in axes:
+        flat = comm.largest(flat, axis)
+    parts = flat.split([t.numel() for t in amaxes.values()])
+    return {path: part.view(t.shape) for (path, t), part in zip(amaxes.items(), parts, strict=True)}
 
 
 def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:

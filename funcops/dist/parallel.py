@@ -4,7 +4,8 @@
 
 Between two such layers x and y are shared out along dimension 0 over the axis (sequence parallelism); from a column layer to its
 row layer a rank has all rows, of its own features or heads. What reshapes or splits heads there is given its part of them, what is
-packed (gates and values; q, k and v) is shared out each by itself, and dropout draws the mask of the whole. Params keep their paths.
+packed (gates and values; q, k and v) is shared out each by itself, and dropout draws the mask of the whole. Params keep their
+paths.
 """
 
 from __future__ import annotations
@@ -21,13 +22,15 @@ from funcops.compose.step import Step
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
+from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.context_attention import context_attention
 from funcops.dist.ops.row_linear import row_linear
-from funcops.dist.ops.sharded_dropout import Shared, ShardedDropoutConfig, sharded_dropout
+from funcops.dist.ops.row_qlinear import row_op_of
+from funcops.dist.ops.sharded_dropout import ShardedDropoutConfig, Shared, sharded_dropout
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
-from funcops.errors import describe, fail, in_step, require, require_type
+from funcops.errors import describe, fail, in_step, require, require_flag, require_type
 from funcops.op import Op, remade, same_width
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
@@ -35,6 +38,7 @@ from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, embedding
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops.ops.qlinear import QLinearConfig, op_of
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
 
@@ -47,9 +51,11 @@ class _Main(NamedTuple):
     source: str = ""
 
 
-def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none") -> Any:
-    """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers of
-    a repeat are "*"), what becomes of a step, of globs the first that matches:
+def parallel(
+    cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp", overlap: str = "none", sequence_parallel: bool = True
+) -> Any:
+    """The config of a whole model, or a part of it, for this rank of a mesh. `rules`: by globs over the paths of steps (the layers
+    of a repeat are "*"), what becomes of a step, of globs the first that matches:
 
         "column"   a linear whose outputs `axis` shares out, with this `overlap`
         "row"      a linear whose inputs it shares out, behind a column layer
@@ -58,11 +64,13 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
         "context"  an attention over the tokens that "cp" shares out
         a function (op, cfg) -> (op, cfg), of one that leaves its x shared out as it is
 
-    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1, zigzag, over "cp": where the mesh has
-    them, dropout draws the part of the mask that is this rank's. On an axis of one rank layers stay as they are.
+    Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1,
+    zigzag, over "cp": where the mesh has them, dropout draws the part of the mask that is this rank's. On an axis of one rank
+    layers stay as they are. Without `sequence_parallel` all ranks of `axis` have the same rows between layers, whatever their
+    number, and more of them in memory.
 
-    Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its x
-    is shared out, and features that no row layer takes."""
+    Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its
+    x is shared out, and features that no row layer takes."""
     require_type("parallel", "mesh", mesh, Mesh)
     require_type("parallel", "rules", rules, Mapping)
     for glob, rule in rules.items():
@@ -71,11 +79,12 @@ def parallel(cfg: Any, rules: Mapping[str, Rule], mesh: Mesh, *, axis: str = "tp
         require(known, "parallel", f"rules[{glob!r}]", f"{', '.join(map(repr, ROLES))}, or a function", describe(rule))
     require_type("parallel", "axis", axis, str)
     require_overlap("parallel", overlap)
+    require_flag("parallel", sequence_parallel=sequence_parallel)
     if not hasattr(cfg, "with_parts"):
         fail("parallel", "cfg", "the config of a combinator", describe(cfg), TypeError)
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds what is packed
-        walk = _Walk(rules, mesh, mesh[axis], overlap, parts)
+        walk = _Walk(rules, mesh, mesh[axis], {"overlap": overlap, "sequence_parallel": sequence_parallel}, parts)
         made, main = walk.inside(cfg, "", _Main())
     for glob in rules:
         wanted = f"globs over steps that no other matches before ({', '.join(walk.known)})"
@@ -89,9 +98,9 @@ class _Walk:
     """One walk over a config."""
 
     def __init__(
-        self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, overlap: str, parts: dict[str, tuple[int, ...]]
+        self, rules: Mapping[str, Rule], mesh: Mesh, axis: Axis, how: dict[str, Any], parts: dict[str, tuple[int, ...]]
     ) -> None:
-        self.rules, self.axis, self.overlap, self.parts = rules, axis, overlap, parts
+        self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
 
     def inside(self, cfg: Any, path: str, main: _Main) -> tuple[Any, _Main]:
@@ -171,8 +180,10 @@ class _Walk:
             self.parts[main.source] = parts
 
     def dropout(self, op: Op, cfg: DropoutConfig, path: str, main: _Main) -> tuple[Op, Any, _Main]:
-        rows = [Shared(0, self.mesh[name]) for name in ("dp", self.axis.name) if self.size(name) > 1]
-        shared = rows if not main.place else [one for one in rows if one.axis != self.axis] + [Shared(-main.place, self.axis)]
+        names = ("dp", self.axis.name) if self.how["sequence_parallel"] and not main.place else ("dp",)
+        shared = [Shared(0, self.mesh[name]) for name in names if self.size(name) > 1]
+        if main.place:
+            shared.append(Shared(-main.place, self.axis))
         if self.size("cp") > 1:
             shared.append(Shared(1, self.mesh["cp"], zigzag=True))
         if not shared:
@@ -194,7 +205,7 @@ class _Walk:
         """A step in a role: its config's fields, and those that the role adds."""
         part = ROLES[role].get(type(cfg))
         if part is None:
-            kinds = " or ".join(one.source.name for one in ROLES[role].values())
+            kinds = " or ".join(one.source.name for one in ROLES[role].values() if isinstance(one.source, Op))
             fail("parallel", f"rules for {path}", f"of another role ({role!r} is for {kinds})", type(cfg).__name__)
         axis = self.axis if part.axis == "" else self.mesh[part.axis] if part.axis in self.mesh.sizes else None
         if axis is None or axis.size == 1:
@@ -202,33 +213,35 @@ class _Walk:
         if part.before is not None and main.place != part.before:
             wanted = "where x has its features shared out, behind a column layer" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, _said(main))
-        more = {"axis": axis, "overlap": self.overlap, "parts": self.parts.get(path, ())}
-        taken = {f.name for f in dataclasses.fields(part.becomes.config)}
+        more = {"axis": axis, "parts": self.parts.get(path, ()), **self.how}
+        source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
+        taken = {f.name for f in dataclasses.fields(becomes.config)}
         fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)} | more
         try:
-            made = part.becomes.config(**{name: value for name, value in fields.items() if name in taken})
+            made = becomes.config(**{name: value for name, value in fields.items() if name in taken})
         except ValueError as error:
             in_step(error, path)
             raise
         self.widths[path] = getattr(cfg, "out_features", 0)
         after = _Main(main.place if part.before is None else part.after, path if part.after else "")
-        return self.remade(op, path, part.source, part.becomes), made, after
+        return self.remade(op, path, source, becomes), made, after
 
 
 class _Role(NamedTuple):
     """What becomes of an op. `before`, `after`: the place at which features must be shared out in its x and are in its y (None: at
-    any, and they stay there). `axis`: that over which it talks; "" is that of the call."""
+    any, and they stay there). `axis`: that over which it talks; "" is that of the call. `source`, `becomes`: by a recipe, where one
+    chooses."""
 
-    source: Op
-    becomes: Op
+    source: Op | Callable[[Any], Op]
+    becomes: Op | Callable[[Any], Op]
     before: int | None
     after: int = 0
     axis: str = ""
 
 
 ROLES: dict[str, dict[type, _Role]] = {
-    "column": {LinearConfig: _Role(linear, column_linear, 0, 1)},
-    "row": {LinearConfig: _Role(linear, row_linear, 1)},
+    "column": {LinearConfig: _Role(linear, column_linear, 0, 1), QLinearConfig: _Role(op_of, column_op_of, 0, 1)},
+    "row": {LinearConfig: _Role(linear, row_linear, 1), QLinearConfig: _Role(op_of, row_op_of, 1)},
     "vocab": {
         EmbeddingConfig: _Role(embedding, vocab_embedding, 0),
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),

@@ -3,8 +3,8 @@
     gathered_products    the parts of all ranks come by, one after the other, and each is multiplied as it is here
     scattered_products   the sum of a part goes by all ranks, and each adds its product; it ends where it belongs
 
-n - 1 shifts, each in flight while one product of 1/n of the rows is computed. The products of rows are those of one large product; sums
-are in the order of the ring, which begins behind the rank that ends with them, and in the dtype of the product.
+n - 1 shifts, each in flight while one product of 1/n of the rows is computed. The products of rows are those of one large product;
+sums are in the order of the ring, which begins behind the rank that ends with them, and in the dtype of the product.
 """
 
 from __future__ import annotations

@@ -6,27 +6,26 @@
     shards, state = adamw_update(shards, grads, state, cfg)
     params = finish(gather_shards_start(shards, params, dp))
 
-A rank's part of a leaf [d, *] is its d / n rows; where n does not divide d, 1/n of its elements, the last ones zeros. The tree keeps
-its structure and paths, so that any update that works on each element by itself takes shards as it takes params.
+A rank's part of a leaf [d, *] is its d / n rows; where n does not divide d, 1/n of its elements, the last ones zeros. The tree
+keeps its structure and paths, so that any update that works on each element by itself takes shards as it takes params.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from funcops.dist.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
+from funcops.dist.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
 from funcops.dist.in_flight import Flight, finish, gather_start
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import require_axis
 from funcops.errors import check, describe, fail, in_step
 from funcops.needs import Needs
 from funcops.schema import WGRAD, saved, static
-from funcops.trees import flatten, leaves, paths, same_structure, unflatten, with_leaves
+from funcops.trees import flatten, paths, same_structure, unflatten, with_leaves
 
 T = TypeVar("T")
 
@@ -40,7 +39,7 @@ def own_shards(tree: T, axis: Axis) -> T:
 
 
 def _part(t: Tensor, axis: Axis) -> Tensor:
-    shape, n, rank = part_shape(tuple(t.shape), axis.size), axis.size, axis.rank
+    shape, rank = part_shape(tuple(t.shape), axis.size), axis.rank
     size = math.prod(shape)
     flat = t.detach().reshape(-1)[rank * size : (rank + 1) * size]
     if flat.numel() < size:

@@ -33,19 +33,25 @@ Ranges = tuple[tuple[int, int], ...]  # starts and lengths along a dimension
 
 @config
 class Spec:
-    """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim` of
-    leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
-    dimension 0 of each rank's part once more, as ZeRO-3 does."""
+    """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim`
+    of leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
+    dimension 0 of each rank's part once more, as ZeRO-3 does. `alike`: an axis along which all have the same and compute the same
+    gradient, which is then not summed over it (tensor parallelism without sequence parallelism)."""
 
     axis: str = field(kw_only=False, default="")
     dim: int = field(kw_only=False, default=0)
     parts: tuple[int, ...] = ()
     fsdp: str = ""
+    alike: str = ""
 
     def __post_init__(self) -> None:
         require(not self.axis or self.axis.isidentifier(), "Spec", "axis", "the name of an axis", repr(self.axis))
         require(not self.fsdp or self.fsdp.isidentifier(), "Spec", "fsdp", "the name of an axis", repr(self.fsdp))
         require(not self.fsdp or self.fsdp != self.axis, "Spec", "fsdp", "another axis", repr(self.fsdp))
+        require(not self.alike or self.alike.isidentifier(), "Spec", "alike", "the name of an axis", repr(self.alike))
+        require(
+            not self.alike or self.alike not in self.names, "Spec", "alike", "an axis that shares nothing out", repr(self.alike)
+        )
         require(self.dim >= 0, "Spec", "dim", "at least 0", self.dim)
         right = isinstance(self.parts, tuple) and all(type(n) is int and n >= 1 for n in self.parts)
         require(right, "Spec", "parts", "a tuple of sizes of at least 1", describe(self.parts))
@@ -55,6 +61,10 @@ class Spec:
     def names(self) -> tuple[str, ...]:
         """The axes that share out the leaf."""
         return tuple(name for name in (self.axis, self.fsdp) if name)
+
+    def summed_over(self, axis: Axis) -> bool:
+        """Whether the leaf's gradient is a sum of what the ranks of the axis have."""
+        return axis.name not in (PIPELINE, self.axis, self.fsdp, self.alike)
 
 
 Specs = Mapping[str, Spec]
@@ -69,7 +79,7 @@ def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, 
     for glob, spec in specs.items():
         require_type(where, "specs", glob, str)
         require_type(where, f"specs[{glob!r}]", spec, Spec)
-        for name in spec.names:
+        for name in (*spec.names, *([spec.alike] if spec.alike else [])):
             require(name in mesh.sizes, where, f"specs[{glob!r}]", f"of axes of the mesh ({', '.join(mesh.sizes)})", repr(name))
     globs = [glob for glob in specs if any(c in glob for c in "*?[")]
     known, deciding, found = paths(tree), set(), {}
@@ -85,8 +95,8 @@ def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, 
 
 
 def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
-    """What this rank has of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` where an axis does not divide
-    it."""
+    """What this rank has of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` where an axis does not
+    divide it."""
     found: list[Ranges] = [((0, n),) for n in shape]
     if spec.axis:
         axis = mesh[spec.axis]
@@ -208,8 +218,8 @@ def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
 
 def sum_gradients(dparams: T, specs: Specs, mesh: Mesh) -> T:
     """The gradients of params, each summed over every axis of the mesh, `pp` aside, that its spec does not name: along these the
-    ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called by
-    all ranks of the mesh."""
+    ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called
+    by all ranks of the mesh."""
     found = specs_by_path("sum_gradients", dparams, specs, mesh)
     named = paths(dparams)
     given = [path for path, t in named.items() if is_leaf("sum_gradients", path, t)]
@@ -217,7 +227,7 @@ def sum_gradients(dparams: T, specs: Specs, mesh: Mesh) -> T:
         _check_dims("sum_gradients", path, named[path], found[path])
     for axis in mesh.axes:
         if axis.size > 1 and axis.name != PIPELINE:
-            summed = [path for path in given if axis.name not in found[path].names]
+            summed = [path for path in given if found[path].summed_over(axis)]
             started = [sum_over_start(named[path], axis) for path in summed]
             named.update(zip(summed, [finish(h) for h in started], strict=True))
     return with_leaves(dparams, named.values())

@@ -32,9 +32,7 @@ def zero3(
     def shared_out(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
         if not has_params(op, inner):
             return op, inner
-        return sharded, ShardedConfig(
-            op, inner, axis=axis, also=also, dtype=dtype, ordered=ordered, bucket_bytes=bucket_bytes
-        )
+        return sharded, ShardedConfig(op, inner, axis=axis, also=also, dtype=dtype, ordered=ordered, bucket_bytes=bucket_bytes)
 
     def step(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
         if type(inner) is RepeatConfig:

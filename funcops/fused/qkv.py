@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from funcops.backend import tracing
 from funcops.fused._steps import alike, alone, joins
 from funcops.fused.siblings import linears_fwd
 from funcops.kernels.linear import linear_wgrad
@@ -108,8 +109,10 @@ def _run_backward(calls: Any, kept: list[Any], dys: tuple[Any, ...], gradients: 
     return dx, [pendings.get(call) for call in calls]
 
 
-def _wgrads(calls: Any, pendings: Any) -> Any:
-    """Of parts of one tensor, as `_run_backward` left them: one product."""
+def _wgrads(calls: Any, pendings: Any, into: Any) -> Any:
+    """Of parts of one tensor, as `_run_backward` left them: one product, where none is added to."""
+    if tracing() or any([sums is not None for sums in into]):
+        return NotImplemented
     joined, x = pendings[0].dy._base, pendings[0].x
     if joined is None or any([p.dy._base is not joined or p.x is not x or x is None for p in pendings]):
         return NotImplemented

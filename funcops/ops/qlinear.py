@@ -15,6 +15,7 @@ Kept: x in low precision (`qlinear`), or x itself (`qlinear_of_input`: recipes w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -58,6 +59,8 @@ __all__ = [
     "qlinear_init",
     "qlinear_wgrad",
 ]
+
+Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of the amax [1] of the part that is here
 
 
 @config
@@ -126,33 +129,41 @@ def qlinear_fwd(
     weight = params.weight
     if not isinstance(weight, Scaled):
         return qlinear_of(*operands(x, cfg.recipe, needs), params, cfg, needs)
-    (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), _scaled_weight(weight, cfg.recipe)
+    (row, amax_x), (w, amax_w) = scaled_tensor(x, cfg.recipe.x, weight.scale[0:1]), scaled_weight(weight, cfg.recipe)
     kept = turned(row) if cfg.recipe.keep == "col" and needs.param("weight") else row
-    y, amaxes = _y(row, w, params.bias, cfg.recipe.emulate), torch.cat((amax_x, amax_w))
+    y, amaxes = y_of(row, w, params.bias, cfg.recipe.emulate), torch.cat((amax_x, amax_w))
     return y, QLinearResiduals.keep(
         cfg, needs, x=kept, weight=weight, amaxes=amaxes, rounding=weight.scale, y_shape=y.shape, dtype=y.dtype
     )
 
 
-def _rounding(weight: Any, recipe: Recipe) -> Tensor | None:
+def rounding_of(weight: Any, recipe: Recipe) -> Tensor | None:
     """What dy is rounded by beside itself: the key, where that is stochastic. It is kept where the weight is not."""
     return weight.key if recipe.stochastic else None
 
 
-def operands(x: Tensor, recipe: Recipe, needs: Needs) -> tuple[QTensor, QTensor]:
+def operands(x: Tensor, recipe: Recipe, needs: Needs, largest: Largest = None) -> tuple[QTensor, QTensor]:
     """x for y, and as it is kept for dw."""
     if recipe.keep == "row" or not needs.param("weight"):
-        row = quantize_tensor(x, recipe.x)
+        row = quantized(x, recipe.x, largest)
         return row, row
-    return _sides(x, recipe.x, recipe)
+    return _sides(x, recipe.x, recipe, largest)
+
+
+def quantized(
+    t: Tensor, format: Format, largest: Largest, *, side: str = "row", key: Tensor | None = None, hadamard: bool = False
+) -> QTensor:
+    """As `quantize_tensor`, of a tensor that may be a part of one."""
+    amax = largest(kernels.amax(t, hadamard)) if format.whole and largest is not None else None
+    return quantize_tensor(t, format, side=side, key=key, amax=amax, hadamard=hadamard)
 
 
 def qlinear_of(
     row: QTensor, kept: QTensor, params: LinearParams, cfg: QLinearConfig, needs: Needs
 ) -> tuple[Tensor, QLinearResiduals | None]:
     """y and residuals of x by rows, and as it is kept; after every check."""
-    y = _y(row, _row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
-    rounding = _rounding(params.weight, cfg.recipe)
+    y = y_of(row, row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
+    rounding = rounding_of(params.weight, cfg.recipe)
     return y, QLinearResiduals.keep(cfg, needs, x=kept, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=y.dtype)
 
 
@@ -165,8 +176,8 @@ def qlinear_of_input_fwd(
     require(cfg.recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: qlinear)", repr(cfg.recipe.keep))
     check_rows(where, "x", x, cfg.in_features)
     check_params(where, params, x, cfg)
-    y = _y(quantize_tensor(x, cfg.recipe.x), _row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
-    rounding = _rounding(params.weight, cfg.recipe)
+    y = y_of(quantize_tensor(x, cfg.recipe.x), row_of(params.weight, cfg.recipe), params.bias, cfg.recipe.emulate)
+    rounding = rounding_of(params.weight, cfg.recipe)
     return y, QLinearOfInputResiduals.keep(cfg, needs, x=x, weight=params.weight, rounding=rounding, y_shape=y.shape, dtype=x.dtype)
 
 
@@ -188,26 +199,37 @@ def qlinear_of_input_dgrad(
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
     the amaxes [3] of x, w and dy, uint32 (`funcops.formats.bits_of`); `into` takes the larger of these."""
+    return low_gradients("qlinear_wgrad", pending, pending.x, cfg, into, lambda out: _dw(pending, cfg.recipe, out))
+
+
+def low_gradients(
+    where: str, pending: Any, x: Any, cfg: Any, into: LinearParams | None, dw: Callable[[torch.dtype], Any]
+) -> LinearParams:
+    """The gradients of params, with `dw(dtype)` where there is an x; added to `into` where that is given, after a check of it."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
-        dw = _dw(pending, cfg.recipe, dtype)
-        gradient: Any = Scaled(dw, bits_of(pending.amaxes), None) if scaled else dw
+        gradient: Any = Scaled(dw(dtype), bits_of(pending.amaxes), None) if scaled else dw(dtype)
         return LinearParams(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
-    sums = _sums(into, pending.amaxes)
-    db = None if pending.db is None else pending.db.to(dtype)
-    check_into("qlinear_wgrad", sums, LinearParams(_like_dw(pending, cfg), db))
+    sums, db = check_low_into(where, pending, x, cfg, into)
     out = wide(dtype) if takes_sums(sums.weight, dtype) else dtype
-    accumulate(
-        "qlinear_wgrad", LinearParams(_dw(pending, cfg.recipe, out), pending.db if takes_sums(sums.bias, dtype) else db), sums
-    )
+    accumulate(where, LinearParams(dw(out), pending.db if takes_sums(sums.bias, dtype) else db), sums)
     if scaled:
         largest: Any = into.weight
         join_amaxes(largest.scale, pending.amaxes)
     return into
 
 
-def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig) -> None:
-    """Params beside an x of that dtype and device, and whether this has the formats."""
+def check_low_into(where: str, pending: Any, x: Any, cfg: Any, into: LinearParams) -> tuple[LinearParams, Tensor | None]:
+    """The accumulators without those of amaxes, after a check, and db as a gradient of params."""
+    sums, db = _sums(where, into, pending.amaxes), None if pending.db is None else pending.db.to(pending.dtype)
+    one: Any = a_tensor(x)
+    like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
+    check_into(where, sums, LinearParams(like, db))
+    return sums, db
+
+
+def check_params(where: str, params: LinearParams, x: Tensor, cfg: Any) -> None:
+    """Params beside an x of that dtype and device, and whether this has the formats; of a config with a recipe."""
     recipe, weight, bias = cfg.recipe, params.weight, params.bias
     if isinstance(weight, Scaled) != recipe.delayed:
         wanted = (
@@ -238,7 +260,7 @@ def check_params(where: str, params: LinearParams, x: Tensor, cfg: QLinearConfig
             fail(where, "x", f"on a device {needed}", f"capability {have}", RuntimeError)
 
 
-def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: QLinearConfig) -> None:
+def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
     if not torch.compiler.is_compiling() and weight.stale():
         raise StaleResidualError(
             f"{where}: params.weight must be made of the weight as it is now, got codes of one that was written to since. "
@@ -263,40 +285,41 @@ def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Te
     return QTensor(codes, scales, None, format=format, shape=t.shape, dtype=t.dtype, side="row", hadamard=False), amax
 
 
-def _scaled_weight(weight: Scaled, recipe: Recipe) -> tuple[QTensor, Tensor]:
+def scaled_weight(weight: Scaled, recipe: Recipe) -> tuple[QTensor, Tensor]:
     if isinstance(weight.value, QWeight) and weight.amax is not None:
         return weight.value.row, weight.amax
     return scaled_tensor(weight.value, recipe.w, weight.scale[1:2])
 
 
-def _row_of(weight: Any, recipe: Recipe) -> QTensor:
-    return weight.row if isinstance(weight, QWeight) else quantize_tensor(weight, recipe.w)
+def row_of(weight: Any, recipe: Recipe, largest: Largest = None) -> QTensor:
+    """The weight by rows, for y."""
+    return weight.row if isinstance(weight, QWeight) else quantized(weight, recipe.w, largest)
 
 
-def _col_of(weight: Any, recipe: Recipe) -> QTensor:
+def col_of(weight: Any, recipe: Recipe, largest: Largest = None) -> QTensor:
     """The weight by columns, for dx."""
     if isinstance(weight, Scaled):
         weight = (
-            weight.value if isinstance(weight.value, QWeight) else QWeight(_scaled_weight(weight, recipe)[0], None, None, Aside())
+            weight.value if isinstance(weight.value, QWeight) else QWeight(scaled_weight(weight, recipe)[0], None, None, Aside())
         )
     if isinstance(weight, QWeight):
         return turned(weight.row) if weight.col is None else weight.col
-    return quantize_tensor(weight, recipe.w, side="col")
+    return quantized(weight, recipe.w, largest, side="col")
 
 
-def _sides(t: Tensor, format: Format, recipe: Recipe) -> tuple[QTensor, QTensor]:
+def _sides(t: Tensor, format: Format, recipe: Recipe, largest: Largest = None) -> tuple[QTensor, QTensor]:
     """t by rows, and by columns for dw."""
-    if not recipe.hadamard:
-        return quantize_sides(t, format)
-    return quantize_tensor(t, format), quantize_tensor(t, format, side="col", hadamard=True)
+    if recipe.hadamard:
+        return quantized(t, format, largest), quantized(t, format, largest, side="col", hadamard=True)
+    return quantize_sides(t, format, largest(kernels.amax(t, False)) if format.whole and largest is not None else None)
 
 
-def _y(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
-    y = _product(x, w, x.dtype, emulate)
+def y_of(x: QTensor, w: QTensor, bias: Tensor | None, emulate: bool) -> Tensor:
+    y = product(x, w, x.dtype, emulate)
     return y if bias is None else y.add_(bias)
 
 
-def _product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
+def product(a: QTensor, b: QTensor, out: torch.dtype, emulate: bool) -> Tensor:
     """[*, N] of [*, K] and [N, K], where K is the last dimension of codes."""
     of_a, of_b = a.format, b.format
     return scaled_mm(  # type: ignore[no-any-return]
@@ -309,79 +332,90 @@ def _dgrad(
     where: str, residuals: Any, dy: Tensor, cfg: QLinearConfig, amaxes: Tensor | None
 ) -> tuple[Tensor, QLinearPending | None]:
     recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
-    check(where, "dy", dy, residuals.y_shape, residuals.dtype, _a_tensor(weight if residuals.x is None else residuals.x))
-    low = recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))  # also where x is computed again later
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(weight if residuals.x is None else residuals.x))
+    low = needs_low(needs, recipe)  # also where x is computed again later
+    check_rounding(where, residuals, recipe, low)
     row = col = None
-    if (needs.x or low) and (recipe.delayed or recipe.stochastic) and residuals.rounding is None:
-        fail(where, "residuals.rounding", "kept (the recipe rounds dy by it)", "None")
     if recipe.delayed and residuals.rounding is not None:
         row, amax = scaled_tensor(dy, recipe.dy, residuals.rounding[2:3])
         col = turned(row) if low else None
         amaxes = None if amaxes is None else torch.cat((amaxes, amax))
     elif needs.x or low:
-        row, col = _of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
+        row, col = of_gradient(dy, recipe, residuals.rounding, bool(needs.x), low)
     dx = NO_GRADIENT
     if needs.x and row is not None:
-        dx = _product(row, _col_of(weight, recipe), dy.dtype, recipe.emulate)
-    bias = cfg.bias and (needs.params is True or needs.param("bias"))
-    db = torch.sum(dy.reshape(-1, cfg.out_features), 0, dtype=wide(dy.dtype)) if bias else None
+        dx = product(row, col_of(weight, recipe), dy.dtype, recipe.emulate)
     kept = col if low else dy
-    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db, amaxes=amaxes, dtype=dy.dtype)
+    return dx, QLinearPending.keep(cfg, needs, x=residuals.x, dy=kept, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype)
 
 
-def _a_tensor(kept: Any) -> Tensor | None:
+def needs_low(needs: Needs, recipe: Recipe) -> bool:
+    """Whether dw will be asked for, in low precision."""
+    return recipe.wgrad == "low" and (needs.params is True or needs.param("weight"))
+
+
+def check_rounding(where: str, residuals: Any, recipe: Recipe, low: bool) -> None:
+    if (residuals.needs.x or low) and (recipe.delayed or recipe.stochastic) and residuals.rounding is None:
+        fail(where, "residuals.rounding", "kept (the recipe rounds dy by it)", "None")
+
+
+def db_of(dy: Tensor, cfg: Any, needs: Needs) -> Tensor | None:
+    bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    return torch.sum(dy.reshape(-1, dy.shape[-1]), 0, dtype=wide(dy.dtype)) if bias else None
+
+
+def a_tensor(kept: Any) -> Tensor | None:
     """One that stands for the device of what was kept; None where nothing was."""
     kept = kept.value if isinstance(kept, Scaled) else kept
     kept = kept.row if isinstance(kept, QWeight) else kept
     return kept.codes if isinstance(kept, QTensor) else kept
 
 
-def _of_gradient(
-    dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool
+def of_gradient(
+    dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool, largest: Largest = None
 ) -> tuple[QTensor | None, QTensor | None]:
     """dy by rows, for dx, and by columns, for dw."""
     if rows and columns and not recipe.stochastic:
-        return _sides(dy, recipe.dy, recipe)
+        return _sides(dy, recipe.dy, recipe, largest)
     keys = random.split(key, 2) if recipe.stochastic else (None, None)
-    row = quantize_tensor(dy, recipe.dy, key=keys[0]) if rows else None
+    row = quantized(dy, recipe.dy, largest, key=keys[0]) if rows else None
     if not columns:
         return row, None
-    return row, quantize_tensor(dy, recipe.dy, side="col", key=keys[1], hadamard=recipe.hadamard)
+    return row, quantized(dy, recipe.dy, largest, side="col", key=keys[1], hadamard=recipe.hadamard)
 
 
 def _dw(pending: QLinearPending, recipe: Recipe, out: torch.dtype) -> Any:
     """dw [O, I] in the dtype `out`."""
-    x, dy = pending.x, pending.dy
-    if x is None:
-        return None
+    return None if pending.x is None else product_of_columns("qlinear_wgrad", pending.dy, pending.x, recipe, out)
+
+
+def product_of_columns(where: str, dy: Any, x: Any, recipe: Recipe, out: torch.dtype) -> Tensor:
+    """dw of dy, and x as a recipe keeps it."""
     if not isinstance(dy, QTensor):  # in high precision
         return products.linear_wgrad(dy, x, False)[0].to(out)  # type: ignore[no-any-return]
     if not isinstance(x, QTensor):
         x = quantize_tensor(x, recipe.x, side="col", hadamard=recipe.hadamard)
     else:
-        side = "row" if recipe.keep == "row" or x.side == "row" else "col"
-        check_quantized("qlinear_wgrad", "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
+        side = kept_side(recipe, x)
+        check_quantized(where, "pending.x", x, recipe.x, side, torch.Size((*dy.shape[:-1], x.shape[-1])), dy.codes)
         x = turned(x) if side == "row" else x
-    return _product(dy, x, out, recipe.emulate)
+    return product(dy, x, out, recipe.emulate)
 
 
-def _like_dw(pending: QLinearPending, cfg: QLinearConfig) -> Any:
-    """Of the shape, dtype and device of dw, by which accumulators are checked before anything is computed."""
-    if pending.x is None:
-        return None
-    codes = pending.x.codes if isinstance(pending.x, QTensor) else pending.x
-    return codes.new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
+def kept_side(recipe: Recipe, x: QTensor) -> str:
+    """By rows or by columns, as x must be kept."""
+    return "row" if recipe.keep == "row" or x.side == "row" else "col"
 
 
-def _sums(into: LinearParams, amaxes: Tensor | None) -> LinearParams:
+def _sums(where: str, into: LinearParams, amaxes: Tensor | None) -> LinearParams:
     """The accumulators of gradients, without those of amaxes, which are checked here."""
     if amaxes is None:
         return into
     if not isinstance(into.weight, Scaled):
         wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
-        fail("qlinear_wgrad", "into.weight", wanted, describe(into.weight), TypeError)
-    check("qlinear_wgrad", "into.weight.scale", into.weight.scale, (3,), torch.uint32, amaxes)
-    require(into.weight.scale.is_contiguous(), "qlinear_wgrad", "into.weight.scale", "contiguous", "one with other strides")
+        fail(where, "into.weight", wanted, describe(into.weight), TypeError)
+    check(where, "into.weight.scale", into.weight.scale, (3,), torch.uint32, amaxes)
+    require(into.weight.scale.is_contiguous(), where, "into.weight.scale", "contiguous", "one with other strides")
     return LinearParams(into.weight.value, into.bias)
 
 

@@ -64,7 +64,7 @@ class Rule:
 
     or returns NotImplemented for inputs that the calls one by one must take, or refuse. The fork and the sum of a `skip` are calls
     without params, residuals and pending. Of siblings y and dy are tuples, of what the last call of each branch wrote.
-    `wgrads(calls, pendings)` gives their weight gradients together, or NotImplemented; it is asked where none is added to.
+    `wgrads(calls, pendings, into)` gives their weight gradients together, or NotImplemented; `into`: accumulators of each, or None.
 
     `everywhere`: on the CPU too, for an x or dy of at least FEW elements. `whole`: for a backward that goes on with the weight
     gradients at once; its pendings hold what its own calls give again. `again`: y of its last call, which others read again, is

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
-from funcops.backend import tracing
 from funcops.errors import FLOATS, check, describe, fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op
@@ -185,13 +185,13 @@ def backward_piece(
 
 def wgrads(rule: Rule, calls: tuple[Call, ...], pendings: tuple[Any, ...], into: tuple[Any, ...]) -> Any:
     """The weight gradients of calls together, or NotImplemented: then one by one."""
-    if tracing():
+    if torch.compiler.is_dynamo_compiling():
         return NotImplemented
     nodes = [p._node if type(p) is Donated else p for p in pendings]
-    for call, node, sums in zip(calls, nodes, into, strict=True):  # what the op's own function would refuse, it refuses
-        if sums is not None or type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
+    for call, node in zip(calls, nodes, strict=True):  # what the op's own function would refuse, it refuses
+        if type(node) is not call.op.pending or node.cfg is not call.cfg or not node.fresh():
             return NotImplemented
-    found = rule.wgrads(calls, nodes)  # type: ignore[misc]
+    found = rule.wgrads(calls, nodes, into)  # type: ignore[misc]
     if found is not NotImplemented:
         for call, cell in zip(calls, pendings, strict=True):
             if type(cell) is Donated:

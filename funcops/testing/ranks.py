@@ -156,10 +156,16 @@ def _sum(given: list[_Given]) -> Tensor:
     return functools.reduce(torch.add, [one.sent for one in given])
 
 
+def _max(given: list[_Given]) -> Tensor:
+    return functools.reduce(torch.maximum, [one.sent for one in given])
+
+
+_REDUCED: dict[str, Callable[[list[_Given]], Tensor]] = {"sum": _sum, "max": _max}
+
 _VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
     "all_gather": lambda given, axis: torch.cat([one.sent for one in given]),
     "reduce_scatter": lambda given, axis: _sum(given).chunk(axis.size)[axis.rank],
-    "all_reduce": lambda given, axis: _sum(given),
+    "all_reduce": lambda given, axis: _REDUCED[given[0].what.how](given),
     "all_to_all": lambda given, axis: torch.cat([one.sent.split(one.args[1])[axis.rank] for one in given]),
 }
 

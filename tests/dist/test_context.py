@@ -30,7 +30,13 @@ from funcops.testing.tolerances import assert_close
 module = importlib.import_module("funcops.dist.ops.context_attention")
 WAYS = ("gather", "ring")
 DRAWN = given(
-    st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(1, 2), st.integers(1, 2), st.sampled_from((4, 5)), st.booleans()
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from((4, 5)),
+    st.booleans(),
 )
 
 
@@ -93,7 +99,9 @@ def hold_to_plain(whole, causal):
     for way in WAYS:
         found = run_ranks({"cp": 4}, lambda mesh, way=way: run(mesh, way))
         for name, parts, one in zip(("y", "dq", "dk", "dv"), zip(*found, strict=True), want, strict=True):
-            assert_close(dist.unzigzag(torch.cat(parts, 1), axis_of(4)), one, dtype=dtype, length=one.numel(), what=f"{way}: {name}")
+            assert_close(
+                dist.unzigzag(torch.cat(parts, 1), axis_of(4)), one, dtype=dtype, length=one.numel(), what=f"{way}: {name}"
+            )
 
 
 @CAUSAL
@@ -114,7 +122,7 @@ def test_what_is_sent_and_what_is_computed(n, monkeypatch):
 
     def counted(given):
         def call(*args):
-            q, k = (args[1:3] if len(args) == 8 else args[:2])
+            q, k = args[1:3] if len(args) == 8 else args[:2]
             work = q.shape[1] * k.shape[1]
             assert work
             seen[mesh_rank[0]] = seen.get(mesh_rank[0], 0) + (work // 2 if args[-2] else work)
@@ -179,12 +187,16 @@ def bad_calls(cp):
         return dist.context_attention.fwd(None, (t, t, t), dist.ContextAttentionConfig(cp))
 
     where, good = "context_attention_fwd", (1, 4, 2, 8)
-    yield f"{where}: x.0 (q) must be of an even length (two chunks in zigzag order), got 3", lambda: fwd(*[(1, 3, 2, 8)] * 3, causal=True)
+    yield (
+        f"{where}: x.0 (q) must be of an even length (two chunks in zigzag order), got 3",
+        lambda: fwd(*[(1, 3, 2, 8)] * 3, causal=True),
+    )
     yield f"{where}: x.1 (k) must be of length 4, as q is (cfg.causal), got 6", lambda: fwd(good, *[(1, 6, 2, 8)] * 2, causal=True)
     yield f"{where}: x.1 (k) must be of a number of heads that divides 2, got 3", lambda: fwd(good, *[(1, 4, 3, 8)] * 2)
     yield f"{where}: x.0 (q) must be [B, T, H, D], got [4, 2, 8]", lambda: fwd(*[(4, 2, 8)] * 3)
-    yield f"{where}: x must be a tuple (q, k, v), got", lambda: dist.context_attention.fwd(
-        None, torch.ones(good), dist.ContextAttentionConfig(cp)
+    yield (
+        f"{where}: x must be a tuple (q, k, v), got",
+        lambda: dist.context_attention.fwd(None, torch.ones(good), dist.ContextAttentionConfig(cp)),
     )
     yield f"{where}: x.0 (q) must be a plain tensor", lambda: plain(torch.ones(good).as_subclass(DTensor))
     yield "ContextAttentionConfig: comm must be 'gather' or 'ring', got 'p2p'", lambda: fwd(*[good] * 3, comm="p2p")

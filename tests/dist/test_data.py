@@ -76,7 +76,9 @@ def test_an_ordered_sum_is_accumulation_on_one_process(sizes, kind):
             if shard:
                 whole = gradients(0)
                 assert_same(once, own_shards(want, mesh[shard]), "what is no element is zero")
-                once, sums, wide = (finish(gather_shards_start(t, whole, mesh[shard], bucket_bytes=bound)) for t in (once, sums, wide))
+                once, sums, wide = (
+                    finish(gather_shards_start(t, whole, mesh[shard], bucket_bytes=bound)) for t in (once, sums, wide)
+                )
             return once, sums, wide
 
         n = math.prod(MESHES[sizes].values())
@@ -220,7 +222,9 @@ BAD = {
         {"a": torch.ones(2)}, TWO["dp"], shard=TWO["tp"]
     ),
     "reduce_start: bucket_bytes must be at least 1, got 0": lambda: reduce_start({}, ALONE, bucket_bytes=0),
-    "finish: into must be a tree like dparams": lambda: finish(reduce_start({"a": torch.ones(2)}, ALONE), into={"b": torch.ones(2)}),
+    "finish: into must be a tree like dparams": lambda: finish(
+        reduce_start({"a": torch.ones(2)}, ALONE), into={"b": torch.ones(2)}
+    ),
     "finish: into.a must be [2], got [3]": lambda: finish(reduce_start({"a": torch.ones(2)}, ALONE), into={"a": torch.ones(3)}),
     "finish: into.a must be torch.float32 or a wider float dtype, got torch.bfloat16": lambda: finish(
         reduce_start({"a": torch.ones(2)}, ALONE), into={"a": torch.ones(2).bfloat16()}

@@ -30,7 +30,11 @@ def test_a_program_is_what_a_step_sends():
         ("none", "gather scatter gather"), ("bulk", "gather gather scatter"), ("ring", "shift gather shift"),
     ):  # fmt: skip
         program = record(lambda x, overlap=overlap: mlp(mesh, x, overlap), torch.ones(3, 4))
-        names = {"gather": "all_gather of float32[3, 4]", "scatter": "reduce_scatter (sum) of float32[6, 4]", "shift": "all_to_all of float32"}
+        names = {
+            "gather": "all_gather of float32[3, 4]",
+            "scatter": "reduce_scatter (sum) of float32[6, 4]",
+            "shift": "all_to_all of float32",
+        }
         assert [str(one) for one in program.sent] == [names[word] for word in order.split()] and not program.unfinished
         assert {one.group for one in program.sent} == {"tp[0:2:1]"}
 

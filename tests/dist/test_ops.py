@@ -5,12 +5,13 @@ import itertools
 
 import pytest
 import torch
-from dist_cases import CASES, LAYERS, ONE, PLAIN, collectives, layer, of_rank, on_axis
+from dist_cases import LAYERS, LOW, ONE, PLAIN, collectives, layer, low_layer, of_rank
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from funcops import ChainConfig, GLUConfig, LinearConfig, LinearParams, Op, SkipConfig, Step, chain, dist, glu, linear, random, skip
 from funcops.dist import Mesh
+from funcops.recipes import Fp8Current
 from funcops.testing import LAWS, check_dist, run_ranks
 from funcops.testing.checks import same_bits
 
@@ -59,6 +60,14 @@ def test_rings_of_eight(name, shape):
     check_dist(LAYERS[name][0], layer(name, *shape, True, "ring"), sizes=(8,))
 
 
+@pytest.mark.parametrize(("name", "sequence", "keep"), [("column", True, "input"), ("row", False, "col"), ("column", False, "row")])
+@settings(max_examples=1)
+@given(shape=SHAPES)
+def test_layers_in_low_precision_are_the_plain_op_in_parts(name, sequence, keep, shape):
+    rows, i, o, _ = shape
+    check_dist(LOW[name][0](Fp8Current(keep=keep)), low_layer(name, rows, i, o, sequence, keep), sizes=(1, 2, 4))
+
+
 def test_every_op_of_the_room_is_among_them():
     assert {value.name for value in vars(dist).values() if isinstance(value, Op)} == PLAIN.keys()
 
@@ -87,7 +96,7 @@ WAYS = {"overlap": ("bulk", "ring"), "comm": ("gather", "ring")}
 def test_laws_on_two_ranks(name):
     """Every rank is held to them at once: what one raises, all do."""
     fields = {field.name for field in dataclasses.fields(PLAIN[name].op.config)}
-    ways = [{name: way} for name, both in WAYS.items() if name in fields for way in both] or [{}]
+    ways = [{name: way} for name, both in WAYS.items() if name in fields for way in both[: 1 if "recipe" in fields else 2]] or [{}]
 
     def check(mesh):
         for law, way in itertools.product(LAWS_OF_RANKS, ways):
@@ -104,6 +113,7 @@ WRONG |= {"split": WRONG["dim"], "cat": (0, *WRONG["dim"]), "sequence_parallel":
 WRONG |= dict.fromkeys(("in_features", "out_features", "num_embeddings", "vocab", "chunk_bytes"), (0, -2, 1.5, True, "3", None))
 WRONG |= {"label_smoothing": (1.0, -0.1, "0", None), "z_loss": (-1.0, float("inf"), None), "reduction": ("avg", None)}
 WRONG |= {"ignore_index": WRONG["by"], "padding_idx": (-1, 1e9, "0"), "causal": WRONG["bias"], "scale": (0.0, float("nan"), "1")}
+WRONG |= {"recipe": (None, "fp8_current")}
 WRONG |= {"comm": ("p2p", None)}
 
 
@@ -140,7 +150,8 @@ def bad_calls(tp):
     )
     for config in (dist.ColumnLinearConfig, dist.RowLinearConfig):
         yield (
-            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows are shared out, got 'ring'",
+            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows "
+            "are shared out, got 'ring'",
             lambda config=config: config(4, 6, axis=tp, overlap="ring", sequence_parallel=False),
         )
     yield (

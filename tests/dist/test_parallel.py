@@ -132,7 +132,8 @@ def test_a_block_in_one_call(name, sizes):
 
 
 ENDS = {
-    "logits": ((Step("head", linear, LinearConfig(32, 16, bias=False)), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))),
+    "logits": ((Step("head", linear, LinearConfig(32, 16, bias=False)),
+                Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))),
                {"head": "column", "loss": "vocab"}),
     "fused": ((Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(32, 16), takes=("labels",)),), {"loss": "vocab"}),
 }  # fmt: skip
@@ -170,6 +171,50 @@ def test_a_decoder_of_shared_out_vocabulary_and_sequence(end, sizes):
         for path, t in paths(dparams).items():
             if t is not None:
                 torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-12, msg=path)
+
+
+@pytest.mark.parametrize("name", ["packed", "gpt2"])
+def test_a_block_without_sequence_parallelism(name):
+    """All ranks of tp have the same rows between layers, whose number need not divide; gradients there are whole, and no sums."""
+    cfg, rows = MODELS[name](4, 4), 3
+    extras = {path: {"positions": torch.arange(3), "key": random.key(9)}[path] for path in cfg.extras}
+    whole = chain.init(cfg, key=KEY, dtype=D)
+    x, dy = (torch.randn(2 * rows, 3, 32, dtype=D) for _ in range(2))
+    y, residuals = chain.fwd(whole, WithExtras(x, extras), cfg)
+    wanted, dx = chain.bwd(residuals, dy, cfg)
+
+    def run(mesh):
+        dp = mesh["dp"]
+        own = dist.parallel(cfg, PACKED if name == "packed" else RULES, mesh, overlap="bulk", sequence_parallel=False)
+        specs = dist.specs_of(chain, own)
+        params = chain.init(own, key=KEY, dtype=D)
+        same_bits(params, dist.shard(whole, specs, mesh), "params")
+        y, residuals = chain.fwd(params, WithExtras(x.chunk(2)[dp.rank], extras), own)
+        dparams, dx = chain.bwd(residuals, dy.chunk(2)[dp.rank], own)
+        norm = dist.global_norm(dist.sum_gradients(dparams, specs, mesh), (), dist.part_axes(params, specs, mesh))
+        return y, dx.main, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), norm
+
+    ys, dxs, found, norms = zip(*run_ranks({"dp": 2, "tp": 2}, run), strict=True)
+    torch.testing.assert_close(torch.cat(ys[::2]), y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dxs[1::2]), dx.main, rtol=0, atol=1e-12)
+    total = torch.stack([t.square().sum() for t in tensors(wanted)]).sum().sqrt()
+    for dparams, norm in zip(found, norms, strict=True):
+        torch.testing.assert_close(norm, total, rtol=1e-12, atol=0)
+        for path, t in paths(dparams).items():
+            if t is not None:
+                torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-10, msg=path)
+
+
+def test_layers_of_one_axis_agree_on_sequence_parallelism():
+    tp = Mesh.abstract({"tp": 2}, 0)["tp"]
+    cfg = chained(
+        ("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
+        ("down", dist.row_linear, dist.RowLinearConfig(8, 4, axis=tp, sequence_parallel=False)),
+    )
+    with pytest.raises(
+        ValueError, match=r"^specs_of: cfg.sequence_parallel must be the same in all layers over axis 'tp' of 2, got both"
+    ):
+        dist.specs_of(chain, cfg)
 
 
 def test_masks_of_dropout_are_parts_of_one_mask():
@@ -217,19 +262,22 @@ BAD = {
     "parallel: rules must be globs over steps that no other matches before (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
     "parallel: rules['up'] must be 'column', 'row', 'vocab', 'context', or a function, got 'rows'": (MLP, {**BOTH, "up": "rows"}),
     "parallel: rules must be with a row layer behind every column layer, got none behind up": (chained(UP), {"up": "column"}),
-    "parallel: down, a row layer, must be where x has its features shared out, behind a column layer, got shared out by rows alone": (
+    "parallel: down, a row layer, must be where x has its features shared out, behind a column layer, "
+    "got shared out by rows alone": (
         chained(DOWN), {"down": "row"}),
     "parallel: down, a column layer, must be where x has all features, got shared out along its 1. dimension from the end": (
         MLP, {"up": "column", "down": "column"}),
     "parallel: rules for act must be of another role ('row' is for linear), got ActivationConfig": (
         chained(UP, ("act", activation, ActivationConfig("silu")), DOWN), {**BOTH, "act": "row"}),
-    "parallel: step norm must be one that takes each feature by itself (shared out along its 1. dimension from the end), got layer_norm":
+    "parallel: step norm must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got layer_norm":
         (chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN), BOTH),
     "parallel: step loss must be one that takes each feature by itself (shared out along its 1. dimension from the end), "
     "got cross_entropy": (
         ChainConfig(steps=(Step(*UP), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)),
         {"up": "column"}),
-    "parallel: step down must be one that takes each feature by itself (shared out along its 1. dimension from the end), got linear": (
+    "parallel: step down must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got linear": (
         MLP, {"up": "column"}),
     "up: ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7": (
         chained(("up", linear, LinearConfig(4, 7)), ("down", linear, LinearConfig(7, 4))), BOTH),
@@ -239,7 +287,8 @@ BAD = {
     "heads: ReshapeConfig: out_shape must be of a first size that 2 ranks can share out, got (3, 4)": (
         chained(("up", linear, LinearConfig(4, 12)), ("heads", reshape, ReshapeConfig((12,), (3, 4))),
                 ("merge", reshape, ReshapeConfig((3, 4), (12,))), ("down", linear, LinearConfig(12, 4))), BOTH),
-    "parallel: output 'wide' of step split must be of all features, behind a row layer, got shared out along its 1. dimension from the "
+    "parallel: output 'wide' of step split must be of all features, behind a row layer, got shared out "
+    "along its 1. dimension from the "
     "end": (
         ChainConfig(steps=(Step(*UP), Step("split", fork, ForkConfig(), gives=("wide",)), Step(*DOWN)), outputs=("wide",)), BOTH),
     "parallel: y of inner must be shared out as that of its x, got shared out along its 1. dimension from the end": (
@@ -280,7 +329,9 @@ def test_outputs_are_of_the_rows_of_a_rank():
 def test_other_axes():
     with pytest.raises(ValueError, match=r"^Mesh: axis must be one of dp, tp, got 'xp'"):
         dist.parallel(MLP, BOTH, Mesh.abstract({"dp": 1, "tp": 2}, 0), axis="xp")
-    with pytest.raises(ValueError, match=r"^parallel: rules must be with one for attn.mix, an attention over the tokens of all ranks"):
+    with pytest.raises(
+        ValueError, match=r"^parallel: rules must be with one for attn.mix, an attention over the tokens of all ranks"
+    ):
         dist.parallel(block_config(16, 4, 24), RULES, Mesh.abstract({"cp": 2, "tp": 2}, 0))
     cfg = chained(UP, ("mid", activation, ActivationConfig("silu")), DOWN)
     own_rule = lambda op, cfg: (op, dataclasses.replace(cfg, kind="relu"))  # noqa: E731

@@ -29,7 +29,7 @@ def test_two_processes_are_two_threads(tmp_path):
     assert done.returncode == 0 and json.loads(done.stdout) == {"rank0": 0, "rank1": 0}, (done.stderr, texts)
     for rank, text in enumerate(texts[::2]):
         said = dict(line.split("| ", 1) for line in text.splitlines() if "| " in line)
-        assert max(float(said.pop(how)) for how in ("traced", "traced ops", "compiled")) < 1e-14
+        assert max(float(said.pop(how)) for how in ("traced", "traced ops", "traced sums", "compiled")) < 1e-14
         assert said == {
             "wrong product": "Mesh.of: sizes must be of product 2, the number of processes, got dp 2 x tp 2 = 4",
             "place": f"{rank} {rank} ",

@@ -107,7 +107,10 @@ class DTensor(torch.Tensor):
 W, MESH = torch.ones(4, 6), Mesh.abstract({"dp": 2, "tp": 2}, 0)
 BAD = {
     "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'b.*'": {"b.*": Spec()},
-    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'a.*'": {"*": Spec(), "a.*": Spec()},
+    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'a.*'": {
+        "*": Spec(),
+        "a.*": Spec(),
+    },
     "shard: specs['a.w'] must be of axes of the mesh (dp, tp), got 'cp'": {"a.w": Spec("cp")},
     "shard: a.w must be of more than 2 dimensions (its spec shares out dimension 2), got [4, 6]": {"a.w": Spec("tp", 2)},
     "shard: a.w must be of sizes along dimension 1 that axis 'tp' of 2 divides (3 is not), got [4, 6]": {
@@ -135,7 +138,9 @@ def test_bad_leaves_raise_before_anything_is_sent():
             call(wrapped, {}, MESH)
     with pytest.raises(ValueError, match=r"^unshard: w must be of at least 2 dimensions, got float32\[4\]"):
         dist.unshard({"w": W[:, 0]}, {"w": Spec("tp", 1)}, MESH)
-    with pytest.raises(ValueError, match=r"^unshard: w must be of 8, the sum of its spec's parts, along dimension 1, got \[4, 12\]"):
+    with pytest.raises(
+        ValueError, match=r"^unshard: w must be of 8, the sum of its spec's parts, along dimension 1, got \[4, 12\]"
+    ):
         dist.unshard({"w": W}, {"w": Spec("tp", 1, parts=(4, 4))}, MESH)
     for field in ("axis", "fsdp"):
         with pytest.raises(ValueError, match=rf"^Spec: {field} must be the name of an axis, got 't p'"):

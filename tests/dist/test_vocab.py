@@ -43,9 +43,8 @@ def check(rows, vocab, width, flag, sequence, chunk_bytes, options):
     check_dist(dist.vocab_embedding, vocab_embedding(rows, vocab, width, flag, sequence))
     check_dist(dist.vocab_cross_entropy, vocab_cross_entropy(rows, vocab, **options))
     cap = 1.5 if flag else None
-    check_dist(
-        dist.vocab_linear_cross_entropy, vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, cap, **options)
-    )
+    loss = vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, cap, **options)
+    check_dist(dist.vocab_linear_cross_entropy, loss)
 
 
 DRAWN = given(ROWS, SMALL, SMALL, st.booleans(), st.booleans(), st.sampled_from((100, 600, 2**20)), OPTIONS)
@@ -69,7 +68,10 @@ def test_more_shapes(rows, vocab, width, flag, sequence, chunk_bytes, options):
 PLAIN_OPS = {
     dist.vocab_embedding: (embedding, EmbeddingConfig(16, 3, padding_idx=9)),
     dist.vocab_cross_entropy: (cross_entropy, CrossEntropyConfig(label_smoothing=0.1, z_loss=0.1)),
-    dist.vocab_linear_cross_entropy: (linear_cross_entropy, LinearCrossEntropyConfig(3, 16, chunk_bytes=160, z_loss=0.1, softcap=2.0)),
+    dist.vocab_linear_cross_entropy: (
+        linear_cross_entropy,
+        LinearCrossEntropyConfig(3, 16, chunk_bytes=160, z_loss=0.1, softcap=2.0),
+    ),
 }
 
 
@@ -185,8 +187,9 @@ def bad_calls(tp):
             f"{config.__name__}: {name} must be a multiple of 2, the size of axis 'tp', got 7",
             lambda config=config, sizes={**sizes, name: 7}: config(**sizes, axis=tp),
         )
-    yield "vocab_embedding_fwd: params.weight must be [4, 3], got [8, 3]", lambda: embed_fwd(
-        EmbeddingParams(torch.ones(8, 3)), ids, embedding_cfg
+    yield (
+        "vocab_embedding_fwd: params.weight must be [4, 3], got [8, 3]",
+        lambda: embed_fwd(EmbeddingParams(torch.ones(8, 3)), ids, embedding_cfg),
     )
     yield (
         "vocab_embedding_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got int64[3]",
@@ -263,7 +266,11 @@ def test_parts_of_rows_by_triton(smoothing):
 WRONG = {
     "ids of others": ("vocab_embedding", "places_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
     "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", lambda parts, labels, cfg: (parts[0] - parts[1], parts[0])),
-    "losses of a chunk": ("vocab_linear_cross_entropy", "losses_of_rows", lambda parts, labels, cfg: (parts[0] - parts[1], parts[0])),
+    "losses of a chunk": (
+        "vocab_linear_cross_entropy",
+        "losses_of_rows",
+        lambda parts, labels, cfg: (parts[0] - parts[1], parts[0]),
+    ),
 }
 
 

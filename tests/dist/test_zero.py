@@ -34,8 +34,7 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.dist import Mesh, finish, gather_shards_start, own_shards, reduce_start
-from funcops.dist import buckets
+from funcops.dist import Mesh, buckets, finish, gather_shards_start, own_shards, reduce_start
 from funcops.dist import shards as shards_of_trees
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask
 from funcops.schedule import Schedule, run
@@ -273,7 +272,9 @@ def test_specs_say_what_zero_3_shares_out():
     for found in run_ranks({"dp": 2, "cp": 1}, step):
         assert_same(found, whole)
     odd = model(ODD, Mesh.abstract({"dp": 4}, 0))
-    said = re.escape("specs_of: blocks.0.down.weight must be of a first dimension of its own that axis 'dp' of 4 divides, got [6, 5]")
+    said = re.escape(
+        "specs_of: blocks.0.down.weight must be of a first dimension of its own that axis 'dp' of 4 divides, got [6, 5]"
+    )
     with pytest.raises(ValueError, match=said):
         dist.specs_of(chain, odd)
 

@@ -96,6 +96,17 @@ def compiled_steps(mesh, backend, ways):
     return max(compiled(*one) for one in found)
 
 
+def compiled_sums(mesh):
+    """What a step of training sends for its gradients, whole and by shards."""
+    tp = mesh["tp"]
+    grads = (torch.arange(7.0) / 3 + mesh.rank, torch.ones(4, 2) * mesh.rank)
+
+    def both(*grads):
+        return [dist.finish(dist.reduce_start(list(grads), tp, shard=shard, bucket_bytes=20)) for shard in (None, tp)]
+
+    return compiled(both, grads, "aot_eager")
+
+
 TRACED = ("vocab_linear_cross_entropy", "context_attention")
 
 
@@ -139,6 +150,7 @@ def rank(store, number):
     print("finish|", dist.finish(dist.gather_start(torch.ones(1) * mesh.rank, mesh["tp"])).tolist())
     print("traced|", compiled_steps(mesh, "aot_eager", WAYS))
     print("traced ops|", compiled_ops(mesh))
+    print("traced sums|", compiled_sums(mesh))
     print("compiled|", compiled_steps(mesh, "inductor", WAYS[1:2]))
 
 

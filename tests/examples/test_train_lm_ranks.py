@@ -72,6 +72,35 @@ def test_losses_on_ranks_that_are_threads(sizes, zero, text, tmp_path, monkeypat
         assert zero < 3 or nbytes(made.params) < 0.6 * nbytes(one.params)
 
 
+@pytest.mark.slow
+def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
+    """Losses are those of one process up to what rounding makes of sums in another order; all ranks have one state of scales."""
+    programs.main_of("train_lm.py")
+    import train_lm
+    from lm.data import load_corpus
+    from lm.flags import parse
+    from lm.ranks import Ranks
+
+    flags = [*SIZES, "--dtype", "bfloat16", "--text", str(text), "--recipe", "fp8_delayed", "--steps", "2", "--zero", "1"]
+    corpus, args = load_corpus(text, context=16), parse([*flags, "--out", str(tmp_path)])
+
+    def run(mesh=None):
+        made = train_lm.Run(args, corpus, mesh and Ranks.of(mesh, args))
+        made.agree()
+        return [made.advance().loss for _ in range(2)], made.state.scales
+
+    losses, scales = run()
+    ranks = run_ranks({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, run)
+    for found, own in ranks:
+        assert found == ranks[0][0] and own.keys() == scales.keys() and len(own) == 12
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=0.01, atol=0)
+        for path, state in own.items():
+            assert torch.equal(state.history, ranks[0][1][path].history), path
+            x_and_w, want = (one.history[1:3, :2] for one in (state, scales[path]))
+            assert bool((want > 0).all())
+            torch.testing.assert_close(x_and_w, want, rtol=0.05, atol=0, msg=path)
+
+
 BAD = {
     "--dp 2 --tp 4": "--pp 1 --dp 2 --cp 1 --tp 4: expected a product of 4, the number of processes that torchrun started, got 8",
     "--tp 3": "--pp 1 --dp 1 --cp 1 --tp 3: expected a product of 4, the number of processes that torchrun started, got 3",
@@ -82,9 +111,14 @@ BAD = {
     "--cp 4 --context 12": "--context: expected a multiple of 8, twice --cp, got 12",
     "--pp 2 --zero 3": "--zero: expected 0 to 2 with --pp 2, got 3",
     "--pp 4": "--pp: expected 1 to 2, as there are --layers 2, got 4",
-    "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --cp 1 --tp 1, got True",
-    "--check": "--check: expected without --pp 1 --dp 4 --cp 1 --tp 1, got True",
-    "--compile": "--compile: expected without --pp 1 --dp 4 --cp 1 --tp 1, got True",
+    "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --cp 1 --tp 1, as the embedding and the head are of two stages",
+    "--check": "--check: expected without --pp 1 --dp 4 --cp 1 --tp 1, as whole params are compared, got True",
+    "--graph": "--graph: expected without --pp 1 --dp 4 --cp 1 --tp 1, as communication is not captured, got True",
+    "--pp 2 --compile": "--compile: expected without --pp 2 --dp 2 --cp 1 --tp 1, as the schedule is run action by action",
+    "--zero 3 --compile": "--compile: expected without --zero 3, whose layers take minutes to trace, got True",
+    "--zero 3 --recipe fp8_delayed": "--recipe: expected one without scales of its own with --zero 3, which has no place for them",
+    "--tp 4 --overlap ring --recipe fp8_block": "ColumnQLinearConfig: overlap must be 'none' or 'bulk' with a recipe",
+    "--dim 32 --hidden 32 --tp 4 --recipe mxfp8": "proj: ColumnQLinearConfig: out_features must be a multiple of 128 (MXFP8",
 }
 
 

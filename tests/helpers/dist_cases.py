@@ -8,6 +8,9 @@ import torch.nn.functional as F
 
 from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, dist, linear, random
 from funcops.dist import Mesh
+from funcops.dist.ops.column_qlinear import column_op_of
+from funcops.dist.ops.row_qlinear import row_op_of
+from funcops.recipes import Fp8Current
 from funcops.testing import Case, DistCase, Placed
 from funcops.trees import tree_map
 
@@ -67,6 +70,44 @@ def layer(name, rows, i, o, bias, sequence, overlap):
         placed_params=LinearParams(Placed("shard", 0 if column else 1), of_bias if bias else None),
         name=f"{rows}-{i}-{o}-bias={bias}-sequence={sequence}-{overlap}",
     )
+
+
+class Fp8(torch.autograd.Function):
+    """x w^T of operands rounded to 8 bits, one scale a tensor, of its largest element; straight through."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return Fp8.rounded(x) @ Fp8.rounded(w).mT
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = map(Fp8.rounded, ctx.saved_tensors)
+        dy = Fp8.rounded(dy, torch.float8_e5m2)
+        return dy @ w, dy.flatten(0, -2).mT @ x.flatten(0, -2)
+
+    @staticmethod
+    def rounded(t, dtype=torch.float8_e4m3fn):
+        scale = torch.tensor(torch.finfo(dtype).max) / t.abs().max().float() if t.numel() and t.any() else torch.tensor(1.0)
+        return ((t.float() * scale).to(dtype).float() * (1 / scale)).double()
+
+
+LOW = {"column": (column_op_of, dist.ColumnQLinearConfig), "row": (row_op_of, dist.RowQLinearConfig)}  # by a recipe
+
+
+def low_layer(name, rows, i, o, sequence, keep):
+    """column_qlinear or row_qlinear by `Fp8Current`: its scales are of whole tensors, on any number of ranks."""
+    case = layer(name, rows, i, o, True, sequence, "bulk")
+
+    def cfg(overlap):
+        plain = case.cfg(ONE)
+        made = functools.partial(LOW[name][1], plain.in_features, plain.out_features, sequence_parallel=sequence)
+        return lambda axis: made(axis=axis, recipe=Fp8Current(keep=keep), overlap=overlap)
+
+    def reference(params, x, n):
+        return Fp8.apply(x, params.weight) + params.bias
+
+    return dataclasses.replace(case, cfg=cfg("bulk"), twin=cfg("none"), reference=reference, name=f"{case.name}-{keep}")
 
 
 def shared_out(rows, i, o, bias, **options):
@@ -195,6 +236,9 @@ def all_cases():
         yield op, case, {"free": ("x",)}
     for name, (op, _) in LAYERS.items():
         yield op, layer(name, (1, 2), 3, 2, True, True, "bulk"), {"cancels": ("params.bias", "params.weight")}
+    for name, (op_of, _) in LOW.items():
+        given = {"exempt": ("finite_differences",), "cancels": ("params.bias", "params.weight")}
+        yield op_of(Fp8Current()), low_layer(name, (1, 2), 3, 2, True, "row"), given
     yield dist.sharded, shared_out(1, 3, 2, True), {"cancels": ("params.bias", "params.weight")}
     padded = {"exempt": ("finite_differences",)}  # the padding's gradient is defined as 0, and is not the derivative
     yield dist.vocab_embedding, vocab_embedding((1, 3), 1, 3, True, True), {"free": ("x",), **padded}

@@ -58,9 +58,11 @@ DIST = {
     "dist.init": Row(lambda: {"op": linear, "cfg": LinearConfig(4, 6), "specs": SPECS, "mesh": dist.Mesh(axes=(ALONE,)),
         "key": random.key(0), "device": "cpu", "dtype": torch.float32}, {"specs": WRONG_SPECS}),
     "dist.parallel": Row(lambda: {"cfg": CHAIN, "rules": {"up": "column", "down": "row"}, "mesh": dist.Mesh(axes=(ALONE,)),
-        "axis": "tp", "overlap": "none"}, {"rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"})}),
+        "axis": "tp", "overlap": "none", "sequence_parallel": False},
+        {"rules": ({"up": "no such"}, {"up": 3}, {3: "row"}, {"no such": "row"})}),
     "dist.Shared": Row(lambda: {"dim": 1, "axis": ALONE, "zigzag": True}, accepts={("dim", "-1"): "the last"}),
-    "dist.Spec": Row(lambda: {"axis": "tp", "dim": 1, "parts": (2, 4), "fsdp": "dp"}, {"parts": ((0,), [2], (1.5,)), "dim": (-1,)}),
+    "dist.Spec": Row(lambda: {"axis": "tp", "dim": 1, "parts": (2, 4), "fsdp": "dp", "alike": "cp"},
+        {"parts": ((0,), [2], (1.5,)), "dim": (-1,)}),
     **{f"dist.{name}_start": Row(lambda: {"x": x(), "axis": ALONE}, accepts={"x": "any tensor, but one without dimensions"})
        for name in ("gather", "scatter_sum", "sum_over", "all_to_all")},
     **{f"dist.{name}": Row(lambda: {"t": x(), "axis": ALONE, "dim": 1}, {"dim": (2, -3)},
@@ -81,6 +83,7 @@ DIST = {
         "bucket_bytes": 64}, {"also": ((3,), (ALONE,)), "bucket_bytes": (0,)}),
     "dist.global_norm": Row(lambda: {"tree": tree(), "over": ALONE, "parts": {"a": (ALONE,)}, "device": "cpu"}, {
         "over": ((3,),), "parts": ({"a": 3}, {"c": ()})}, {**empty("tree"), ("device", "None"): "torch's own"}),
+    "dist.amaxes_over": Row(lambda: {"amaxes": {"a": torch.ones(3)}, "over": ALONE}, {"amaxes": ({"a": 3},), "over": ((3,),)}),
     "dist.everywhere": Row(lambda: {"ok": torch.tensor(True), "over": ALONE}, {"over": ((3,),)}),
     "dist.raise_everywhere": Row(lambda: {"fault": "", "mesh": dist.Mesh(axes=(ALONE,))}, {},
         {"fault": "a text is raised, none is not"}),

@@ -16,6 +16,7 @@ products: in another order. In the whole backward x is on its way meanwhile, and
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -30,8 +31,9 @@ from funcops.dist.ring import gathered_products, scattered_products
 from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [
@@ -77,6 +79,13 @@ class ColumnLinearConfig:
         spec = Spec(self.axis.name, 0, parts=self.parts)
         return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
 
+    def with_recipe(self, recipe: Recipe) -> tuple[Op, Op, Any]:
+        """This op, and the one that takes its place in low precision, with its config."""
+        from funcops.dist.ops.column_qlinear import ColumnQLinearConfig, column_op_of
+
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
+
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.weight_shape[0]
 
@@ -89,6 +98,7 @@ class ColumnLinearResiduals(Residuals, static=("dtype",)):
 
 class ColumnLinearPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
+    rows: Tensor = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",))  # of all ranks, where siblings gathered them
     dy: Tensor = saved("[*, O/n]", alias="dy", needed_by=WGRAD)
 
 
@@ -105,14 +115,22 @@ def column_linear_fwd(
     params: LinearParams, x: Tensor, cfg: ColumnLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ColumnLinearResiduals | None]:
     """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]."""
-    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
-    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
+    check_column(params, x, cfg)
     weight, bias = params.weight, params.bias
     if by_ring(cfg):
         y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
     else:
         y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
-    return y, ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+    return y, column_kept(cfg, needs, x, weight, y)
+
+
+def check_column(params: LinearParams, x: Tensor, cfg: ColumnLinearConfig) -> None:
+    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
+
+
+def column_kept(cfg: ColumnLinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> ColumnLinearResiduals | None:
+    return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
 
 
 @dgrad_of(ColumnLinearResiduals)
@@ -123,13 +141,15 @@ def column_linear_dgrad(
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
     dx = _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
-    return dx, ColumnLinearPending.keep(cfg, needs, x=x, dy=dy)
+    return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy)
 
 
 @wgrad_of(ColumnLinearPending, LinearParams)
 def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` where that is given."""
-    bias = _wants_bias(cfg, pending.needs)
+    bias = wants_bias(cfg, pending.needs)
+    if pending.rows is not None:
+        return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into)
     return _gradients("column_linear_wgrad", pending.dy, pending.x, None, bias, cfg, into)
 
 
@@ -140,7 +160,7 @@ def column_linear_bwd(
     """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("column_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    bias = _wants_bias(cfg, needs)
+    bias = wants_bias(cfg, needs)
     if into is not None:  # before anything is sent
         check_linear_into("column_linear_bwd", dy, x, bias, into)
     sent = comm.start_gather(x, cfg.axis) if cfg.overlap != "none" and cfg.sequence_parallel and x is not None else None
@@ -150,7 +170,7 @@ def column_linear_bwd(
     return dparams, comm.wait(dx, cfg.axis) if late else dx
 
 
-def _wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
+def wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
     return cfg.bias and (needs.params is True or needs.param("bias"))
 
 

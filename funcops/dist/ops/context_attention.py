@@ -11,8 +11,8 @@ rank has chunks r and 2n - 1 - r of 2n (`zigzag`): in that order all ranks have 
     j > r              the second half sees all, and the first none
 
 What no query sees is not computed. The rest is merged by logsumexp: L = log(e^l + e^l'), y = y e^(l - L) + y' e^(l' - L), in the
-wide dtype. In the backward such a pair of queries and keys, given y and L over all keys, has its own part of dq, dk and dv. Those of
-dk and dv are sent and summed in the wide dtype.
+wide dtype. In the backward such a pair of queries and keys, given y and L over all keys, has its own part of dq, dk and dv. Those
+of dk and dv are sent and summed in the wide dtype.
 
 `comm="gather"`: k and v are gathered, under the attention to this rank's own; dk and dv are scattered. `comm="ring"`: k and v go
 round, each under the attention to the one before, and dk and dv follow them: k and v of two ranks at a time in memory.

@@ -16,6 +16,7 @@ in the backward, under the products of dx.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -31,8 +32,9 @@ from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [
@@ -72,6 +74,13 @@ class RowLinearConfig:
     def specs(self) -> dict[str, Spec]:
         """What the axis shares out, by the name of the leaf."""
         return {"weight": Spec(self.axis.name, 1)}
+
+    def with_recipe(self, recipe: Recipe) -> tuple[Op, Op, Any]:
+        """This op, and the one that takes its place in low precision, with its config."""
+        from funcops.dist.ops.row_qlinear import RowQLinearConfig, row_op_of
+
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.weight_shape[1], self.out_features

@@ -39,8 +39,8 @@ __all__ = [
 
 @config
 class Shared:
-    """The ranks of `axis` share out dimension `dim` of a tensor: each has its part of n, or (`zigzag`) of 2n the part of its rank and
-    that as far from the end."""
+    """The ranks of `axis` share out dimension `dim` of a tensor: each has its part of n, or (`zigzag`) of 2n the part of its rank
+    and that as far from the end."""
 
     dim: int = field(kw_only=False)
     axis: Axis = field(kw_only=False)

@@ -143,9 +143,7 @@ def vocab_linear_cross_entropy_fwd(
     if cfg.axis.size == 1:
         losses, lse = losses_of_chunks(rows, flat, weight, own)
     else:
-        parts = [
-            parts_of_rows(logits_of(rows[c], weight, cfg.softcap), flat[c], cfg) for c in own.row_chunks(rows.shape[0])
-        ]
+        parts = [parts_of_rows(logits_of(rows[c], weight, cfg.softcap), flat[c], cfg) for c in own.row_chunks(rows.shape[0])]
         joined = torch.cat(parts, 1) if parts else t.new_empty((2, 0), dtype=wide(t.dtype))
         losses, lse = losses_of_rows(joined, flat, cfg) if parts else joined
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
