@@ -41,22 +41,23 @@ def _experts_up_fake(
 
 @kernel(opaque=True)
 def experts_dgrad(
-    dy: Tensor, down: Tensor, z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
+    dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
     bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
     dweights: bool, scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """dz [N, 2I]; d weights [T, K], which is ds by `place` [T, K], and with the second product's bias [E, H] + dy[t] . bias_e of
     the expert e = indices[t, k], but for e = E, which was dropped; and scaled [N, I] again; each where it is asked for. dz and ds
-    are 0 behind offsets[E]."""
-    da = grouped_product.kernel.torch_impl(dy, down, None, offsets, order, weights.shape[1], None, False).to(wide(dy.dtype))
-    s, whole = _row_weights(weights, order), z.to(da.dtype)
-    a = _gated(whole, kind, limit, alpha, offset) if dweights or scaled else da
-    d_weights = d_z = again = None
+    are 0 behind offsets[E]. For scaled alone no `down` is read."""
+    s, whole = _row_weights(weights, order), z.to(wide(z.dtype))
+    a = _gated(whole, kind, limit, alpha, offset) if dweights or scaled else whole
+    da = d_weights = d_z = again = None
+    if down is not None:
+        da = grouped_product.kernel.torch_impl(dy, down, None, offsets, order, weights.shape[1], None, False).to(whole.dtype)
     if dweights and place is not None:
         d_weights = _by_place((a * da).sum(-1), place, dy, bias, indices).to(weights.dtype)
     if scaled:
         again = a.mul_(s.unsqueeze(-1)).to(z.dtype)
-    if dz:
+    if dz and da is not None:
         da.mul_(s.unsqueeze(-1))
         if kind == "clamped_swiglu":
             found, _ = glu.clamped_swiglu_bwd.kernel.torch_impl(da, whole, None, True, limit, alpha, offset, True, False)
@@ -68,7 +69,7 @@ def experts_dgrad(
 
 @experts_dgrad.fake
 def _experts_dgrad_fake(
-    dy: Tensor, down: Tensor, z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
+    dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
     bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
     dweights: bool, scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip

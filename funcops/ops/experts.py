@@ -106,15 +106,17 @@ OF_ALL = "x.0", *OF_DZ, "params.down.weight", "params.down.bias"
 
 class ExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
     x: Tensor = saved("[*, H]", alias="x.1", needed_by=WGRAD, of=("params.up.weight",))
-    weights: Tensor = saved("[*, K]", alias="x.0", needed_by=DGRAD | WGRAD, of=OF_ALL)
+    weights: Tensor = saved("[*, K]", alias="x.0", needed_by=DGRAD | WGRAD, of=OF_ALL[1:])
     indices: Tensor | None = saved("[*, K]", alias="x.2", needed_by=DGRAD, of=("x.0",))  # where down has a bias
     up: Tensor = saved("[E, 2I, H]", alias="params.up.weight", needed_by=DGRAD, of=("x.1",))
-    down: Tensor = saved("[E, H, I]", alias="params.down.weight", needed_by=DGRAD, of=OF_ALL[:-1])
+    down: Tensor = saved("[E, H, I]", alias="params.down.weight", needed_by=DGRAD, of=OF_ALL[:-2])
     down_bias: Tensor | None = saved("[E, H]", alias="params.down.bias", needed_by=DGRAD, of=("x.0",))
     z: Tensor = saved("[N, 2I]", needed_by=DGRAD, of=OF_ALL[:-1])
     order: Tensor = saved("[N]", needed_by=DGRAD | WGRAD, of=OF_ALL)
     place: Tensor = saved("[T, K]", needed_by=DGRAD, of=("x.0", "x.1"))
     offsets: Tensor = saved("[E + 1]", needed_by=DGRAD | WGRAD, of=OF_ALL)
+    weights_dtype: torch.dtype = static()
+    choices: int = static()  # K
 
 
 class ExpertsPending(Pending):
@@ -188,7 +190,7 @@ def experts_fwd(
     kept = ExpertsResiduals.keep(
         cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=up.weight, down=down.weight,
         down_bias=down.bias, z=z, order=order, place=place, offsets=offsets, inputs=Inputs.of(x), shape=tokens.shape,
-        dtype=tokens.dtype,
+        dtype=tokens.dtype, weights_dtype=weights.dtype, choices=weights.shape[-1],
     )  # fmt: skip
     return y, kept
 
@@ -199,12 +201,14 @@ def experts_dgrad(
 ) -> tuple[tuple[Tensor | None, Tensor | None, None], ExpertsPending | None]:
     """`(d weights, dx, None)`, and the pending weight gradients. dy: [*, H]."""
     r, needs = residuals, residuals.needs
-    check("experts_dgrad", "dy", dy, r.shape, r.dtype, r.weights)
+    check("experts_dgrad", "dy", dy, r.shape, r.dtype, r.order)
     of_up = needs.param("up.weight") or (cfg.bias and needs.param("up.bias"))
     of_weights, of_x, again = needs.input(0), needs.input(1), needs.param("down.weight")
-    dz, d_weights, scaled, weights = None, None, None, _rows(r.weights)
+    dz = d_weights = scaled = None
     if of_up or of_x or of_weights or again:
         indices = None if r.indices is None else _rows(r.indices)
+        weights = r.weights  # their own gradient reads no more of them than shape and dtype
+        weights = r.place.new_empty(r.place.shape, dtype=r.weights_dtype) if weights is None else _rows(weights)
         dz, d_weights, scaled = kernels.experts_dgrad(
             _rows(dy), r.down, r.z, weights, r.order, r.offsets, r.place, r.down_bias, indices, *cfg.gated, of_up or of_x,
             of_weights, again,
@@ -214,9 +218,9 @@ def experts_dgrad(
         dx = gather_rows(grouped_product(dz, r.up, None, r.offsets, None, 1, None, False), r.place, None).view(r.shape)
     pending = ExpertsPending.keep(
         cfg, needs, x=r.x, dz=dz, dy=dy, scaled=scaled, weights=r.weights if cfg.bias else None, order=r.order, offsets=r.offsets,
-        choices=weights.shape[1],
+        choices=r.choices,
     )  # fmt: skip
-    return r.inputs.make((None if d_weights is None else d_weights.view(r.weights.shape), dx, None)), pending
+    return r.inputs.make((None if d_weights is None else d_weights.view((*r.shape[:-1], r.choices)), dx, None)), pending
 
 
 @wgrad_of(ExpertsPending, ExpertsParams)

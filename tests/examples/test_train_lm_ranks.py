@@ -20,6 +20,7 @@ SIZES = "--dim 16 --layers 2 --heads 4 --kv-heads 4 --hidden 24 --context 16 --b
 MESHES = ("--dp 4", "--tp 4 --overlap ring", "--dp 2 --tp 2", "--pp 2 --tp 2", "--dp 2 --cp 2", "--dp 4 --zero 3")
 MOVED = {  # one run from mesh to mesh, by how many processes
     "--dp 2 --tp 2 --zero 3": 4,
+    "--tp 4": 4,
     "--pp 2 --dp 2 --schedule one_f_one_b --microbatches 2 --zero 1": 4,
     "--pp 2 --cp 2 --overlap none": 4,
     "--dp 1": 1,

@@ -91,7 +91,7 @@ def _down_part(
     a = active * factor
     if AGAIN:
         store_rounded(scaled_ptr + at, a * s[:, None], inside)
-    sums = tl.sum(tl.where(inside, da * a, 0.0), 1)
+    sums = tl.sum(da * a, 1)
     if DZ:
         da = da * s[:, None]
         store_rounded(dz_ptr + of_z, da * factor * d_active, inside)
@@ -192,22 +192,23 @@ def paired(dtype: torch.dtype, tile: Tile) -> Tile:
 
 @declared.experts_dgrad.triton
 def experts_dgrad(
-    dy: Tensor, down: Tensor, z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
+    dy: Tensor, down: Optional[Tensor], z: Tensor, weights: Tensor, order: Tensor, offsets: Tensor, place: Optional[Tensor],
     bias: Optional[Tensor], indices: Optional[Tensor], kind: str, limit: float, alpha: float, offset: float, dz: bool,
     dweights: bool, scaled: bool,
 ) -> tuple[Optional[Tensor], Optional[Tensor], Optional[Tensor]]:  # fmt: skip
-    (groups, length, width), rows = down.shape, order.shape[0]
+    groups, width, rows = offsets.shape[0] - 1, z.shape[1] // 2, order.shape[0]
+    length = 0 if down is None else down.shape[1]  # of the product: none, for scaled alone
     d_z, again = dy.new_empty((rows, 2 * width)) if dz else None, dy.new_empty((rows, width)) if scaled else None
     d_weights = weights.new_empty(weights.shape) if dweights else None
     if not rows:
         return d_z, d_weights, again
-    tile = tile_for(dy.dtype, rows, groups, width, length)
+    tile = tile_for(dy.dtype, rows, groups, width, dy.shape[1])
     tiles, columns, every = row_tiles(rows, groups, tile), cdiv(width, tile.n), weights.shape[1]
     parts = dy.new_empty((columns, rows), dtype=torch.float32) if dweights else None
     _launch_down_dgrad(
-        tiles * columns, 1, 1, dy.contiguous(), down.contiguous(), z.contiguous(), weights.contiguous(), d_z, again, parts,
-        order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every, limit, alpha, offset,
-        GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
+        tiles * columns, 1, 1, dy.contiguous(), (z if down is None else down).contiguous(), z.contiguous(), weights.contiguous(),
+        d_z, again, parts, order.contiguous(), offsets.contiguous(), tiles, rows, dy.shape[0], groups, width, length, every, limit,
+        alpha, offset, GATES.get(kind, kind), dz, dweights, scaled, precision(dy.dtype), tile.m, tile.n, tile.k, GROUP,
         blocks_of(groups), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if d_weights is not None:
