@@ -32,6 +32,7 @@ def run_good() -> dict[str, Any]:
     return {
         "schedule": one_step(), "params": chain_params(), "xs": [x(), x()], "cfg": CHAIN, "dys": [x(), x()], "needs": Needs.ALL,
         "into": tree_map_tensors(torch.zeros_like, chain_params()), "done": lambda stage, dparams: None,
+        "losses": (),
     }  # fmt: skip
 
 

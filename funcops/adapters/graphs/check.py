@@ -280,13 +280,16 @@ def _same(a: Tensor, b: Tensor) -> bool:
 
 
 def poisoned(trees: Any) -> Any:
-    """Other values, of which any function that takes the first may be asked: floats scaled, integers and bools in reverse order."""
+    """Other values, of which any function that takes the first may be asked: floats scaled, integers and bools in reverse order;
+    of a vector that ascends (offsets of groups), all but the last one less, so that it still does."""
 
     def other(t: Any) -> Any:
         if not isinstance(t, Tensor):
             return t
         if t.is_floating_point() or t.is_complex():
             return t * 0.75
+        if t.dim() == 1 and t.numel() > 1 and t.dtype is not torch.bool and bool((t.diff() >= 0).all()):
+            return torch.cat(((t[:-1] - 1).clamp_min(t[0]), t[-1:]))
         return t.flatten().flip(0).reshape(t.shape) if t.numel() > 1 else t.clone()
 
     return tree_map(other, trees)
