@@ -7,7 +7,7 @@ What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
 (NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, qlinear, bias, embedding, attention, qkv_split, rope (rope_table), dropout
+    layers           linear, qlinear, bias, embedding, attention, sink_attention, qkv_split, rope (rope_table), dropout
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     mixtures         route, permute, grouped_linear, experts, unpermute
@@ -90,6 +90,7 @@ from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
 from funcops.ops.route import *
 from funcops.ops.scale import *
+from funcops.ops.sink_attention import *
 from funcops.ops.unpermute import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan

@@ -2,7 +2,8 @@
 
 CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for
 float32 and for longer heads, written out for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S] matrix
-is kept.
+is kept. On CUDA v may have another head size than q and k, and q be shorter than k: the last row then sees all keys.
+What has which options is in `attend.py`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def attention_bwd(
 
 
 def cuda_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    how, size = way(q.dtype, q.shape[-1]), q.shape[-1]
+    how, size = way(q.dtype, max(q.shape[-1], v.shape[-1])), v.shape[-1]
     k, v = _for_kernel(k, how, q.shape[2]), _for_kernel(v, how, q.shape[2])
     out, lse = WAYS[how.kernel].forward(_for_kernel(q, how), k, v, causal, scale)
     return _cut(out.transpose(1, 2), size), lse
@@ -89,11 +90,53 @@ def cuda_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tup
 def cuda_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    how, size = way(q.dtype, q.shape[-1]), q.shape[-1]
+    how = way(q.dtype, max(q.shape[-1], v.shape[-1]))
     heads = _for_kernel(q, how), _for_kernel(k, how, q.shape[2]), _for_kernel(v, how, q.shape[2])
     found = WAYS[how.kernel].backward(_for_kernel(dy, how), *heads, _for_kernel(out, how), logsumexp, causal, scale)
-    dq, dk, dv = (_cut(g.transpose(1, 2), size) for g in found)
+    dq, dk, dv = (_cut(g.transpose(1, 2), t.shape[-1]) for g, t in zip(found, (q, k, v), strict=True))
     return dq, _sum_groups(dk, k.shape[2]), _sum_groups(dv, k.shape[2])
+
+
+def flash_fwd(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, causal: bool, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Flash attention on CUDA with a window (0: none), or of one row of sequences that end at `cu_seqlens`."""
+    how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
+    parts = [_packed(t, how, cu_seqlens) for t in (q, k, v)]
+    ends = None if cu_seqlens is None else cu_seqlens.contiguous()
+    out, lse, *_ = _aten._flash_attention_forward.default(
+        *parts, ends, ends, *longest, 0.0, causal, False, scale=scale, **_sides(window)
+    )
+    if cu_seqlens is not None:
+        out, lse = out.unsqueeze(0), lse.unsqueeze(0)
+    return _cut(out, v.shape[-1]), lse
+
+
+def flash_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, out: Tensor, logsumexp: Tensor, causal: bool,
+    window: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    how, longest = way(q.dtype, max(q.shape[-1], v.shape[-1])), (q.shape[1], k.shape[1])
+    parts = [_packed(t, how, cu_seqlens) for t in (dy, q, k, v, out)]
+    ends = None if cu_seqlens is None else cu_seqlens.contiguous()
+    lse = logsumexp if cu_seqlens is None else logsumexp.squeeze(0)
+    state = torch.empty((), dtype=torch.uint64, device=q.device)
+    found = _aten._flash_attention_backward.default(
+        *parts, lse, ends, ends, *longest, 0.0, causal, state, state, scale=scale, **_sides(window)
+    )
+    grads = found if cu_seqlens is None else tuple([g.unsqueeze(0) for g in found])
+    dq, dk, dv = (_cut(g, t.shape[-1]) for g, t in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
+
+
+def _sides(window: int) -> dict[str, int]:
+    return {"window_size_left": window - 1, "window_size_right": 0} if window else {}
+
+
+def _packed(t: Tensor, how: Way, cu_seqlens: Tensor | None) -> Tensor:
+    """[B, T, H, D] as [B, T, H, size], or [T, H, size] of sequences."""
+    t = _for_kernel(t, how).transpose(1, 2)
+    return t if cu_seqlens is None else t.squeeze(0)
 
 
 def _flash_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -109,7 +152,16 @@ def _flash_bwd(
     )
 
 
+LOWER_RIGHT = 2  # of memory-efficient attention's own masks: the last row sees all keys
+
+
 def _efficient_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    if causal and q.shape[2] != k.shape[2]:
+        rows = [t.transpose(1, 2) for t in (q, k, v)]
+        out, lse, *_ = _aten._efficient_attention_forward.default(
+            *rows, None, None, None, None, None, 0.0, LOWER_RIGHT, True, scale=scale
+        )
+        return out.transpose(1, 2), lse
     return _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
 
 
@@ -119,6 +171,14 @@ def _efficient_bwd(
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     if logsumexp.shape[-1] % LSE_ROWS:
         logsumexp = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % LSE_ROWS), value=float("inf"))
+    if causal and q.shape[2] != k.shape[2]:
+        rows = [t.transpose(1, 2) for t in (dy, q, k, v)]
+        found = _aten._efficient_attention_backward.default(
+            *rows, None, y.transpose(1, 2), None, None, q.shape[2], k.shape[2], logsumexp, 0.0, seed, seed, LOWER_RIGHT, False,
+            scale=scale,
+        )  # fmt: skip
+        dq, dk, dv = (g.transpose(1, 2) for g in found[:3])
+        return dq, dk, dv
     return _aten._scaled_dot_product_efficient_attention_backward.default(
         dy, q, k, v, None, y, logsumexp, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )[:3]

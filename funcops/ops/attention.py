@@ -3,22 +3,33 @@
     p = softmax(scale q k^T)        y = p v        dv = p^T dy
     ds = p * (dy v^T - rowsum(dy * y))        dq = scale ds k        dk = scale ds^T q
 
-per head; with `causal`, position t sees positions up to t. Query head h reads key head h // (H / K) (grouped-query).
-x is `(q, k, v)`. q, y, dy: [B, T, H, D]; k, v: [B, S, K, D] with K dividing H; one float dtype; any strides.
-Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is kept: the
-backward recomputes p from logsumexp. Causal with T != S is refused, because conventions differ on where the diagonal
-starts. A sliding window and packed sequences are not in torch's CPU kernel and are refused. Zero-length sequences give
-zeros. arXiv:2205.14135, arXiv:2305.13245.
+per head. Query head h reads key head h // (H / K) (grouped-query). The last position of q stands at the last of k: position t at
+i = t + S - T. With `causal` it sees positions j <= i, where T <= S; with `window` of those the last so many, i - j < window.
+Options change scores s = scale q k^T, in this order:
+
+    softcap     c tanh(s / c)                       ds (1 - tanh^2)            arXiv:2408.00118
+    alibi       s - slope_h |i - j|                 slopes by head: arXiv:2108.12409
+    bias        s + bias                            dbias = ds, summed over what it is repeated along
+
+x is `(q, k, v)`, and after them what the config asks for: with `bias` one of [B or 1, H or 1, T, S], of their dtype, in which -inf
+hides; with `packed` cu_seqlens [N + 1], int32, ascending from 0 to T: B is 1, and each sequence sees itself alone.
+q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; y, dy: [B, T, H, V]; one float dtype; any strides.
+Kept: q, k, v, bias, cu_seqlens (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is
+kept: the backward recomputes p from logsumexp. Zero-length sequences give zeros, as do rows from which a bias hides all.
+Which kernel serves what is in docs/kernels.md. arXiv:2205.14135, arXiv:2305.13245.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require
-from funcops.kernels import attention as kernels
+from funcops.kernels.attend import attend_bwd, attend_fwd
+from funcops.kernels.scored_attention import Score, read_here
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.schema import DGRAD, Inputs, Residuals, saved
@@ -37,38 +48,58 @@ __all__ = [
 
 @config
 class AttentionConfig:
-    """`scale` defaults to D^(-1/2). `window` and `packed` must be None and False: torch's kernels for explicit
-    residuals do not have them on every device."""
+    """`scale` defaults to D^(-1/2). `window`, with `causal`: how many positions one sees, itself included. `softcap`: what scores
+    stay below. `alibi`: scores fall with the distance. `bias`, `packed`: x has one more part, the bias or cu_seqlens."""
 
     causal: bool = False
     scale: float | None = None
     window: int | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    bias: bool = False
     packed: bool = False
 
     def __post_init__(self) -> None:
-        right = self.scale is None or (math.isfinite(self.scale) and self.scale > 0)
-        require(right, "AttentionConfig", "scale", "None or above 0", self.scale)
-        require(self.window is None, "AttentionConfig", "window", "None (no sliding window in torch's CPU kernel)", self.window)
-        require(not self.packed, "AttentionConfig", "packed", "False (no cu_seqlens in torch's CPU kernel)", self.packed)
+        where = type(self).__name__
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            require(value is None or (math.isfinite(value) and value > 0), where, name, "None or above 0", value)
+        require(self.window is None or self.window >= 1, where, "window", "None or at least 1", self.window)
+        require(self.window is None or self.causal, where, "window", "None without causal", self.window)
+        require(not (self.bias and self.packed), where, "bias", "False with packed, where rows of a bias have no sequence", self.bias)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of the parts of x."""
+        return "q", "k", "v", *(("bias",) if self.bias else ()), *(("cu_seqlens",) if self.packed else ())
+
+    def score(self, head_size: int) -> Score:
+        return Score(self.causal, self.window or 0, self.softcap or 0.0, self.alibi, scale_of(head_size, self.scale))
 
 
 class AttentionResiduals(Residuals, static=("inputs",)):
     q: Tensor = saved("[B, T, H, D]", alias="x.0", needed_by=DGRAD)
     k: Tensor = saved("[B, S, K, D]", alias="x.1", needed_by=DGRAD)
-    v: Tensor = saved("[B, S, K, D]", alias="x.2", needed_by=DGRAD)
-    y: Tensor = saved("[B, T, H, D]", alias="y", needed_by=DGRAD, recompute_from=("q", "k", "v"))
+    v: Tensor = saved("[B, S, K, V]", alias="x.2", needed_by=DGRAD)
+    y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, recompute_from=("q", "k", "v"))
     logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, recompute_from=("q", "k"))
+    bias: Tensor | None = saved("[B or 1, H or 1, T, S]", alias="x.3", needed_by=DGRAD)
+    cu_seqlens: Tensor | None = saved("[N + 1]", alias="x.3", needed_by=DGRAD)
 
 
-def scale_of(q: Tensor, scale: float | None) -> float:
-    return q.shape[-1] ** -0.5 if scale is None else scale
+def scale_of(head_size: int, scale: float | None) -> float:
+    return head_size**-0.5 if scale is None else scale
 
 
-def check_qkv(where: str, x: object, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """x as `(q, k, v)`, after every check."""
-    if not isinstance(x, tuple) or len(x) != 3:
-        fail(where, "x", "a tuple (q, k, v)", describe(x), TypeError)
-    q, k, v = x
+def check_parts(where: str, x: object, parts: tuple[str, ...]) -> Any:
+    """x as a tuple of so many parts."""
+    if not isinstance(x, tuple) or len(x) != len(parts):
+        fail(where, "x", f"a tuple ({', '.join(parts)})", describe(x), TypeError)
+    return x
+
+
+def check_qkv(where: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None:
+    """Every check of these three."""
     check(where, "x.0 (q)", q, (...,), FLOATS)
     check(where, "x.1 (k)", k, (...,), q.dtype, q)
     q_shape, k_shape = q.shape, k.shape
@@ -78,35 +109,83 @@ def check_qkv(where: str, x: object, causal: bool) -> tuple[Tensor, Tensor, Tens
         fail(where, "x.1 (k)", f"[{q_shape[0]}, S, K, {q_shape[3]}]", list(k_shape))
     if k_shape[2] == 0 or q_shape[2] % k_shape[2] != 0:
         fail(where, "x.1 (k)", f"of a number of heads that divides {q_shape[2]}", k_shape[2])
-    if causal and q_shape[1] != k_shape[1]:
-        fail(where, "x.1 (k)", f"of length {q_shape[1]}, as q is (cfg.causal)", k_shape[1])
-    check(where, "x.2 (v)", v, k_shape, q.dtype, q)
-    return q, k, v
+    if causal and q_shape[1] > k_shape[1]:
+        fail(where, "x.1 (k)", f"of length {q_shape[1]} or longer, as q's last position sees the last (cfg.causal)", k_shape[1])
+    check(where, "x.2 (v)", v, (...,), q.dtype, q)
+    if v.dim() != 4 or v.shape[:3] != k_shape[:3]:
+        fail(where, "x.2 (v)", f"[{', '.join(map(str, k_shape[:3]))}, V]", list(v.shape))
+
+
+def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """q, k, v, bias and cu_seqlens, after every check."""
+    q, k, v, *more = check_parts(where, x, cfg.parts)
+    check_qkv(where, q, k, v, cfg.causal)
+    if cfg.bias:
+        _check_bias(where, more[0], q, k)
+        return q, k, v, more[0], None
+    if cfg.packed:
+        _check_cu_seqlens(where, more[0], q, k)
+        return q, k, v, None, more[0]
+    return q, k, v, None, None
+
+
+def _check_bias(where: str, bias: Tensor, q: Tensor, k: Tensor) -> None:
+    check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
+    batch, heads, t, s = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    shape = bias.shape
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or tuple(shape[2:]) != (t, s):
+        fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {t}, {s}]", list(shape))
+
+
+def _check_cu_seqlens(where: str, ends: Tensor, q: Tensor, k: Tensor) -> None:
+    """On a device, and by a tracer, its values are not looked at."""
+    check(where, "x.3 (cu_seqlens)", ends, (...,), torch.int32, q)
+    if q.shape[0] != 1:
+        fail(where, "x.0 (q)", "of a batch of 1, a row of sequences (cfg.packed)", q.shape[0])
+    if q.shape[1] != k.shape[1]:
+        fail(where, "x.1 (k)", f"of length {q.shape[1]}, as q is (cfg.packed)", k.shape[1])
+    if ends.dim() != 1 or ends.shape[0] < 1:
+        fail(where, "x.3 (cu_seqlens)", "[N + 1]", list(ends.shape))
+    if read_here(ends):
+        found, rows = ends.tolist(), q.shape[1]
+        if found[0] != 0 or found[-1] != rows or any(a > b for a, b in zip(found, found[1:], strict=False)):
+            fail(where, "x.3 (cu_seqlens)", f"ascending, from 0 to q's length {rows}", found)
 
 
 @forward(AttentionConfig)
 def attention_fwd(
-    params: None, x: tuple[Tensor, Tensor, Tensor], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
+    params: None, x: tuple[Tensor, ...], cfg: AttentionConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AttentionResiduals | None]:
-    """x: `(q, k, v)` -> y: [B, T, H, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
-    q, k, v = check_qkv("attention_fwd", x, cfg.causal)
-    y, logsumexp = kernels.attention_fwd(q, k, v, cfg.causal, scale_of(q, cfg.scale))
-    kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, inputs=Inputs.of(x))
+    """x: `(q, k, v)`, and what cfg adds -> y: [B, T, H, V]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device,
+    and on the CPU for cu_seqlens that do not ascend from 0 to T."""
+    q, k, v, bias, ends = check_x("attention_fwd", x, cfg)
+    y, logsumexp = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]))
+    kept = AttentionResiduals.keep(
+        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, bias=bias, cu_seqlens=ends, inputs=Inputs.of(x)
+    )
     return y, kept
 
 
-@dgrad_of(AttentionResiduals)
-def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
-    """`(dq, dk, dv)`. There is no weight gradient: pending is None."""
-    needs = residuals.needs
-    if not needs.x:
-        return residuals.nothing(), None
-    q, k, v, y = residuals.q, residuals.k, residuals.v, residuals.y
-    check("attention_dgrad", "dy", dy, q.shape, q.dtype, q)
-    grads = kernels.attention_bwd(dy, q, k, v, y, residuals.logsumexp, cfg.causal, scale_of(q, cfg.scale))
+def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig) -> Any:
+    """The gradients of the parts of x that are asked for."""
+    needs, q, y = residuals.needs, residuals.q, residuals.y
+    check(where, "dy", dy, y.shape, y.dtype, y)
+    bias, ends, wants_bias = residuals.bias, residuals.cu_seqlens, cfg.bias and needs.input(3)
+    *grads, dbias = attend_bwd(
+        dy, q, residuals.k, residuals.v, bias, ends, y, residuals.logsumexp, cfg.score(q.shape[3]), wants_bias
+    )
+    grads += [dbias] * cfg.bias + [None] * cfg.packed
     if needs.x is not True:
-        grads = tuple([g if needs.input(i) else None for i, g in enumerate(grads)])
-    return residuals.inputs.make(grads), None
+        grads = [g if needs.input(i) else None for i, g in enumerate(grads)]
+    return residuals.inputs.make(tuple(grads))
+
+
+@dgrad_of(AttentionResiduals)
+def attention_dgrad(residuals: AttentionResiduals, dy: Tensor, cfg: AttentionConfig) -> tuple[tuple[Tensor, ...], None]:
+    """`(dq, dk, dv)`, and dbias, or None for cu_seqlens, where x has one. There is no weight gradient: pending is None."""
+    if not residuals.needs.x:
+        return residuals.nothing(), None
+    return input_gradients("attention_dgrad", residuals, dy, cfg), None
 
 
 attention = make_op("attention", AttentionConfig, fwd=attention_fwd, dgrad=attention_dgrad)

@@ -1,3 +1,6 @@
+import itertools
+import math
+
 import torch
 from hypothesis import strategies as st
 
@@ -7,23 +10,48 @@ from funcops.testing import Case, Error
 
 def reference(params, x, cfg):
     """Softmax attention written out."""
-    q, k, v = x
+    q, k, v, *more = x
     groups = q.shape[2] // k.shape[2]
     k, v = (t.repeat_interleave(groups, 2) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if cfg.scale is None else cfg.scale
     scores = torch.einsum("bthd,bshd->bhts", q, k) * scale
+    if cfg.softcap is not None:
+        scores = cfg.softcap * torch.tanh(scores / cfg.softcap)
+    t, s = scores.shape[-2:]
+    away = torch.arange(s) - torch.arange(t)[:, None] - (s - t)
+    if cfg.alibi:
+        scores = scores - torch.tensor(_slopes(q.shape[2]), dtype=torch.float64)[:, None, None] * away.abs()
+    if cfg.bias:
+        scores = scores + more[0]
     if cfg.causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], device=scores.device).triu(1).bool(), float("-inf"))
-    p = scores.softmax(-1) if k.shape[1] else scores
+        scores = scores.masked_fill((away > 0) | (away <= -(cfg.window or s + t)), float("-inf"))
+    if cfg.packed:
+        ids = torch.repeat_interleave(torch.arange(len(more[0]) - 1), more[0].diff())
+        scores = scores.masked_fill(ids[:, None] != ids, float("-inf"))
+    p = scores.softmax(-1).nan_to_num() if k.shape[1] else scores
     return torch.einsum("bhts,bshd->bthd", p, v)
 
 
-def case(b, t, s, h, k, d, **options):
-    def x(draw):
-        return draw.randn(b, t, h, d), draw.randn(b, s, k, d), draw.randn(b, s, k, d)
+def _slopes(heads):
+    """As Hugging Face's build_alibi_tensor has them."""
+    n = 2 ** math.floor(math.log2(heads))
+    base, more = (2 ** (-8 / m) for m in (n, 2 * n))
+    return [base**i for i in range(1, n + 1)] + [more**i for i in range(1, 2 * (heads - n), 2)]
 
-    name = f"attention-{b}-{t}-{s}-{h}-{k}-{d}-{options}"
-    cancels = ("x.0", "x.1") if s == 1 else ()  # p is 1 whatever q and k are, and ds the difference of two equal sums
+
+def case(b, t, s, h, k, d, value=None, bias=None, ends=None, **options):
+    """`bias`: its sizes along batch and heads; `ends`: of packed sequences; `value`: v's head size."""
+
+    def x(draw):
+        q, keys, values = draw.randn(b, t, h, d), draw.randn(b, s, k, d), draw.randn(b, s, k, value or d)
+        more = (() if bias is None else (draw.randn(*bias, t, s),)) + (() if ends is None else (torch.tensor(ends).int(),))
+        return q, keys, values, *more
+
+    options |= ({"bias": True} if bias else {}) | ({"packed": True} if ends else {})
+
+    name = f"attention-{b}-{t}-{s}-{h}-{k}-{d}-{value}-{bias}-{ends}-{options}"
+    alone = s == 1 or options.get("window") == 1 or (ends and max(b - a for a, b in itertools.pairwise(ends)) <= 1)
+    cancels = ("x.0", "x.1", "x.3") if alone else ()  # p is 1 whatever q and k are, and ds the difference of two equal sums
     return Case(op=attention, cfg=AttentionConfig(**options), x=x, reference=reference, name=name, cancels=cancels)
 
 
@@ -35,31 +63,70 @@ CASES = [
     case(0, 3, 3, 2, 1, 8, causal=True),
     case(2, 0, 0, 2, 1, 8, causal=True),
     case(2, 3, 0, 2, 2, 8),
+    case(2, 3, 7, 4, 2, 8, causal=True),
+    case(1, 21, 23, 4, 2, 8, causal=True, window=4),
+    case(2, 5, 5, 2, 2, 12, value=8, causal=True),
+    case(1, 9, 9, 2, 1, 8, ends=[0, 4, 4, 9], causal=True, window=3),
+    case(2, 4, 6, 4, 2, 8, bias=(1, 4)),
+    case(2, 5, 5, 6, 2, 8, softcap=1.5, causal=True),
+    case(1, 5, 5, 3, 3, 8, alibi=True, causal=True),
+    case(2, 5, 6, 4, 2, 8, value=20, bias=(2, 1), softcap=2.0, alibi=True, causal=True, window=3),
 ]
 
 
 @st.composite
 def drawn(draw):
-    causal = draw(st.booleans())
-    t = draw(st.integers(0, 6))
-    s = t if causal else draw(st.integers(0, 6))
-    k, groups = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    return case(draw(st.integers(0, 2)), t, s, k * groups, k, draw(st.sampled_from([4, 8, 5])), causal=causal)
+    causal, packed, t = draw(st.booleans()), draw(st.booleans()), draw(st.integers(0, 6))
+    s = t if packed else draw(st.integers(t if causal else 0, 6))
+    b, k, groups, d = 1 if packed else draw(st.integers(0, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3)), [4, 8, 5]
+    options = {"causal": causal, "alibi": draw(st.booleans()), "softcap": draw(st.sampled_from([None, 2.0]))}
+    if causal:
+        options["window"] = draw(st.sampled_from([None, 1, 3, 9]))
+    if packed:
+        options["ends"] = [0, *sorted(draw(st.lists(st.integers(0, t), max_size=3))), t]
+    elif draw(st.booleans()):
+        options["bias"] = draw(st.sampled_from([1, max(1, b)])), draw(st.sampled_from([1, k * groups]))
+    return case(b, t, s, k * groups, k, draw(st.sampled_from(d)), value=draw(st.sampled_from(d)), **options)
 
 
-def _call(*shapes, **options):
-    return lambda: attention_fwd(None, tuple(torch.ones(s) for s in shapes), AttentionConfig(**options))
+def _call(*shapes, ends=None, **options):
+    more = () if ends is None else (torch.tensor(ends, dtype=torch.int32),)
+    return lambda: attention_fwd(None, (*(torch.ones(s) for s in shapes), *more), AttentionConfig(**options))
 
 
+SAME = ((1, 4, 2, 8),) * 3
 ERRORS = [
-    Error(call=lambda: AttentionConfig(window=4), match="AttentionConfig: window must be None"),
-    Error(call=lambda: AttentionConfig(packed=True), match="AttentionConfig: packed must be False"),
+    Error(call=lambda: AttentionConfig(window=4), match="AttentionConfig: window must be None without causal, got 4"),
+    Error(call=lambda: AttentionConfig(window=0, causal=True), match="AttentionConfig: window must be None or at least 1, got 0"),
+    Error(call=lambda: AttentionConfig(softcap=0.0), match="AttentionConfig: softcap must be None or above 0, got 0.0"),
+    Error(call=lambda: AttentionConfig(packed=True, bias=True), match="AttentionConfig: bias must be False with packed"),
     Error(call=lambda: AttentionConfig(scale=-1.0), match="AttentionConfig: scale must be None or above 0"),
     Error(call=_call((1, 4, 3, 8), (1, 4, 2, 8), (1, 4, 2, 8)), match="attention_fwd: x.1 (k) must be of a number of heads"),
     Error(
-        call=_call((1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), causal=True),
-        match="attention_fwd: x.1 (k) must be of length 4, as q is (cfg.causal), got 5",
+        call=_call((1, 5, 2, 8), (1, 4, 2, 8), (1, 4, 2, 8), causal=True),
+        match="attention_fwd: x.1 (k) must be of length 5 or longer, as q's last position sees the last (cfg.causal), got 4",
     ),
     Error(call=_call((1, 4, 2, 8), (1, 4, 2, 7), (1, 4, 2, 7)), match="attention_fwd: x.1 (k) must be [1, S, K, 8]"),
+    Error(call=_call((1, 4, 2, 8), (1, 4, 2, 8), (1, 3, 2, 8)), match="attention_fwd: x.2 (v) must be [1, 4, 2, V], got [1, 3, 2, 8]"),
     Error(call=_call((4, 2, 8), (4, 2, 8), (4, 2, 8)), match="attention_fwd: x.0 (q) must be [B, T, H, D], got [4, 2, 8]"),
+    Error(call=_call(*SAME, bias=True), match="attention_fwd: x must be a tuple (q, k, v, bias), got tuple of 3", error=TypeError),
+    Error(
+        call=_call(*SAME, (1, 3, 4, 4), bias=True),
+        match="attention_fwd: x.3 (bias) must be [1 or 1, 2 or 1, 4, 4], got [1, 3, 4, 4]",
+    ),
+    Error(
+        call=_call(*SAME, ends=[0, 3], packed=True),
+        match="attention_fwd: x.3 (cu_seqlens) must be ascending, from 0 to q's length 4, got [0, 3]",
+    ),
+    Error(
+        call=_call(*SAME, (2,), packed=True), match="attention_fwd: x.3 (cu_seqlens) must be int32, got float32", error=TypeError
+    ),
+    Error(
+        call=_call(*((2, 4, 2, 8),) * 3, ends=[0, 4], packed=True),
+        match="attention_fwd: x.0 (q) must be of a batch of 1, a row of sequences (cfg.packed), got 2",
+    ),
+    Error(
+        call=_call((1, 4, 2, 8), (1, 5, 2, 8), (1, 5, 2, 8), ends=[0, 4], packed=True),
+        match="attention_fwd: x.1 (k) must be of length 4, as q is (cfg.packed), got 5",
+    ),
 ]

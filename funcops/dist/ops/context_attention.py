@@ -38,7 +38,7 @@ from funcops.errors import check, fail, require
 from funcops.kernels import attention as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
-from funcops.ops.attention import check_qkv, scale_of
+from funcops.ops.attention import check_parts, check_qkv, scale_of
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
@@ -83,10 +83,14 @@ def context_attention_fwd(
 ) -> tuple[Tensor, ContextAttentionResiduals | None]:
     """x: `(q, k, v)` of this rank -> y: [B, T/n, H, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     where = "context_attention_fwd"
-    q, k, v = check_qkv(where, x, cfg.causal)
+    q, k, v = check_parts(where, x, ("q", "k", "v"))
+    check_qkv(where, q, k, v, cfg.causal)
+    if cfg.causal:
+        check(where, "x.1 (k)", k, (k.shape[0], q.shape[1], *k.shape[2:]))
+    check(where, "x.2 (v)", v, tuple(k.shape))
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
-    scale = scale_of(q, cfg.scale)
+    scale = scale_of(q.shape[3], cfg.scale)
     if cfg.axis.size == 1:
         y, lse = kernels.attention_fwd(q, k, v, cfg.causal, scale)
     else:
@@ -108,7 +112,7 @@ def context_attention_dgrad(
     q, k, v, y, lse = residuals.q, residuals.k, residuals.v, residuals.y, residuals.logsumexp
     check_tensor("context_attention_dgrad", "dy", dy, (...,))
     check("context_attention_dgrad", "dy", dy, q.shape, q.dtype, q)
-    scale, grads = scale_of(q, cfg.scale), None
+    scale, grads = scale_of(q.shape[3], cfg.scale), None
     if cfg.axis.size == 1:
         grads = kernels.attention_bwd(dy, q, k, v, y, lse, cfg.causal, scale)
     else:

@@ -1,0 +1,133 @@
+"""Attention with a sink: a learned score per head, of a key whose value is zero.
+
+    L = log(e^logsumexp + e^sink_h)        y = softmax(s) v e^(logsumexp - L)        dsink_h = -sum e^(sink_h - L) rowsum(dy * y)
+
+where logsumexp is that of a row's scores s, as attention has them; L takes its place in what is kept, and attention's own backward,
+given y and L, gives dq, dk and dv. x, shapes, options and what is kept are attention's; sinks: [H], of x's dtype or float32.
+dgrad reads dy and y anyway, so it leaves dsinks as sums over rows [B, H].
+Kept besides: sinks, an alias: no bytes of its own. arXiv:2309.17453, arXiv:2508.10925.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.accumulators import accumulate
+from funcops.backend import wide
+from funcops.errors import check, require
+from funcops.kernels.attend import attend_fwd
+from funcops.needs import Needs
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops._norm import finish
+from funcops.ops.attention import AttentionConfig, check_x, input_gradients
+from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.trees import leaf, tree
+
+__all__ = [
+    "SinkAttentionConfig",
+    "SinkAttentionParams",
+    "SinkAttentionPending",
+    "SinkAttentionResiduals",
+    "sink_attention",
+    "sink_attention_bwd",
+    "sink_attention_dgrad",
+    "sink_attention_fwd",
+    "sink_attention_init",
+    "sink_attention_wgrad",
+]
+
+
+@config
+class SinkAttentionConfig(AttentionConfig):
+    """`heads`: of q (H); the rest as `AttentionConfig` has it."""
+
+    heads: int = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
+
+
+@tree
+class SinkAttentionParams:
+    sinks: Tensor = leaf("[H]")
+
+
+class SinkAttentionResiduals(Residuals, static=("inputs",)):
+    q: Tensor = saved("[B, T, H, D]", alias="x.0", needed_by=DGRAD)
+    k: Tensor = saved("[B, S, K, D]", alias="x.1", needed_by=DGRAD)
+    v: Tensor = saved("[B, S, K, V]", alias="x.2", needed_by=DGRAD)
+    y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, of=("x", "params"), recompute_from=("q", "k", "v", "sinks"))
+    logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, of=("x", "params"), recompute_from=("q", "k", "sinks"))
+    bias: Tensor | None = saved("[B or 1, H or 1, T, S]", alias="x.3", needed_by=DGRAD)
+    cu_seqlens: Tensor | None = saved("[N + 1]", alias="x.3", needed_by=DGRAD)
+    sinks: Tensor = saved("[H]", alias="params.sinks", needed_by=DGRAD, of=("params",))
+    sinks_dtype: torch.dtype = static()
+
+
+class SinkAttentionPending(Pending):
+    parts: Tensor = saved("[B, H]", needed_by=WGRAD)  # of dsinks; float32 (float64 for float64)
+    sinks_dtype: torch.dtype = static()
+
+
+@init_of(SinkAttentionConfig)
+def sink_attention_init(
+    cfg: SinkAttentionConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> SinkAttentionParams:
+    """Sinks of zeros; draws nothing."""
+    return SinkAttentionParams(torch.zeros(cfg.heads, device=device, dtype=dtype))
+
+
+@forward(SinkAttentionConfig, SinkAttentionParams)
+def sink_attention_fwd(
+    params: SinkAttentionParams, x: tuple[Tensor, ...], cfg: SinkAttentionConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, SinkAttentionResiduals | None]:
+    """x: `(q, k, v)`, and what cfg adds -> y: [B, T, H, V]. Raises as `attention_fwd`, and for sinks or q of other heads."""
+    where, sinks = "sink_attention_fwd", params.sinks
+    q, k, v, bias, ends = check_x(where, x, cfg)
+    check(where, "x.0 (q)", q, (*q.shape[:2], cfg.heads, q.shape[3]))
+    check(where, "params.sinks", sinks, (cfg.heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
+    out, lse = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]))
+    lse = lse[..., : q.shape[1]]  # some kernels leave more rows
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    y = (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
+    kept = SinkAttentionResiduals.keep(
+        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, bias=bias, cu_seqlens=ends, sinks=sinks, sinks_dtype=sinks.dtype,
+        inputs=Inputs.of(x),
+    )  # fmt: skip
+    return y, kept
+
+
+@dgrad_of(SinkAttentionResiduals)
+def sink_attention_dgrad(
+    residuals: SinkAttentionResiduals, dy: Tensor, cfg: SinkAttentionConfig
+) -> tuple[tuple[Tensor, ...], SinkAttentionPending | None]:
+    """The gradients of x, as `attention_dgrad`, and the pending sums for dsinks."""
+    where, needs, y, parts = "sink_attention_dgrad", residuals.needs, residuals.y, None
+    check(where, "dy", dy, y.shape, y.dtype, y)
+    dx = input_gradients(where, residuals, dy, cfg) if needs.x else residuals.nothing()
+    if needs.params:
+        lse = residuals.logsumexp
+        share = torch.exp(residuals.sinks.to(lse.dtype).unsqueeze(-1) - lse)
+        parts = (dy.to(lse.dtype) * y).sum(-1).transpose(1, 2).mul_(share).sum(-1).neg_()
+    return dx, SinkAttentionPending.keep(cfg, needs, parts=parts, sinks_dtype=residuals.sinks_dtype)
+
+
+@wgrad_of(SinkAttentionPending, SinkAttentionParams)
+def sink_attention_wgrad(
+    pending: SinkAttentionPending, cfg: SinkAttentionConfig, *, into: SinkAttentionParams | None = None
+) -> SinkAttentionParams:
+    """dsinks: [H], in the sinks' dtype; added to `into` where that is given, in float32 if `into` is."""
+    dsinks = finish(pending.parts, (cfg.heads,), pending.sinks_dtype, None if into is None else into.sinks)
+    return accumulate("sink_attention_wgrad", SinkAttentionParams(dsinks), into)
+
+
+sink_attention = make_op(
+    "sink_attention", SinkAttentionConfig, init=sink_attention_init, fwd=sink_attention_fwd, dgrad=sink_attention_dgrad,
+    wgrad=sink_attention_wgrad,
+)  # fmt: skip
+sink_attention_bwd = both_halves(sink_attention, sink_attention_dgrad, sink_attention_wgrad)
