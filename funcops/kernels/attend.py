@@ -41,13 +41,12 @@ def _served(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens:
     """By whom: the "library", its "flash" with options, or "" for our own."""
     if bias is not None or score.softcap or score.alibi:
         return ""
-    optional = score.window or cu_seqlens is not None
-    one_size = q.shape[3] == v.shape[3] and not (score.causal and q.shape[1] != k.shape[1])
-    if one_size and not optional:
+    window, shorter = score.window or cu_seqlens is not None, score.causal and q.shape[1] != k.shape[1]
+    if q.shape[3] == v.shape[3] and not (window or shorter):
         return "library"
     if not q.is_cuda or nothing_to_see(q, k):
         return ""
     by = library.way(q.dtype, max(q.shape[3], v.shape[3])).kernel
-    if by == "math":
-        return ""
-    return "library" if not optional else "flash" if by == "flash" else ""
+    if by == "flash":
+        return "flash" if window else "library"
+    return "library" if by == "efficient" and not (window or shorter) else ""

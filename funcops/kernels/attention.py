@@ -2,7 +2,7 @@
 
 CPU: aten's flash kernel (any float dtype). CUDA: flash attention for 16-bit with D up to 256, memory-efficient attention for
 float32 and for longer heads, written out for float64 (`way`). logsumexp has the layout of the kernel that made it. No [T, S] matrix
-is kept. On CUDA v may have another head size than q and k, and q be shorter than k: the last row then sees all keys.
+is kept. On CUDA v may have another head size than q and k; flash attention takes q shorter than k: the last row sees all keys.
 What has which options is in `attend.py`.
 """
 
@@ -152,16 +152,7 @@ def _flash_bwd(
     )
 
 
-LOWER_RIGHT = 2  # of memory-efficient attention's own masks: the last row sees all keys
-
-
 def _efficient_fwd(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    if causal and q.shape[2] != k.shape[2]:
-        rows = [t.transpose(1, 2) for t in (q, k, v)]
-        out, lse, *_ = _aten._efficient_attention_forward.default(
-            *rows, None, None, None, None, None, 0.0, LOWER_RIGHT, True, scale=scale
-        )
-        return out.transpose(1, 2), lse
     return _aten._scaled_dot_product_efficient_attention.default(q, k, v, None, True, 0.0, causal, scale=scale)[:2]
 
 
@@ -171,14 +162,6 @@ def _efficient_bwd(
     seed = torch.empty((), dtype=torch.int64, device=q.device)
     if logsumexp.shape[-1] % LSE_ROWS:
         logsumexp = torch.nn.functional.pad(logsumexp, (0, -logsumexp.shape[-1] % LSE_ROWS), value=float("inf"))
-    if causal and q.shape[2] != k.shape[2]:
-        rows = [t.transpose(1, 2) for t in (dy, q, k, v)]
-        found = _aten._efficient_attention_backward.default(
-            *rows, None, y.transpose(1, 2), None, None, q.shape[2], k.shape[2], logsumexp, 0.0, seed, seed, LOWER_RIGHT, False,
-            scale=scale,
-        )  # fmt: skip
-        dq, dk, dv = (g.transpose(1, 2) for g in found[:3])
-        return dq, dk, dv
     return _aten._scaled_dot_product_efficient_attention_backward.default(
         dy, q, k, v, None, y, logsumexp, seed, seed, 0.0, [True, True, True, False], causal, scale=scale
     )[:3]

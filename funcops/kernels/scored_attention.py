@@ -67,6 +67,15 @@ def scored_attention_fwd(
     return out, lse
 
 
+@scored_attention_fwd.fake
+def _fake_fwd(
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], causal: bool, window: int,
+    softcap: float, alibi: bool, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    lse = q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=wide(q.dtype))
+    return q.new_empty((*q.shape[:3], v.shape[3])), lse
+
+
 @kernel()
 def scored_attention_bwd(
     dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], out: Tensor, lse: Tensor,
@@ -95,7 +104,17 @@ def scored_attention_bwd(
             ds = _folded(ds.mul_(scale), groups)
             dk[:, :, at] += torch.matmul(ds.mT, rows)
             dq[:, block.rows] = _unfolded(torch.matmul(ds, keys[:, :, at]), groups).transpose(1, 2)
-    return dq, *(t.transpose(1, 2).contiguous().to(q.dtype) for t in (dk, dv)), dbias
+    dk, dv = (_contiguous(t.transpose(1, 2)).to(q.dtype) for t in (dk, dv))
+    return dq, dk, dv, dbias
+
+
+@scored_attention_bwd.fake
+def _fake_bwd(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens: Optional[Tensor], out: Tensor, lse: Tensor,
+    causal: bool, window: int, softcap: float, alibi: bool, scale: float, wants_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:  # fmt: skip
+    dbias = None if bias is None or not wants_bias else bias.new_empty(bias.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
 
 
 def nothing_to_see(q: Tensor, k: Tensor) -> bool:
@@ -171,7 +190,11 @@ def _scores(
 
 def by_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, S, K, D] as [B, K, S, D], contiguous."""
-    return t.transpose(1, 2).to(dtype).contiguous()
+    return _contiguous(t.transpose(1, 2).to(dtype))
+
+
+def _contiguous(t: Tensor) -> Tensor:
+    return t if t.is_contiguous() else t.clone(memory_format=torch.contiguous_format)
 
 
 def _rows(t: Tensor, block: _Block, groups: int, dtype: torch.dtype) -> Tensor:
