@@ -1,5 +1,6 @@
 """Which kernel attends with which options, what torch's are asked for on CUDA, and what a window costs."""
 
+import importlib
 import types
 
 import pytest
@@ -9,7 +10,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from funcops import AttentionConfig, attention, attention_bwd, attention_fwd
+from funcops import (
+    AttentionConfig,
+    SinkAttentionConfig,
+    SinkAttentionParams,
+    attention,
+    attention_bwd,
+    attention_fwd,
+    sink_attention,
+)
 from funcops.kernels import attend
 from funcops.kernels import attention as library
 from funcops.kernels.attend import attend_bwd, attend_fwd
@@ -133,6 +142,63 @@ def test_float64_takes_no_kernel_that_has_none():
         *given_here, score = given(name, torch.float64, 8)
         with FakeTensorMode():
             assert attend._served(*(t if t is None else on_cuda(t) for t in given_here), score) == served
+
+
+def test_sinks_take_the_rows_that_there_are(monkeypatch):
+    """Of a logsumexp that goes on with infinities, as memory-efficient attention leaves it."""
+    x = tuple(torch.randn(1, 5, 2, 8, dtype=torch.float64) for _ in range(3))
+    params, cfg = SinkAttentionParams(torch.randn(2).double()), SinkAttentionConfig(2, causal=True)
+    want, kept = sink_attention.fwd(params, x, cfg)
+
+    def padded(*args):
+        y, lse = attend_fwd(*args)
+        return y, torch.nn.functional.pad(lse, (0, 27), value=float("inf"))
+
+    monkeypatch.setattr(importlib.import_module("funcops.ops.sink_attention"), "attend_fwd", padded)
+    y, longer = sink_attention.fwd(params, x, cfg)
+    assert torch.equal(y, want) and torch.equal(longer.logsumexp, kept.logsumexp)
+    assert longer.logsumexp.untyped_storage().nbytes() == 8 * 2 * 5
+
+
+def grads_of(f, inputs, dy):
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    return torch.autograd.grad(f(*leaves), leaves, dy)
+
+
+@pytest.mark.parametrize(("t", "s"), [(7, 7), (1, 9), (4, 9)])
+def test_gpt_oss_of_hugging_face_is_a_sink(t, s):
+    """Its eager attention: a window, groups and sinks, y and gradients within 1e-12."""
+    gpt_oss = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    q, k, v = (torch.randn(2, n, h, 8, dtype=torch.float64) for n, h in ((t, 4), (s, 2), (s, 2)))
+    sinks, dy = torch.randn(4, dtype=torch.float64), torch.randn(2, t, 4, 8, dtype=torch.float64)
+    away = torch.arange(s) - torch.arange(t)[:, None] - (s - t)
+    mask = torch.zeros(t, s, dtype=torch.float64).masked_fill((away > 0) | (away <= -3), float("-inf"))
+
+    def theirs(q, k, v, sinks):
+        module = types.SimpleNamespace(sinks=sinks, num_key_value_groups=2, training=False)
+        return gpt_oss.eager_attention_forward(module, *(each.transpose(1, 2) for each in (q, k, v)), mask, scaling=0.4)[0]
+
+    cfg = SinkAttentionConfig(4, causal=True, window=3, scale=0.4)
+    y, kept = sink_attention.fwd(SinkAttentionParams(sinks), (q, k, v), cfg)
+    dparams, dx = sink_attention.bwd(kept, dy, cfg)
+    torch.testing.assert_close(y, theirs(q, k, v, sinks), rtol=0, atol=1e-12)
+    torch.testing.assert_close((*dx, dparams.sinks), grads_of(theirs, (q, k, v, sinks), dy), rtol=0, atol=1e-12)
+
+
+def test_gemma_2_of_hugging_face_has_a_cap():
+    gemma = pytest.importorskip("transformers.models.gemma2.modeling_gemma2")
+    q, k, v, dy = (torch.randn(2, 6, h, 8, dtype=torch.float64) for h in (4, 2, 2, 4))
+    mask = torch.full((6, 6), float("-inf"), dtype=torch.float64).triu(1)[None, None]
+
+    def theirs(q, k, v):
+        module, heads = types.SimpleNamespace(num_key_value_groups=2, training=False), (t.transpose(1, 2) for t in (q, k, v))
+        return gemma.eager_attention_forward(module, *heads, mask, scaling=0.4, softcap=1.5)[0]
+
+    cfg = AttentionConfig(causal=True, scale=0.4, softcap=1.5)
+    y, kept = attention_fwd(None, (q, k, v), cfg)
+    # they take the softmax in float32
+    torch.testing.assert_close(y, theirs(q, k, v), rtol=0, atol=1e-6)
+    torch.testing.assert_close(attention_bwd(kept, dy, cfg)[1], grads_of(theirs, (q, k, v), dy), rtol=0, atol=1e-6)
 
 
 def flops(t, **options):

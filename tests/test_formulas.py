@@ -26,6 +26,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "add_rms_norm_fwd", "add_rms_norm_bwd", "add_layer_norm_fwd", "add_layer_norm_bwd",
         "add_rms_norm_bwd_again", "add_layer_norm_bwd_again", "dropout_add_rms_norm_fwd", "dropout_add_layer_norm_fwd",
     ),
+    "the law Right, by softmax written out": ("scored_attention_fwd", "scored_attention_bwd"),
     "a line each": (
         "add", "scale", "dropout", "dropout_add", "dropout_bwd_sums", "row_sums", "sum_parts", "sum_two_parts",
         "activation_bwd_again", "embedding_fwd", "glu_fwd", "glu_pair_fwd",

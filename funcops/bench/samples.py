@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from funcops import random
+from funcops.bench.attention import of_attention
 from funcops.bench.experts import of_experts
 from funcops.bench.sample import Maker as Maker
 from funcops.bench.sample import Prepared, direct, gradient
@@ -46,7 +47,7 @@ def samples(make: Maker) -> Iterator[Sample]:
     families = (
         _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
         _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers, _rows_of_experts,
-        of_experts,
+        of_experts, of_attention,
     )  # fmt: skip
     for family in families:
         yield from family(make)

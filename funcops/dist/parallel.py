@@ -153,7 +153,7 @@ class _Walk:
 
     def between(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A step without a rule."""
-        if type(cfg) is AttentionConfig and self.size("cp") > 1:
+        if isinstance(cfg, AttentionConfig) and self.size("cp") > 1:
             fail("parallel", "rules", f"with one for {path}, an attention over the tokens of all ranks of 'cp'", list(self.rules))
         if type(cfg) is DropoutConfig:
             return self.dropout(op, cfg, path, main)
@@ -216,6 +216,10 @@ class _Walk:
         more = {"axis": axis, "parts": self.parts.get(path, ()), **self.how}
         source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
         taken = {f.name for f in dataclasses.fields(becomes.config)}
+        for field in dataclasses.fields(cfg):
+            value = getattr(cfg, field.name)
+            if field.name not in taken and value != field.default:
+                fail("parallel", f"{path}.{field.name}", f"{field.default} ({becomes.name} has no such option)", value)
         fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)} | more
         try:
             made = becomes.config(**{name: value for name, value in fields.items() if name in taken})

@@ -4,9 +4,9 @@ q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; out: [B, T,
 
     s = scale q k^T        s = softcap tanh(s / softcap)        s = s - slope_h |j - i| + bias        out = softmax(s) v
 
-The last row's own key is the last: row t stands at i = t + S - T. `causal`: it sees keys j <= i; `window`: of those the last so many,
-i - j < window. With `cu_seqlens` [N + 1], from 0 to T, rows and keys of each sequence are apart from all others. 0 is no window, and
-no cap. A row that sees no key (a bias of -inf) has out 0 and logsumexp -inf.
+The last row's own key is the last: row t stands at i = t + S - T. `causal`: it sees keys j <= i; `window`: of those the last so
+many, i - j < window. With `cu_seqlens` [N + 1], from 0 to T, rows and keys of each sequence are apart from all others. 0 is no
+window, and no cap. A row that sees no key (a bias of -inf) has out 0 and logsumexp -inf.
 
 The bodies take some rows at a time, with the keys that these may see: a window costs as much for each row as for any other, and
 no [T, S] matrix is kept.

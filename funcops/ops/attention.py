@@ -66,7 +66,7 @@ class AttentionConfig:
             require(value is None or (math.isfinite(value) and value > 0), where, name, "None or above 0", value)
         require(self.window is None or self.window >= 1, where, "window", "None or at least 1", self.window)
         require(self.window is None or self.causal, where, "window", "None without causal", self.window)
-        require(not (self.bias and self.packed), where, "bias", "False with packed, where rows of a bias have no sequence", self.bias)
+        require(not (self.bias and self.packed), where, "bias", "False with packed, whose sequences it does not know", self.bias)
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -171,10 +171,10 @@ def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig
     needs, q, y = residuals.needs, residuals.q, residuals.y
     check(where, "dy", dy, y.shape, y.dtype, y)
     bias, ends, wants_bias = residuals.bias, residuals.cu_seqlens, cfg.bias and needs.input(3)
-    *grads, dbias = attend_bwd(
+    *dqkv, dbias = attend_bwd(
         dy, q, residuals.k, residuals.v, bias, ends, y, residuals.logsumexp, cfg.score(q.shape[3]), wants_bias
     )
-    grads += [dbias] * cfg.bias + [None] * cfg.packed
+    grads: list[Tensor | None] = [*dqkv, *([dbias] * cfg.bias), *([None] * cfg.packed)]
     if needs.x is not True:
         grads = [g if needs.input(i) else None for i, g in enumerate(grads)]
     return residuals.inputs.make(tuple(grads))

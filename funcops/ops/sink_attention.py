@@ -122,7 +122,7 @@ def sink_attention_wgrad(
     pending: SinkAttentionPending, cfg: SinkAttentionConfig, *, into: SinkAttentionParams | None = None
 ) -> SinkAttentionParams:
     """dsinks: [H], in the sinks' dtype; added to `into` where that is given, in float32 if `into` is."""
-    dsinks = finish(pending.parts, (cfg.heads,), pending.sinks_dtype, None if into is None else into.sinks)
+    dsinks: Any = finish(pending.parts, (cfg.heads,), pending.sinks_dtype, None if into is None else into.sinks)
     return accumulate("sink_attention_wgrad", SinkAttentionParams(dsinks), into)
 
 

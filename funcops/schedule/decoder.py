@@ -129,7 +129,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     place, step = repeats[0]
     block: Any = step.cfg
     leaves = list(leaves_of(block.op, block.cfg))
-    mixes = [leaf for leaf in leaves if type(leaf.call and leaf.call.cfg) is AttentionConfig]
+    mixes = [leaf for leaf in leaves if isinstance(leaf.call and leaf.call.cfg, AttentionConfig)]
     matrices = [leaf.call.cfg for leaf in leaves if leaf.call and type(leaf.call.cfg) is LinearConfig]
     if len(mixes) != 1 or len(matrices) < 4:
         fail("Decoder.of", "cfg", wanted, f"a block of {len(mixes)} attentions and {len(matrices)} linear layers")

@@ -107,7 +107,7 @@ ERRORS = [
         match="attention_fwd: x.1 (k) must be of length 5 or longer, as q's last position sees the last (cfg.causal), got 4",
     ),
     Error(call=_call((1, 4, 2, 8), (1, 4, 2, 7), (1, 4, 2, 7)), match="attention_fwd: x.1 (k) must be [1, S, K, 8]"),
-    Error(call=_call((1, 4, 2, 8), (1, 4, 2, 8), (1, 3, 2, 8)), match="attention_fwd: x.2 (v) must be [1, 4, 2, V], got [1, 3, 2, 8]"),
+    Error(call=_call(*SAME[1:], (1, 3, 2, 8)), match="attention_fwd: x.2 (v) must be [1, 4, 2, V], got [1, 3, 2, 8]"),
     Error(call=_call((4, 2, 8), (4, 2, 8), (4, 2, 8)), match="attention_fwd: x.0 (q) must be [B, T, H, D], got [4, 2, 8]"),
     Error(call=_call(*SAME, bias=True), match="attention_fwd: x must be a tuple (q, k, v, bias), got tuple of 3", error=TypeError),
     Error(

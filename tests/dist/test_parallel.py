@@ -339,6 +339,16 @@ def test_other_axes():
     assert replaced.steps[1].cfg == ActivationConfig("relu") and replaced.steps[0].op is dist.column_linear
 
 
+def test_an_option_that_the_parallel_layer_lacks_is_refused():
+    mesh = Mesh.abstract({"cp": 2, "tp": 1}, 0)
+    cfg = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, window=4)),))
+    with pytest.raises(ValueError) as raised:
+        dist.parallel(cfg, {"mix": "context"}, mesh)
+    assert str(raised.value) == "parallel: mix.window must be None (context_attention has no such option), got 4"
+    plain = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, scale=0.3)),))
+    assert dist.parallel(plain, {"mix": "context"}, mesh).steps[0].cfg.scale == 0.3
+
+
 def test_a_sharded_leaf_given_to_a_plain_op_is_named():
     mesh = Mesh.abstract({"tp": 2}, 1)
     own = dist.parallel(MLP, BOTH, mesh)
