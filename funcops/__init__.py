@@ -7,7 +7,8 @@ What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
 (NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, qlinear, bias, embedding, attention, sink_attention, qkv_split, rope (rope_table), dropout
+    layers           linear, qlinear, bias, embedding, dropout
+    attention        attention, sink_attention, qkv_split, rope (rope_table)
     norms            layer_norm, rms_norm, l2_norm
     pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
     mixtures         route, permute, grouped_linear, experts, unpermute

@@ -103,7 +103,7 @@ def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
         part = (field.alias or "").partition(".")[2] if field.of_x else ""
         if leaf.op.residuals is RematResiduals:
             held: tuple[Value, ...] = (x,) if parts is None else parts
-        elif part and alone:
+        elif part and (alone or (parts is not None and int(part) >= len(parts))):  # a part that this config has none of
             held = ()
         elif field.of_x:
             held = (x if not part else None if parts is None else parts[int(part)],)

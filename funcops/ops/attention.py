@@ -83,8 +83,7 @@ class AttentionResiduals(Residuals, static=("inputs",)):
     v: Tensor = saved("[B, S, K, V]", alias="x.2", needed_by=DGRAD)
     y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, recompute_from=("q", "k", "v"))
     logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, recompute_from=("q", "k"))
-    bias: Tensor | None = saved("[B or 1, H or 1, T, S]", alias="x.3", needed_by=DGRAD)
-    cu_seqlens: Tensor | None = saved("[N + 1]", alias="x.3", needed_by=DGRAD)
+    more: Tensor | None = saved("[B or 1, H or 1, T, S] or [N + 1]", alias="x.3", needed_by=DGRAD)  # bias or cu_seqlens
 
 
 def scale_of(head_size: int, scale: float | None) -> float:
@@ -116,20 +115,24 @@ def check_qkv(where: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None
         fail(where, "x.2 (v)", f"[{', '.join(map(str, k_shape[:3]))}, V]", list(v.shape))
 
 
-def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """q, k, v, bias and cu_seqlens, after every check."""
-    q, k, v, *more = check_parts(where, x, cfg.parts)
+def check_x(where: str, x: object, cfg: AttentionConfig) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """q, k, v, and the part after them, after every check."""
+    q, k, v, *rest = check_parts(where, x, cfg.parts)
     check_qkv(where, q, k, v, cfg.causal)
+    more = rest[0] if rest else None
     if cfg.bias:
-        _check_bias(where, more[0], q, k)
-        return q, k, v, more[0], None
+        _check_bias(where, more, q, k)
     if cfg.packed:
-        _check_cu_seqlens(where, more[0], q, k)
-        return q, k, v, None, more[0]
-    return q, k, v, None, None
+        _check_cu_seqlens(where, more, q, k)
+    return q, k, v, more
 
 
-def _check_bias(where: str, bias: Tensor, q: Tensor, k: Tensor) -> None:
+def of_config(more: Tensor | None, cfg: AttentionConfig) -> tuple[Tensor | None, Tensor | None]:
+    """Bias and cu_seqlens, of the part of x after q, k and v."""
+    return more if cfg.bias else None, more if cfg.packed else None
+
+
+def _check_bias(where: str, bias: Any, q: Tensor, k: Tensor) -> None:
     check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
     batch, heads, t, s = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
     shape = bias.shape
@@ -137,7 +140,7 @@ def _check_bias(where: str, bias: Tensor, q: Tensor, k: Tensor) -> None:
         fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {t}, {s}]", list(shape))
 
 
-def _check_cu_seqlens(where: str, ends: Tensor, q: Tensor, k: Tensor) -> None:
+def _check_cu_seqlens(where: str, ends: Any, q: Tensor, k: Tensor) -> None:
     """On a device, and by a tracer, its values are not looked at."""
     check(where, "x.3 (cu_seqlens)", ends, (...,), torch.int32, q)
     if q.shape[0] != 1:
@@ -158,11 +161,9 @@ def attention_fwd(
 ) -> tuple[Tensor, AttentionResiduals | None]:
     """x: `(q, k, v)`, and what cfg adds -> y: [B, T, H, V]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device,
     and on the CPU for cu_seqlens that do not ascend from 0 to T."""
-    q, k, v, bias, ends = check_x("attention_fwd", x, cfg)
-    y, logsumexp = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]))
-    kept = AttentionResiduals.keep(
-        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, bias=bias, cu_seqlens=ends, inputs=Inputs.of(x)
-    )
+    q, k, v, more = check_x("attention_fwd", x, cfg)
+    y, logsumexp = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
+    kept = AttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=logsumexp, more=more, inputs=Inputs.of(x))
     return y, kept
 
 
@@ -170,9 +171,9 @@ def input_gradients(where: str, residuals: Any, dy: Tensor, cfg: AttentionConfig
     """The gradients of the parts of x that are asked for."""
     needs, q, y = residuals.needs, residuals.q, residuals.y
     check(where, "dy", dy, y.shape, y.dtype, y)
-    bias, ends, wants_bias = residuals.bias, residuals.cu_seqlens, cfg.bias and needs.input(3)
+    wants_bias, score = cfg.bias and needs.input(3), cfg.score(q.shape[3])
     *dqkv, dbias = attend_bwd(
-        dy, q, residuals.k, residuals.v, bias, ends, y, residuals.logsumexp, cfg.score(q.shape[3]), wants_bias
+        dy, q, residuals.k, residuals.v, *of_config(residuals.more, cfg), y, residuals.logsumexp, score, wants_bias
     )
     grads: list[Tensor | None] = [*dqkv, *([dbias] * cfg.bias), *([None] * cfg.packed)]
     if needs.x is not True:

@@ -23,7 +23,7 @@ from funcops.kernels.attend import attend_fwd
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import finish
-from funcops.ops.attention import AttentionConfig, check_x, input_gradients
+from funcops.ops.attention import AttentionConfig, check_x, input_gradients, of_config
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -63,8 +63,7 @@ class SinkAttentionResiduals(Residuals, static=("inputs",)):
     v: Tensor = saved("[B, S, K, V]", alias="x.2", needed_by=DGRAD)
     y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, of=("x", "params"), recompute_from=("q", "k", "v", "sinks"))
     logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, of=("x", "params"), recompute_from=("q", "k", "sinks"))
-    bias: Tensor | None = saved("[B or 1, H or 1, T, S]", alias="x.3", needed_by=DGRAD)
-    cu_seqlens: Tensor | None = saved("[N + 1]", alias="x.3", needed_by=DGRAD)
+    more: Tensor | None = saved("[B or 1, H or 1, T, S] or [N + 1]", alias="x.3", needed_by=DGRAD)  # bias or cu_seqlens
     sinks: Tensor = saved("[H]", alias="params.sinks", needed_by=DGRAD, of=("params",))
     sinks_dtype: torch.dtype = static()
 
@@ -88,15 +87,15 @@ def sink_attention_fwd(
 ) -> tuple[Tensor, SinkAttentionResiduals | None]:
     """x: `(q, k, v)`, and what cfg adds -> y: [B, T, H, V]. Raises as `attention_fwd`, and for sinks or q of other heads."""
     where, sinks = "sink_attention_fwd", params.sinks
-    q, k, v, bias, ends = check_x(where, x, cfg)
+    q, k, v, more = check_x(where, x, cfg)
     check(where, "x.0 (q)", q, (*q.shape[:2], cfg.heads, q.shape[3]))
     check(where, "params.sinks", sinks, (cfg.heads,), tuple(dict.fromkeys((q.dtype, wide(q.dtype)))), q)
-    out, lse = attend_fwd(q, k, v, bias, ends, cfg.score(q.shape[3]))
+    out, lse = attend_fwd(q, k, v, *of_config(more, cfg), cfg.score(q.shape[3]))
     lse = lse[..., : q.shape[1]]  # some kernels leave more rows
     total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
     y = (out * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
     kept = SinkAttentionResiduals.keep(
-        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, bias=bias, cu_seqlens=ends, sinks=sinks, sinks_dtype=sinks.dtype,
+        cfg, needs, q=q, k=k, v=v, y=y, logsumexp=total, more=more, sinks=sinks, sinks_dtype=sinks.dtype,
         inputs=Inputs.of(x),
     )  # fmt: skip
     return y, kept

@@ -85,8 +85,8 @@ def context_attention_fwd(
     where = "context_attention_fwd"
     q, k, v = check_parts(where, x, ("q", "k", "v"))
     check_qkv(where, q, k, v, cfg.causal)
-    if cfg.causal:
-        check(where, "x.1 (k)", k, (k.shape[0], q.shape[1], *k.shape[2:]))
+    if cfg.causal and q.shape[1] != k.shape[1]:
+        fail(where, "x.1 (k)", f"of length {q.shape[1]}, as q is (cfg.causal)", k.shape[1])
     check(where, "x.2 (v)", v, tuple(k.shape))
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
