@@ -77,8 +77,8 @@ KERNELS = calls(Maker, torch.float32)
 
 
 def laid_out(sample, change):
-    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, places, and the angles of a rotation, are no
-    values that may be anything."""
+    """The arguments, `change(i, t)` of each tensor t that is only read. Labels, places, the angles of a rotation, and the
+    ends of sequences are no values that may be anything."""
     kept, count = sample.kernel.kernel.mutates, itertools.count()
 
     def one(t, name):
