@@ -22,6 +22,7 @@ BENCHES = {
     "schedule": "matrix products and live bytes of a split backward, against torch's own split",
     "step": "a training step of the example's model",
     "traffic": "bytes that kernels move over the least, and the quality of their code, without a GPU",
+    "window": "attention with a window, of rows of one length and of twice that",
     "wgrads": "many weight gradients at once, against one after another",
 }
 

@@ -105,6 +105,13 @@ def _scored(
 
 
 @triton.jit
+def _bounds_of(bounds_ptr, i, T):
+    """Of rows the first of their sequence, and its end; no row from T on is in one."""
+    low, high = tl.load(bounds_ptr + i, mask=i < T, other=T), tl.load(bounds_ptr + T + i, mask=i < T, other=0)
+    return low.to(tl.int64), high.to(tl.int64)
+
+
+@triton.jit
 def _keys_of(bounds_ptr, first, T, S, window, ROWS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr):
     """Rows from `first`, their first keys and their ends; the first key of any, and the end."""
     i = first + tl.arange(0, ROWS)
@@ -115,8 +122,7 @@ def _keys_of(bounds_ptr, first, T, S, window, ROWS: tl.constexpr, CAUSAL: tl.con
     if WINDOW:
         begin = tl.maximum(0, first + S - T - window + 1)
     if PACKED:
-        low = tl.load(bounds_ptr + i, mask=i < T, other=T)
-        high = tl.load(bounds_ptr + T + i, mask=i < T, other=0)
+        low, high = _bounds_of(bounds_ptr, i, T)
         begin, end = tl.maximum(begin, tl.min(low, 0)), tl.minimum(end, tl.max(high, 0))
     return i, low, high, begin, end
 
@@ -232,8 +238,8 @@ def _by_keys(
     if WINDOW:
         end = tl.minimum(T, first + KEYS - 1 - (S - T) + window)
     if PACKED:  # of a row of sequences keys are rows
-        begin = tl.maximum(begin, tl.min(tl.load(bounds_ptr + j, mask=j < T, other=T), 0))
-        end = tl.minimum(end, tl.max(tl.load(bounds_ptr + T + j, mask=j < T, other=0), 0))
+        firsts, ends = _bounds_of(bounds_ptr, j, T)
+        begin, end = tl.maximum(begin, tl.min(firsts, 0)), tl.minimum(end, tl.max(ends, 0))
     dk, dv = tl.zeros([KEYS, BLOCK_D], tl.float32), tl.zeros([KEYS, BLOCK_V], tl.float32)
     for member in range(0, group):
         head = kv * group + member
@@ -244,8 +250,7 @@ def _by_keys(
             i = start + tl.arange(0, ROWS)
             low, high = i, i
             if PACKED:
-                low = tl.load(bounds_ptr + i, mask=i < T, other=T)
-                high = tl.load(bounds_ptr + T + i, mask=i < T, other=0)
+                low, high = _bounds_of(bounds_ptr, i, T)
             q = _load(q_ptr + of_head * D, i, H * D, T, D, BLOCK_D)
             dy = _load(dy_ptr + of_head * V, i, H * V, T, V, BLOCK_V)
             at = (batch * H + head) * T + i
