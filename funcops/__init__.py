@@ -133,7 +133,7 @@ _ROOMS = [
     "trees",
 ]
 # one name a concept; the rest of an operator (linear_fwd, LinearParams) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Fitted")
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Fitted", "Saving")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ = [name for name in __all__ if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
 
