@@ -158,10 +158,8 @@ LEAVES = [m.CASES[0] for m in MODULES.values() if m.CASES[0].op.fields()]
 def test_what_is_kept_is_read(case):
     """Under every mask, NaN in a kept tensor of numbers changes a gradient: declarations ask for nothing that no backward reads."""
     params, x = case.make(torch.float64)
-    parts = case.op.name not in (
-        "attention",
-        "sink_attention",
-    )  # whose kernels make dq, dk and dv at once, and read for all of them
+    # attention's kernels make dq, dk and dv at once, and read for all of them
+    parts = case.op.name not in ("attention", "sink_attention")
     for needs in (Needs.ALL, *(masks(params, x) if parts else ())):
         y, kept = case.op.fwd(params, x, case.cfg, needs=needs)
         dy = float_like(y, 7)
