@@ -19,6 +19,7 @@ from funcops import (
     attention_fwd,
     sink_attention,
 )
+from funcops.backend import backend
 from funcops.kernels import attend
 from funcops.kernels import attention as library
 from funcops.kernels.attend import attend_bwd, attend_fwd
@@ -246,3 +247,28 @@ def test_parts_of_a_row_are_merged_by_its_logsumexp(dtype):
     got = torch.cat([attention_fwd(None, (q[:, a:b], k[:, :b], v[:, :b]), AttentionConfig(causal=True))[0] for a, b in
                      ((0, 4), (4, 5), (5, 9))], 1)  # fmt: skip
     assert_close(got, want, dtype=dtype)
+
+
+LONG = {  # several blocks of rows and of keys: T, S, ends of sequences, whether there is a bias, the score
+    "packed": (70, 70, [0, 20, 41, 70], False, PLAIN._replace(causal=False)),
+    "window": (40, 75, None, False, PLAIN._replace(window=37, softcap=2.0)),
+    "bias": (35, 66, None, True, PLAIN._replace(causal=False, alibi=True)),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_triton_goes_over_blocks(name):
+    torch.manual_seed(0)
+    t, s, ends, biased, score = LONG[name]
+    q, k, v, dy = (torch.randn(1, n, h, 8) for n, h in ((t, 2), (s, 1), (s, 1), (t, 2)))
+    bias = torch.randn(1, 2, t, s) if biased else None
+    ends = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+
+    def run():
+        y, lse = scored_attention_fwd(q, k, v, bias, ends, *score)
+        return y, lse, scored_attention_bwd(dy, q, k, v, bias, ends, y, lse, *score, biased)
+
+    want = run()
+    with backend("triton"):
+        got = run()
+    assert_close(got, want, dtype=torch.float32)

@@ -53,7 +53,7 @@ def samples(make: Maker) -> Iterator[Sample]:
     families = (
         _norms, _group_norms, _convolutions, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings,
         _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers,
-        _rows_of_experts, of_attention, of_experts, of_attention,
+        _rows_of_experts, of_experts, of_attention,
     )  # fmt: skip
     for family in families:
         yield from family(make)

@@ -67,6 +67,7 @@ CASES = [
     case(1, 21, 23, 4, 2, 8, causal=True, window=4),
     case(2, 5, 5, 2, 2, 12, value=8, causal=True),
     case(1, 9, 9, 2, 1, 8, ends=[0, 4, 4, 9], causal=True, window=3),
+    case(1, 9, 9, 2, 2, 8, ends=[0, 3, 9]),
     case(2, 4, 6, 4, 2, 8, bias=(1, 4)),
     case(2, 5, 5, 6, 2, 8, softcap=1.5, causal=True),
     case(1, 5, 5, 3, 3, 8, alibi=True, causal=True),
