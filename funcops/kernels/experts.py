@@ -53,7 +53,7 @@ def experts_dgrad(
     da = d_weights = d_z = again = None
     if down is not None:
         da = grouped_product.kernel.torch_impl(dy, down, None, offsets, order, weights.shape[1], None, False).to(whole.dtype)
-    if dweights and place is not None:
+    if dweights and place is not None and da is not None:
         d_weights = _by_place((a * da).sum(-1), place, dy, bias, indices).to(weights.dtype)
     if scaled:
         again = a.mul_(s.unsqueeze(-1)).to(z.dtype)
