@@ -21,7 +21,7 @@ Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_w
 Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
-Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
+Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random, trees,
                      testing, fused, dist
 """
 
@@ -31,6 +31,7 @@ from funcops import checkpoint as checkpoint
 from funcops import dist as dist
 from funcops import fused as fused
 from funcops import graphs as graphs
+from funcops import lora as lora
 from funcops import low_precision as low_precision
 from funcops import nn as nn
 from funcops import optim as optim
@@ -121,6 +122,7 @@ _ROOMS = [
     "dist",
     "fused",
     "graphs",
+    "lora",
     "low_precision",
     "nn",
     "optim",
