@@ -14,6 +14,7 @@ from funcops import Compress, ExpertsConfig, Policy, WithExtras, chain, experts,
 from funcops.bench.measure import Row
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.bench.plain import PlainBlock, PlainGPT2Block
+from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.op import Op
 
 DIM, HEADS, LENGTH = 512, 8, 512
@@ -33,7 +34,8 @@ def run(mixture: bool = True) -> list[Row]:
     llama = block_config(DIM, HEADS, 1408), positions, PlainBlock(DIM, HEADS, 1408, LENGTH)
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    return plain + list(_low(llama[0], positions)) + (list(_mixture(**MIXTURE)) if mixture else [])
+    mixed = list(_mixture(**MIXTURE)) if mixture else []
+    return plain + list(_low(llama[0], positions)) + mixed + list(_lora(*llama))
 
 
 def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
@@ -81,6 +83,28 @@ def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
         _, pending = op.dgrad(residuals, torch.randn_like(y), cfg)
         waiting = sum(row.bytes for row in report(pending, params, x).rows if row.path.endswith(".dy"))
         yield Row("residuals", "llama block", provider, "pending dy", waiting / units, UNIT)
+
+
+def _lora(cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> Iterator[Row]:
+    """What a Llama block keeps whose weights are frozen, with adapters of rank 8 on all its linears: ours, and PEFT's, where that is
+    installed."""
+    case = "frozen llama block, LoRA"
+    adapted = with_lora(cfg, 8, ("*",), alpha=16.0)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+    params = lora_init(params, adapted, key=random.key(1))
+    x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
+    _, residuals = chain.fwd(params, x, adapted, needs=lora_needs(adapted, x=("main",)))
+    kept = {"funcops": report(residuals, params, extras).kept_bytes}
+    try:
+        import peft
+    except ImportError:
+        peft = None
+    if peft is not None:
+        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        found = peft.LoraConfig(r=8, lora_alpha=16.0, target_modules=names)
+        kept["autograd, peft"] = saved_by_autograd(peft.inject_adapter_in_model(found, module.to(torch.bfloat16)), x.main)
+    for provider, value in kept.items():
+        yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
 
 
 def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> list[Row]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -98,11 +99,17 @@ def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
 
 
 def adapted(where: str, cfg: Any) -> list[Place]:
-    """The adapted linears of a config that has some."""
-    found = list(places(cfg))
-    if not found:
-        fail(where, "cfg", "one that with_lora made", describe(cfg) if not hasattr(cfg, "with_parts") else "one without adapters")
-    return found
+    """The adapted linears of a config that has some. Found once a config: a tracer reads it, and would trace the walk."""
+    found = getattr(cfg, "_adapted", None)
+    if found is None:
+        found = list(places(cfg))
+        if not found:
+            fail(
+                where, "cfg", "one that with_lora made", describe(cfg) if not hasattr(cfg, "with_parts") else "one without adapters"
+            )
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(cfg, "_adapted", found)
+    return found  # type: ignore[no-any-return]
 
 
 def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
@@ -159,7 +166,7 @@ def _check_one(where: str, name: str, made: Any, place: Place) -> None:
 
 def _check_ties(where: str, cfg: Any) -> None:
     tied = {path: pair for pair in ties(cfg) for path in pair}
-    for place in places(cfg):
+    for place in adapted(where, cfg):
         pair = tied.get(path := place.at(f"{BOTH}.{BASE}.weight"))
         if pair is not None:
             fail(where, "cfg", f"one where {path} is not tied, as only one of the two would change", f"{pair[0]} tied to {pair[1]}")
