@@ -86,8 +86,7 @@ def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
 
 
 def _lora(cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> Iterator[Row]:
-    """What a Llama block keeps whose weights are frozen, with adapters of rank 8 on all its linears: ours, and PEFT's, where that is
-    installed."""
+    """What a Llama block keeps whose weights are frozen, adapters of rank 8 on all its linears, and PEFT's where it is there."""
     case = "frozen llama block, LoRA"
     adapted = with_lora(cfg, 8, ("*",), alpha=16.0)
     params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
