@@ -1,12 +1,12 @@
 """Fine-tune a small language model with LoRA, from a checkpoint on disk that the program makes itself on its first run.
 
     python examples/finetune_lora.py                  # under a minute on two cores
-    python examples/finetune_lora.py --steps 400      # goes on where that run ended
+    python examples/finetune_lora.py --steps 500      # goes on where that run ended
 
 The base model reads the standard library's sources, a byte at a time. Its task is then the same text in upper case, which it has
 hardly seen: only the adapters learn it. FOLDER gets `base.safetensors`, and, every few steps, the adapters in PEFT's format with
-the optimiser's state beside them. At the end stands a table: the held-out loss before and after, what a step keeps for its backward,
-and the size of what was trained.
+the optimiser's state beside them. At the end stands a table: the held-out loss before and after, what a step keeps for its
+backward, and the size of what was trained.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=Path("lora"), help="of the checkpoints (default: %(default)s)")
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     for name, value, what in (
-        ("base-steps", 300, "steps of the base model, where FOLDER has none yet"),
-        ("steps", 200, "steps of the adapters, those of earlier runs included"),
+        ("base-steps", 400, "steps of the base model, where FOLDER has none yet"),
+        ("steps", 300, "steps of the adapters, those of earlier runs included"),
         ("rank", 8, "of the adapters"),
         ("alpha", 16, "the adapters' factor, times the rank"),
     ):

@@ -56,6 +56,7 @@ def save_adapter(
     name, for two of one name and for adapters of several dropouts."""
     where = "save_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
+    require(os.fspath(folder) != "", where, "folder", "the path of a folder", repr(folder))
     require_type(where, "base", base, str)
     found = adapted(where, cfg)
     modules = _modules(where, found, names)

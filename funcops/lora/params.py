@@ -18,7 +18,7 @@ from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams, low_rank_init
 from funcops.random import check_key
-from funcops.trees import at, has, put, replace, tensors, tree_map
+from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
 
 T = TypeVar("T")
 
@@ -52,8 +52,13 @@ def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
     for place in adapted("adapter", cfg):
         path = place.at(f"{BOTH}.{LORA}")
         if not has(tree, path):
+            paths(tree)  # raises for what was given away
             fail("adapter", "tree", f"one with {path}", describe(tree))
-        found[place.path] = at(tree, path)
+        found[place.path] = own = at(tree, path)
+        require_type("adapter", f"tree.{path}", own, LowRankParams)
+        for part, t in paths(own).items():
+            if t is not None:
+                check("adapter", f"tree.{path}.{part}", detached(t), (...,), FLOATS)
     return found
 
 
@@ -118,9 +123,17 @@ def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
     node = at(params, path)
     if not isinstance(node, LinearParams):
         fail(where, f"params.{path}" if path else "params", "a LinearParams (params of the base config)", describe(node), TypeError)
-    if isinstance(node.weight, Tensor):
-        check(where, f"params.{path}.weight", node.weight.detach(), (*place.lead, place.base.out_features, place.base.in_features))
+    name, (o, i) = f"params.{path}" if path else "params", (place.base.out_features, place.base.in_features)
+    if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
+        check(where, f"{name}.weight", detached(node.weight), (*place.lead, o, i), FLOATS)
+    if place.base.bias:
+        check(where, f"{name}.bias", detached(node.bias), (*place.lead, o), FLOATS)
     return node
+
+
+def detached(t: Any) -> Any:
+    """A tensor as data, whether autograd would record it or not."""
+    return t.detach() if isinstance(t, Tensor) else t
 
 
 def _like(weight: Any, params: Any) -> Tensor:
@@ -149,7 +162,7 @@ def _check_adapter(where: str, adapter: Any, known: Mapping[str, Place]) -> None
     require_type(where, "adapter", adapter, Mapping)
     missing, extra = [path for path in known if path not in adapter], [path for path in adapter if path not in known]
     if missing or extra:
-        said = [f"{kind} {', '.join(map(str, paths))}" for kind, paths in (("missing", missing), ("extra", extra)) if paths]
+        said = [f"{kind} {', '.join(map(str, names))}" for kind, names in (("missing", missing), ("extra", extra)) if names]
         fail(where, "adapter", f"by the paths {', '.join(known)}", "; ".join(said))
     for path, made in adapter.items():
         _check_one(where, f"adapter[{path!r}]", made, known[path])
@@ -160,7 +173,7 @@ def _check_one(where: str, name: str, made: Any, place: Place) -> None:
     require_type(where, name, made, LowRankParams)
     for part, shape in (("a", (low.rank, low.in_features)), ("b", (low.out_features, low.rank))):
         t = getattr(made, part)
-        check(where, f"{name}.{part}", t.detach() if isinstance(t, Tensor) else t, (*place.lead, *shape), FLOATS)
+        check(where, f"{name}.{part}", detached(t), (*place.lead, *shape), FLOATS)
 
 
 def _check_ties(where: str, cfg: Any) -> None:
