@@ -4,8 +4,8 @@
     python examples/finetune_lora.py --steps 500      # goes on where that run ended
 
 The base model reads the standard library's sources, a byte at a time. Its task is then the same text in upper case, which it has
-hardly seen: only the adapters learn it. FOLDER gets `base.safetensors`, and, every few steps, the adapters in PEFT's format with
-the optimiser's state beside them. At the end stands a table: the held-out loss before and after, what a step keeps for its
+hardly seen: only the adapters learn it. FOLDER gets `base.safetensors`, and, every few steps, what the next run goes on from, in
+one file; at the end the adapters in PEFT's format. Last comes a table: the held-out loss before and after, what a step keeps for its
 backward, and the size of what was trained.
 """
 
@@ -105,30 +105,35 @@ def train_step(params: Any, state: AdamWState, step: int, run: Run) -> tuple[Any
     return with_adapter(params, own, run.cfg), state, loss
 
 
-def resumed(folder: Path, run: Run) -> tuple[Any, AdamWState, int]:
-    """Adapters, optimiser's state and steps done: of the folder where that has them."""
-    state, path = adamw_init(adapter(run.params, run.cfg), OPTIMISER), folder / "optimiser.safetensors"
+def resumed(path: Path, run: Run) -> tuple[Any, AdamWState, int]:
+    """Params with adapters, the optimiser's state and the steps done: of the file, where it is there."""
+    own = adapter(run.params, run.cfg)
+    state = adamw_init(own, OPTIMISER)
     if not path.is_file():
         return run.params, state, 0
+    found = checkpoint.load(path, like={"adapter": own, "optimiser": state})
     done = int(checkpoint.read_metadata(path)["step"])
-    return load_adapter(folder / "adapter", run.params, run.cfg), checkpoint.load(path, like=state), done
+    return with_adapter(run.params, found["adapter"], run.cfg), found["optimiser"], done
 
 
-def fine_tuned(args: argparse.Namespace, run: Run) -> Any:
-    params, state, done = resumed(args.folder, run)
+def fine_tune(args: argparse.Namespace, run: Run) -> None:
+    """Train the adapters, and write them."""
+    path = args.folder / "resume.safetensors"
+    params, state, done = resumed(path, run)
     if done:
         print(f"goes on after step {done}")
     for step in range(done, args.steps):
         params, state, loss = train_step(params, state, step, run)
         if (step + 1) % EVERY == 0 or step + 1 == args.steps:
             print(f"step {step + 1:4d}  loss {float(loss):.3f}")
-            save_adapter(args.folder / "adapter", params, run.cfg, base="base.safetensors")
-            checkpoint.save(state, args.folder / "optimiser.safetensors", metadata={"step": str(step + 1)})
-    return params
+            now = {"adapter": adapter(params, run.cfg), "optimiser": state}
+            checkpoint.save(now, path, metadata={"step": str(step + 1)})
+    save_adapter(args.folder / "adapter", params, run.cfg, base="base.safetensors")
 
 
-def table(args: argparse.Namespace, run: Run, tuned: Any) -> str:
-    """Losses on held-out text, bytes and sizes: of the base, of the adapters, and merged."""
+def table(args: argparse.Namespace, run: Run) -> str:
+    """Losses on held-out text, bytes and sizes: of the base, with the adapters that were written, and merged."""
+    tuned = load_adapter(args.folder / "adapter", run.params, run.cfg)
     base, merged = merge(run.params, run.cfg), merge(tuned, run.cfg)  # b was zero in those that the run began with
     x, labels = batch(run.data, step=0, seed=1, size=ROWS, context=CONTEXT)
     x = inputs(base, x, labels)
@@ -159,11 +164,11 @@ def main(argv: list[str] | None = None) -> int:
         cfg = with_lora(base, args.rank, TARGETS, alpha=args.alpha)
         params = lora_init(params, cfg, key=random.key(0))
         run = Run(cfg, base, params, upper(corpus.train), upper(corpus.held_out), args.lr)
-        tuned = fine_tuned(args, run)
+        fine_tune(args, run)
     except (TextError, CheckpointError) as error:
         print(f"finetune_lora.py: {error}", file=sys.stderr)
         return 2
-    print(table(args, run, tuned))
+    print(table(args, run))
     return 0
 
 

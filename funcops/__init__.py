@@ -21,8 +21,8 @@ Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_w
 Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
-Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random, trees,
-                     testing, fused, dist
+Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random,
+                     trees, testing, fused, dist
 """
 
 from types import ModuleType as _ModuleType

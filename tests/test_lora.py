@@ -22,6 +22,7 @@ from funcops import (
     batch_wgrads,
     chain,
     differentiable,
+    dist,
     linear,
     parallel,
     random,
@@ -31,6 +32,7 @@ from funcops import (
     with_policy,
 )
 from funcops.errors import CheckpointError, StaleResidualError
+from funcops.graphs import check_capturable
 from funcops.lora import (
     LowRankConfig,
     LowRankParams,
@@ -393,6 +395,27 @@ def test_a_step_compiles():
 
     got, want = torch.compile(step, backend="aot_eager", fullgraph=True)(params, x), step(params, x)
     assert_close(paths(got), paths(want))
+
+
+def test_a_step_can_be_captured():
+    _, cfg, params = ours(dtype=torch.float32)
+    x, _, _ = batch()
+
+    def step(params, x):
+        y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+        return adapter(chain.bwd(residuals, torch.ones_like(y), cfg)[0], cfg)
+
+    assert check_capturable(step, params, x) == []
+
+
+@pytest.mark.parametrize("rules", [{"*.up.both.base": "column"}, {"*.up": "column", "*.down.both.base": "row"}], ids=str)
+def test_layers_over_ranks_take_no_adapters(rules):
+    cfg = with_lora(base_config(), 2, ("*.down",) if "*.up" in rules else ("*.up",))
+    with pytest.raises(ValueError, match="parallel: "):
+        dist.parallel(cfg, rules, dist.Mesh.abstract({"tp": 2}, 0))
+    sharded = dist.parallel(base_config(), {"*.up": "column", "*.down": "row"}, dist.Mesh.abstract({"tp": 2}, 0))
+    with pytest.raises(ValueError, match="with_lora: targets must .* got .*which matches blocks.*.mlp.up, a ColumnLinearConfig"):
+        with_lora(sharded, 2, ("*.up",))
 
 
 # files
