@@ -5,8 +5,8 @@
 
 The base model reads the standard library's sources, a byte at a time. Its task is then the same text in upper case, which it has
 hardly seen: only the adapters learn it. FOLDER gets `base.safetensors`, and, every few steps, what the next run goes on from, in
-one file; at the end the adapters in PEFT's format. Last comes a table: the held-out loss before and after, what a step keeps for its
-backward, and the size of what was trained.
+one file; at the end the adapters in PEFT's format. Last comes a table: the held-out loss before and after, what a step keeps for
+its backward, and the size of what was trained.
 """
 
 from __future__ import annotations

@@ -31,6 +31,7 @@ from funcops import (
     rms_norm,
     with_policy,
 )
+from funcops.bench import residuals
 from funcops.errors import CheckpointError, StaleResidualError
 from funcops.graphs import check_capturable
 from funcops.lora import (
@@ -48,7 +49,7 @@ from funcops.lora import (
     with_adapter,
     with_lora,
 )
-from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, recipe_init, split_amaxes, with_recipe
+from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, split_amaxes, with_recipe
 from funcops.ops.low_rank import low_rank_dropout_fwd, low_rank_fwd
 from funcops.testing import LAWS, Case, Error
 from funcops.trees import paths, put, same_structure, tree_map_tensors
@@ -255,9 +256,12 @@ def test_frozen_weights_keep_no_input_of_their_own():
 
 
 def test_a_block_keeps_at_most_six_tenths_of_what_peft_has_autograd_keep():
-    """The committed rows of `python -m funcops.bench residuals`, which tests/test_committed_figures.py counts again."""
-    rows, case = committed("cpu-residuals"), "frozen llama block, LoRA"
-    assert rows[case, "funcops", "kept"] <= 0.6 * rows[case, "autograd, peft", "kept"]
+    """The rows of `python -m funcops.bench residuals`, counted again."""
+    rows, case = {row.provider: row.value for row in residuals._lora()}, "frozen llama block, LoRA"
+    assert rows["funcops"] == pytest.approx(committed("cpu-residuals")[case, "funcops", "kept"], rel=1e-3)
+    assert rows["funcops"] <= 0.6 * rows["autograd, peft"]
+    if torch.__version__.startswith("2.13."):
+        assert rows["autograd, peft"] == pytest.approx(committed("cpu-residuals")[case, "autograd, peft", "kept"], rel=1e-3)
 
 
 # params
@@ -347,7 +351,7 @@ def test_adapters_of_two_ranks():
 # low precision
 
 
-@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Block(keep="input"), Fp8Delayed(history=2)], ids=["row", "input", "delayed"])
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Block(keep="input")], ids=["row", "input"])
 def test_a_base_in_low_precision(recipe):
     """Whichever of the two rewrites comes first: one config, codes of the frozen weights alone, and gradients of the adapters."""
     base = base_config()
@@ -356,7 +360,7 @@ def test_a_base_in_low_precision(recipe):
     cfg = with_recipe(with_lora(base, 3, TARGETS, alpha=6.0), recipe, only=("*.proj", "*.base"))
     assert low_first == cfg
     params = drawn(lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1)), cfg)
-    work = quantize_params(params, cfg, recipe_init(cfg, params) if recipe.delayed else None, dtype=torch.float32)
+    work = quantize_params(params, cfg, dtype=torch.float32)
     x, _, _ = batch()
     y, residuals = chain.fwd(work, x, cfg, needs=lora_needs(cfg))
     dparams, amaxes = split_amaxes(chain.bwd(residuals, torch.ones_like(y), cfg)[0])
@@ -368,9 +372,14 @@ def test_a_base_in_low_precision(recipe):
     assert_close(y, want, rtol=0.1, atol=0.1)
     for path, g in got.items():  # fp8 rounds by 6 % an element: the direction is what stays
         assert torch.cosine_similarity(g.flatten(), grads[path].flatten(), dim=0) > 0.9, path
-    with pytest.raises(TypeError, match=r"params\.blocks.0.* must be a float tensor \(merge before quantize_params\), got QWeight"
-                       if not recipe.delayed else "must be a float tensor"):  # fmt: skip
+    with pytest.raises(TypeError, match=r"params\.blocks.0.* must be a float tensor \(merge before quantize_params\), got QWeight"):
         merge(work, cfg)
+
+
+def test_a_recipe_whose_scales_would_never_move_is_refused():
+    low = with_recipe(with_lora(base_config(), 3, TARGETS), Fp8Delayed(history=2), only=("*.up.both.base",))
+    with pytest.raises(ValueError, match=r"lora_needs: the recipe of blocks\.\*\.mlp\.up\.both\.base must be one without delayed"):
+        lora_needs(low)
 
 
 def test_a_write_to_a_frozen_weight_is_seen():

@@ -152,7 +152,7 @@ def _named(path: str, glob: str, name: str) -> str:
 
 
 def _alpha(place: Place) -> float:
-    return place.lora.scale * place.lora.rank
+    return round(place.lora.scale * place.lora.rank, 9)  # of 16 / 3, times 3, it is 16
 
 
 def _described(where: str, found: list[Place], modules: Mapping[Any, str], base: str) -> dict[str, Any]:

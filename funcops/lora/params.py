@@ -11,12 +11,13 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
-from funcops.compose.walk import ties
+from funcops.compose.walk import steps, ties
 from funcops.errors import FLOATS, check, describe, fail, require_dtype, require_type
 from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
 from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams, low_rank_init
+from funcops.ops.qlinear import QLinearConfig
 from funcops.random import check_key
 from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
 
@@ -42,7 +43,12 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
 
 
 def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
-    """The gradients of adapters alone; `x`: the mask over the model's x, as in `Needs`."""
+    """The gradients of adapters alone; `x`: the mask over the model's x, as in `Needs`. Raises `ValueError` for a recipe with
+    delayed scaling, whose scales would stay as they are: its amaxes come with the gradients of its weights."""
+    for path, inner in steps(cfg):
+        if isinstance(inner, QLinearConfig) and inner.recipe.delayed:
+            wanted = "one without delayed scaling, as the amaxes of a frozen weight are not had"
+            fail("lora_needs", f"the recipe of {path}", wanted, type(inner.recipe).__name__)
     return Needs(x=x, params=tuple(place.at(f"{BOTH}.{LORA}") for place in adapted("lora_needs", cfg)))
 
 
