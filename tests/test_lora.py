@@ -19,6 +19,7 @@ from funcops import (
     RMSNormConfig,
     Step,
     WithExtras,
+    backend,
     batch_wgrads,
     chain,
     differentiable,
@@ -93,6 +94,27 @@ CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4,
 def test_law(law, case):
     for dtype in case.dtypes if law == "right" else case.dtypes[:1]:
         LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_laws_on_triton(case):
+    with backend("triton"):
+        for law in ("right", "split", "pure"):
+            LAWS[law](case, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_each_side_keeps_what_it_reads_alone(case):
+    """a's gradient reads x and b, b's what was made of x, and dx neither x nor that."""
+    params, x = case.make(torch.float32)
+    first = "x.0" if case.cfg.dropout else "x"
+    wanted = {"params.a": {"x", "b", "key"}, "params.b": {"u"}, first: {"a", "b", "key"}}
+    for gradient, fields in wanted.items():
+        side, _, path = gradient.partition(".")
+        needs = Needs(**{"x": False, "params": False, side: (path,) if path else True})
+        _, residuals = case.op.fwd(params, x, case.cfg, needs=needs)
+        held = {name for name, t in paths(residuals).items() if t is not None}
+        assert held == fields - (set() if case.cfg.dropout else {"key"}), gradient
 
 
 @pytest.mark.slow
