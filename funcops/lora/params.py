@@ -17,8 +17,8 @@ from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
 from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams, low_rank_init
-from funcops.ops.qlinear import QLinearConfig
 from funcops.random import check_key
+from funcops.recipes import Recipe
 from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
 
 T = TypeVar("T")
@@ -46,9 +46,10 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
     """The gradients of adapters alone; `x`: the mask over the model's x, as in `Needs`. Raises `ValueError` for a recipe with
     delayed scaling, whose scales would stay as they are: its amaxes come with the gradients of its weights."""
     for path, inner in steps(cfg):
-        if isinstance(inner, QLinearConfig) and inner.recipe.delayed:
+        recipe = getattr(inner, "recipe", None)
+        if isinstance(recipe, Recipe) and recipe.delayed:
             wanted = "one without delayed scaling, as the amaxes of a frozen weight are not had"
-            fail("lora_needs", f"the recipe of {path}", wanted, type(inner.recipe).__name__)
+            fail("lora_needs", f"the recipe of {path}", wanted, type(recipe).__name__)
     return Needs(x=x, params=tuple(place.at(f"{BOTH}.{LORA}") for place in adapted("lora_needs", cfg)))
 
 
