@@ -12,7 +12,7 @@ from funcops import RepeatConfig, WithExtras, chain, random
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.step import plain_name
 from funcops.lora import adapter, lora_init, with_lora
-from funcops.trees import paths, tree_map_with_path
+from funcops.trees import paths, same_structure, tree_map_with_path
 
 SIZES = Sizes(dim=16, layers=2, heads=2, kv_heads=1, hidden=24, vocab=32, context=9, batch=2)
 TARGETS = ("*.q.proj", "*.v.proj", "*.out", "*.up", "*.down")
@@ -91,3 +91,9 @@ def theirs(cfg: Any, params: Any, rank: int = 3, alpha: float = 6.0) -> Any:
     values = {peft_name(path): t for path, t in layered(cfg, params).items()}
     model.load_state_dict(copy.deepcopy(values))
     return model
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    """Trees of one structure, with equal tensors."""
+    ours, theirs = paths(a), paths(b)
+    return same_structure(a, b) and all(t is theirs[p] or torch.equal(t, theirs[p]) for p, t in ours.items())
