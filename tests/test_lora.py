@@ -262,8 +262,7 @@ def test_frozen_weights_keep_no_input_of_their_own():
     block = "blocks.1"
     assert {path.removeprefix(f"{block}.mlp.up.both.") for path in held if path.startswith(f"{block}.mlp.up.both.")} == {
         "base.weight", "lora.u", "lora.a", "lora.b"}, "its x is computed again, by the norm before it"  # fmt: skip
-    none = chain.fwd(merge(params, cfg), x, base, needs=Needs(x=False, params=False))[1]
-    assert none is None
+    assert chain.fwd(merge(params, cfg), x, base, needs=Needs.NONE)[1] is None
     full = report(chain.fwd(params, x, cfg)[1], params, x).kept_bytes
     assert report(residuals, params, x).kept_bytes < full
 
