@@ -25,8 +25,8 @@ Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_w
 Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
-Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
-                     testing, fused, dist
+Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random,
+                     trees, testing, fused, dist
 """
 
 from types import ModuleType as _ModuleType
@@ -35,6 +35,7 @@ from funcops import checkpoint as checkpoint
 from funcops import dist as dist
 from funcops import fused as fused
 from funcops import graphs as graphs
+from funcops import lora as lora
 from funcops import low_precision as low_precision
 from funcops import nn as nn
 from funcops import optim as optim
@@ -135,6 +136,7 @@ _ROOMS = [
     "dist",
     "fused",
     "graphs",
+    "lora",
     "low_precision",
     "nn",
     "optim",

@@ -19,15 +19,15 @@ state, a dict by path; its amaxes come back with the gradients:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.repeat import RepeatConfig
+from funcops.compose.walk import below, check_globs, matches, steps, ties
+from funcops.compose.widths import inside
 from funcops.errors import check, describe, fail, in_step, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
@@ -46,7 +46,6 @@ from funcops.kernels.quantize import ELEMENTS, amax
 from funcops.op import Op, remade
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
-from funcops.program.values import parts_of
 from funcops.quantization import quantization_report
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.trees import Aside, at, cast, has, leaf, paths, put, replace, stands_for_one, tree, tree_map
@@ -99,15 +98,14 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
     _check_config(where, cfg)
-    known = [path for path, inner in _steps(cfg, "") if _takes_recipe(inner)]
+    known = [path for path, inner in steps(cfg) if _takes_recipe(inner)]
     for name, globs in (("only", only), ("skip", skip)):
-        if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
-            fail(where, name, "a tuple of globs", repr(globs), TypeError)
+        check_globs(where, name, globs)
         for glob in globs:
-            require(any(_matches(path, (glob,)) for path in known), where, name, f"globs over {', '.join(known)}", repr(glob))
+            require(any(matches(path, (glob,)) for path in known), where, name, f"globs over {', '.join(known)}", repr(glob))
 
     def wanted(path: str) -> bool:
-        return (not only or _matches(path, only)) and not _matches(path, skip)
+        return (not only or matches(path, only)) and not matches(path, skip)
 
     made = _rewritten(linear, cfg, "", recipe, wanted)[1]
     _low(made)
@@ -241,8 +239,8 @@ def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
     tracer reads it, and would trace every config that a walk makes."""
     found = getattr(cfg, "_low", None)
     if found is None:
-        steps = {_inside(path, "weight"): inner for path, inner in _steps(cfg, "", each=True) if _has_recipe(inner)}
-        found = steps, dict(_ties(cfg, ""))
+        low = {inside(path, "weight"): inner for path, inner in steps(cfg, each=True) if _has_recipe(inner)}
+        found = low, dict(ties(cfg))
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, "_low", found)
     return found  # type: ignore[no-any-return]
@@ -257,45 +255,11 @@ def _check_config(where: str, cfg: Any) -> None:
         fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
 
 
-def _steps(cfg: Any, path: str, each: bool = False) -> Iterator[tuple[str, Any]]:
-    """Path and config of every part that is no combinator; of a `repeat` that of "*", or with `each` of all layers."""
-    if not hasattr(cfg, "with_parts"):
-        yield path, cfg
-        return
-    for name, inner in _parts(cfg, each):
-        yield from _steps(inner, path if name is None else _inside(path, name), each)
-
-
-def _parts(cfg: Any, each: bool) -> Iterator[tuple[Any, Any]]:
-    for name, _, inner in parts_of(cfg):
-        names = [name]
-        if type(cfg) is RepeatConfig and each:
-            names = [None] if cfg.stacked else list(range(cfg.times))
-        yield from ((one, inner) for one in names)
-
-
-def _ties(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Every tied path, and what it is tied to."""
-    if hasattr(cfg, "with_parts"):
-        for tied, source in getattr(cfg, "ties", ()):
-            yield _inside(path, tied), _inside(path, source)
-        for name, inner in _parts(cfg, each=True):
-            yield from _ties(inner, path if name is None else _inside(path, name))
-
-
-def _inside(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)
-
-
-def _matches(path: str, globs: Sequence[str]) -> bool:
-    return any(fnmatchcase(path, glob) for glob in globs)
-
-
 def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[[str], bool]) -> tuple[Op, Any]:
     if hasattr(cfg, "with_parts"):
 
         def inside(name: Any, part: Op, inner: Any) -> tuple[Op, Any]:
-            return _rewritten(part, inner, path if name is None else _inside(path, name), recipe, wanted)
+            return _rewritten(part, inner, below(path, name), recipe, wanted)
 
         return op, cfg.with_parts(inside)
     if not _takes_recipe(cfg) or not wanted(path):

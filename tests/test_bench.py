@@ -25,7 +25,7 @@ def test_peak_memory_is_no_higher_than_autograds():
 
 def test_a_block_keeps_less_than_autograd():
     """The exact counts: h of the input, q, k, v, mix, after attention, and gate and up or the pre-activation; and statistics."""
-    kept = {(row.case, row.provider): row.value for row in residuals.run(mixture=False)}
+    kept = {(row.case, row.provider): row.value for row in residuals.run(rivals=False)}
     assert 20 < kept["llama block", "funcops"] <= 23.2 and kept["llama block", "autograd"] > 50
     assert 20 < kept["gpt-2 block", "funcops"] <= 20.3 and kept["gpt-2 block", "autograd"] > 36
     packed = [kept[block, "funcops, compress_fp8"] for block in ("llama block", "gpt-2 block")]

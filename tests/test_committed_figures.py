@@ -17,7 +17,7 @@ RECORDED = torch.__version__.startswith("2.13.")
 @pytest.mark.parametrize(
     ("name", "rows"),
     [
-        ("cpu-residuals", lambda: residuals.run(mixture=False)),
+        ("cpu-residuals", lambda: residuals.run(rivals=False)),
         ("cpu-memory", lambda: memory._measure(1, torch.float32)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

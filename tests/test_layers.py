@@ -33,6 +33,7 @@ LAYERS = (
     "optim",
     "precision",
     "checkpoint",
+    "lora",
     "dist",
     "schedule",
     "adapters",

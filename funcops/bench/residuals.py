@@ -14,6 +14,7 @@ from funcops import Compress, ExpertsConfig, Policy, WithExtras, chain, experts,
 from funcops.bench.measure import Row
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.bench.plain import PlainBlock, PlainGPT2Block
+from funcops.lora import lora_init, lora_needs, with_lora
 from funcops.op import Op
 
 DIM, HEADS, LENGTH = 512, 8, 512
@@ -26,14 +27,19 @@ LOW = {  # what of a Llama block is in 8 bits
 }
 
 
-def run(mixture: bool = True) -> list[Row]:
-    """`mixture`: with the rows of a mixture of experts, for which transformers is imported."""
+def run(rivals: bool = True) -> list[Row]:
+    """`rivals`: with the rows of a mixture of experts and of LoRA, for which transformers and PEFT are imported."""
     torch.manual_seed(0)
-    positions = {"positions": torch.arange(LENGTH)}
-    llama = block_config(DIM, HEADS, 1408), positions, PlainBlock(DIM, HEADS, 1408, LENGTH)
+    llama = _llama()
     gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
     plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
-    return plain + list(_low(llama[0], positions)) + (list(_mixture(**MIXTURE)) if mixture else [])
+    found = plain + list(_low(*llama[:2]))
+    return [*found, *_mixture(**MIXTURE), *_lora()] if rivals else found
+
+
+def _llama() -> tuple[Any, dict[str, Tensor], nn.Module]:
+    """A Llama block, its extras, and the same in torch."""
+    return block_config(DIM, HEADS, 1408), {"positions": torch.arange(LENGTH)}, PlainBlock(DIM, HEADS, 1408, LENGTH)
 
 
 def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
@@ -81,6 +87,25 @@ def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
         _, pending = op.dgrad(residuals, torch.randn_like(y), cfg)
         waiting = sum(row.bytes for row in report(pending, params, x).rows if row.path.endswith(".dy"))
         yield Row("residuals", "llama block", provider, "pending dy", waiting / units, UNIT)
+
+
+def _lora() -> Iterator[Row]:
+    """What a Llama block keeps whose weights are frozen, adapters of rank 8 on all its linears, and PEFT's where it is there."""
+    case, (base, extras, module) = "frozen llama block, LoRA", _llama()
+    cfg = with_lora(base, 8, ("*",), alpha=16.0)
+    params = lora_init(chain.init(base, key=random.key(0), dtype=torch.bfloat16), cfg, key=random.key(1))
+    x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
+    _, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg, x=("main",)))
+    kept = {"funcops": report(residuals, params, extras).kept_bytes}
+    if importlib.util.find_spec("peft"):
+        import peft
+
+        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        found = peft.LoraConfig(r=8, lora_alpha=16, target_modules=names)
+        frozen: Any = peft.inject_adapter_in_model(found, module.to(torch.bfloat16))
+        kept["autograd, peft"] = saved_by_autograd(frozen, x.main)
+    for provider, value in kept.items():
+        yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
 
 
 def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> list[Row]:

@@ -109,7 +109,10 @@ class Step:
         return Needs(x=True if len(wanted) == len(labels) else wanted, params=params)
 
     def with_op(self, op: Op, cfg: Any) -> Step:
-        return self if op is self.op and cfg is self.cfg else dataclasses.replace(self, op=op, cfg=cfg)
+        """The step of another op; one that passes all extras of a combinator passes those that it has now."""
+        if op is self.op and cfg is self.cfg:
+            return self
+        return dataclasses.replace(self, op=op, cfg=cfg, takes=() if self.passes else self.takes)
 
 
 def note(cfg: Any, **derived: Any) -> None:

@@ -1,0 +1,42 @@
+"""LoRA: low-rank adapters on the linear steps of a model whose own weights stay as they are.
+
+    cfg = with_lora(base, rank=8, targets=("*.q.proj", "*.v.proj"), alpha=16)     # y = base(x) + (alpha / rank) x a^T b^T
+    params = lora_init(params, cfg, key=key)                                      # b is zero: the same y
+    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))               # frozen weights keep no input for themselves
+    grads = adapter(chain.bwd(residuals, dy, cfg)[0], cfg)                        # of a and b alone
+    params = with_adapter(params, updated, cfg)
+    params = merge(params, cfg)                                                   # of `base` again
+
+An adapted linear at path p has its own params at p.both.base and a, b at p.both.lora. Files are PEFT's: `save_adapter`,
+`load_adapter`. Source: LoRA, arXiv 2106.09685.
+"""
+
+from funcops.lora.files import load_adapter as load_adapter
+from funcops.lora.files import save_adapter as save_adapter
+from funcops.lora.params import adapter as adapter
+from funcops.lora.params import lora_init as lora_init
+from funcops.lora.params import lora_needs as lora_needs
+from funcops.lora.params import merge as merge
+from funcops.lora.params import unmerge as unmerge
+from funcops.lora.params import with_adapter as with_adapter
+from funcops.lora.rewrite import with_lora as with_lora
+from funcops.ops.low_rank import LowRankConfig as LowRankConfig
+from funcops.ops.low_rank import LowRankParams as LowRankParams
+from funcops.ops.low_rank import low_rank as low_rank
+from funcops.ops.low_rank import low_rank_dropout as low_rank_dropout
+
+__all__ = [
+    "LowRankConfig",
+    "LowRankParams",
+    "adapter",
+    "load_adapter",
+    "lora_init",
+    "lora_needs",
+    "low_rank",
+    "low_rank_dropout",
+    "merge",
+    "save_adapter",
+    "unmerge",
+    "with_adapter",
+    "with_lora",
+]

@@ -1,0 +1,200 @@
+"""Params of a model with adapters: made, taken apart, put together, merged."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.backend import wide
+from funcops.compose.walk import steps, ties
+from funcops.errors import FLOATS, check, describe, fail, require_dtype, require_type
+from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
+from funcops.needs import Mask, Needs
+from funcops.ops.linear import LinearParams
+from funcops.ops.low_rank import LowRankParams, low_rank_init
+from funcops.random import check_key
+from funcops.recipes import Recipe
+from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
+
+T = TypeVar("T")
+
+
+def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None = None) -> Any:
+    """The params of `cfg` (of `with_lora`) with those of the base config, the same objects, and fresh adapters.
+
+    a: uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5), as PEFT draws it; b: zero, so that y is what it was. Each adapter has a
+    key of its own, by path and layer. `dtype`: of the adapters; by default that of their weight. Raises `ValueError` or
+    `TypeError`, with the path, where params are not those of the base config."""
+    where = "lora_init"
+    check_key(where, key)
+    require_dtype(where, dtype)
+    for place in adapted(where, cfg):
+        node = _base(where, params, place.path, place)
+        like = _like(node.weight, params)
+        keys: Any = random.fold_in(key, random.path_id(place.module))
+        made = _init(place, keys, like.device, dtype or like.dtype)
+        params = _put(params, place.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
+    return params
+
+
+def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
+    """The gradients of adapters alone; `x`: the mask over the model's x, as in `Needs`. Raises `ValueError` for a recipe with
+    delayed scaling, whose scales would stay as they are: its amaxes come with the gradients of its weights."""
+    for path, inner in steps(cfg):
+        recipe = getattr(inner, "recipe", None)
+        if isinstance(recipe, Recipe) and recipe.delayed:
+            wanted = "one without delayed scaling, as the amaxes of a frozen weight are not had"
+            fail("lora_needs", f"the recipe of {path}", wanted, type(recipe).__name__)
+    return Needs(x=x, params=tuple(place.at(f"{BOTH}.{LORA}") for place in adapted("lora_needs", cfg)))
+
+
+def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
+    """Of params, or of gradients like them, those of the adapters, by the path of their linear: what an optimizer is given."""
+    found = {}
+    for place in adapted("adapter", cfg):
+        path = place.at(f"{BOTH}.{LORA}")
+        if not has(tree, path):
+            paths(tree)  # raises for what was given away
+            fail("adapter", "tree", f"one with {path}", describe(tree))
+        found[place.path] = own = at(tree, path)
+        require_type("adapter", f"tree.{path}", own, LowRankParams)
+        for part, t in paths(own).items():
+            if t is not None:
+                check("adapter", f"tree.{path}.{part}", detached(t), (...,), FLOATS)
+    return found
+
+
+def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
+    """The params with these adapters in place of their own, every other leaf the same object. Raises `ValueError` or `TypeError`,
+    with the path, for an adapter of another model."""
+    where = "with_adapter"
+    known = {place.path: place for place in adapted(where, cfg)}
+    _check_adapter(where, adapter, known)
+    for path, made in adapter.items():
+        inside = known[path].at(f"{BOTH}.{LORA}")
+        if not has(params, inside):
+            fail(where, "params", f"a tree with {inside}", describe(params))
+        params = _put(params, inside, made)
+    return params
+
+
+def merge(params: Any, cfg: Any) -> Any:
+    """The params of the base config, with `weight + scale b a` for each adapted weight, in float32 at least and rounded once.
+
+    Raises `ValueError` where a merged weight is tied, as the other would not follow; `TypeError` for one in low precision."""
+    _check_ties("merge", cfg)
+    for place in adapted("merge", cfg):
+        node = _base("merge", params, place.at(f"{BOTH}.{BASE}"), place)
+        lora = at(params, place.at(f"{BOTH}.{LORA}"))
+        _check_one("merge", f"params.{place.at(f'{BOTH}.{LORA}')}", lora, place)
+        params = _put(params, place.path, replace(node, weight=_moved("merge", node.weight, lora, place, 1.0)))
+    return params
+
+
+def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
+    """What `merge` was given, within rounding: `weight - scale b a`, with the adapters (of `adapter`) beside it. `params`: of the
+    base config."""
+    _check_ties("unmerge", cfg)
+    known = {place.path: place for place in adapted("unmerge", cfg)}
+    _check_adapter("unmerge", adapter, known)
+    for path, place in known.items():
+        node, lora = _base("unmerge", params, path, place), adapter[path]
+        base = replace(node, weight=_moved("unmerge", node.weight, lora, place, -1.0))
+        params = _put(params, path, {BOTH: {BASE: base, LORA: lora}, SUM: None})
+    return params
+
+
+def adapted(where: str, cfg: Any) -> list[Place]:
+    """The adapted linears of a config that has some. Found once a config: a tracer reads it, and would trace the walk."""
+    found = getattr(cfg, "_adapted", None)
+    if found is None:
+        found = list(places(cfg))
+        if not found:
+            fail(
+                where, "cfg", "one that with_lora made", describe(cfg) if not hasattr(cfg, "with_parts") else "one without adapters"
+            )
+        if not torch.compiler.is_dynamo_compiling():
+            object.__setattr__(cfg, "_adapted", found)
+    return found  # type: ignore[no-any-return]
+
+
+def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
+    """The params of a linear, at a path."""
+    if path and not has(params, path):
+        fail(where, "params", f"a tree with {path}", describe(params))
+    node = at(params, path)
+    if not isinstance(node, LinearParams):
+        fail(where, f"params.{path}" if path else "params", "a LinearParams (params of the base config)", describe(node), TypeError)
+    name, (o, i) = f"params.{path}" if path else "params", (place.base.out_features, place.base.in_features)
+    if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
+        check(where, f"{name}.weight", detached(node.weight), (*place.lead, o, i), FLOATS)
+    if place.base.bias:
+        check(where, f"{name}.bias", detached(node.bias), (*place.lead, o), FLOATS)
+    return node
+
+
+def detached(t: Any) -> Any:
+    """A tensor as data, whether autograd would record it or not."""
+    return t.detach() if isinstance(t, Tensor) else t
+
+
+def _like(weight: Any, params: Any) -> Tensor:
+    """A tensor of the weight's dtype, or of params', where that is tied or in codes."""
+    if isinstance(weight, Tensor) and weight.dtype in FLOATS:
+        return weight
+    found = next((t for t in tensors(params) if t.dtype in FLOATS), None)
+    if found is None:
+        fail("lora_init", "params", "a tree with float tensors", describe(params))
+    kind = getattr(getattr(weight, "row", None), "dtype", found.dtype)
+    return found if kind is found.dtype else found.new_empty((), dtype=kind)
+
+
+def _init(place: Place, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
+    if not place.lead:
+        return low_rank_init(place.lora, key=key, device=device, dtype=dtype)
+    made = [low_rank_init(place.lora, key=own, device=device, dtype=dtype) for own in random.split(key, math.prod(place.lead))]
+    return tree_map(lambda *layers: torch.stack(layers).unflatten(0, place.lead), made[0], *made[1:])
+
+
+def _put(params: Any, path: str, value: Any) -> Any:
+    return put(params, path, value) if path else value
+
+
+def _check_adapter(where: str, adapter: Any, known: Mapping[str, Place]) -> None:
+    require_type(where, "adapter", adapter, Mapping)
+    missing, extra = [path for path in known if path not in adapter], [path for path in adapter if path not in known]
+    if missing or extra:
+        said = [f"{kind} {', '.join(map(str, names))}" for kind, names in (("missing", missing), ("extra", extra)) if names]
+        fail(where, "adapter", f"by the paths {', '.join(known)}", "; ".join(said))
+    for path, made in adapter.items():
+        _check_one(where, f"adapter[{path!r}]", made, known[path])
+
+
+def _check_one(where: str, name: str, made: Any, place: Place) -> None:
+    low = place.lora
+    require_type(where, name, made, LowRankParams)
+    for part, shape in (("a", (low.rank, low.in_features)), ("b", (low.out_features, low.rank))):
+        t = getattr(made, part)
+        check(where, f"{name}.{part}", detached(t), (*place.lead, *shape), FLOATS)
+
+
+def _check_ties(where: str, cfg: Any) -> None:
+    tied = {path: pair for pair in ties(cfg) for path in pair}
+    for place in adapted(where, cfg):
+        pair = tied.get(path := place.at(f"{BOTH}.{BASE}.weight"))
+        if pair is not None:
+            fail(where, "cfg", f"one where {path} is not tied, as only one of the two would change", f"{pair[0]} tied to {pair[1]}")
+
+
+def _moved(where: str, weight: Any, lora: LowRankParams, place: Place, sign: float) -> Tensor:
+    if not (isinstance(weight, Tensor) and weight.dtype in FLOATS):
+        fail(where, f"params.{place.path}: weight", "a float tensor (merge before quantize_params)", describe(weight), TypeError)
+    dtype = wide(weight.dtype)
+    with torch.no_grad():
+        change = torch.matmul(lora.b.to(dtype), lora.a.to(dtype))
+        return weight.to(dtype).add(change, alpha=sign * place.lora.scale).to(weight.dtype)

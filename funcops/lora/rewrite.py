@@ -1,0 +1,169 @@
+"""`with_lora`: the config of a model with adapters on some of its linear steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.parallel import ParallelConfig, parallel
+from funcops.compose.repeat import RepeatConfig
+from funcops.compose.step import Step, extras_of
+from funcops.compose.walk import below, check_globs, matches, parts
+from funcops.errors import describe, fail, require, require_count, require_number, require_type
+from funcops.op import Op
+from funcops.ops.add import AddConfig, add
+from funcops.ops.linear import LinearConfig, linear
+from funcops.ops.low_rank import LowRankConfig, op_of
+from funcops.ops.qlinear import QLinearConfig
+from funcops.ops.qlinear import op_of as qlinear_of
+from funcops.program.values import parts_of
+
+BOTH, BASE, LORA, SUM = "both", "base", "lora", "sum"  # the names of an adapted linear's parts
+INSIDE = f"{BOTH}.{BASE}"
+
+
+def with_lora(
+    cfg: Any, rank: int, targets: Sequence[str], *, alpha: float | None = None, dropout: float = 0.0, key: str = "key"
+) -> Any:
+    """The config with an adapter beside each `linear` or `qlinear` step that a glob of `targets` matches.
+
+        y = base(x) + (alpha / rank) (m * x) a^T b^T
+
+    `targets`: globs over the paths of steps, as "*.q.proj"; the layers of a repeat are "*". `alpha`: by default `rank`, a factor of
+    1. `dropout`: of the adapter's x, in [0, 1); m is drawn from the extra `key`, which chains then declare where they do not yet,
+    and folded by path, so that no two adapters share a mask. A tie to or from an adapted linear stays one of its own weight. The
+    config of a linear itself, whose path is "", becomes that of a `chain`. Adapters of several ranks: call it once for each.
+
+    Raises `ValueError` for a rank below 1, a glob that matches no linear step, and one that matches a linear with an adapter."""
+    where = "with_lora"
+    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
+        fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
+    require_count(where, rank=rank)
+    check_globs(where, "targets", targets)
+    require(len(targets) > 0, where, "targets", "at least one glob", repr(targets))
+    if alpha is not None:
+        require_number(where, alpha=alpha)
+    require_number(where, 0.0, dropout=dropout)
+    require(dropout < 1.0, where, "dropout", "below 1", dropout)
+    require_type(where, "key", key, str)
+    require(key.isidentifier(), where, "key", "an identifier", repr(key))
+    _check_targets(where, cfg, targets)
+    walk = _Walk(tuple(targets), rank, (rank if alpha is None else alpha) / rank, dropout, key)
+    return walk.rewritten(chain, cfg, "")[1]
+
+
+def is_adapted(cfg: Any) -> bool:
+    """Whether it is the config that `with_lora` makes of a linear's."""
+    if type(cfg) is not ChainConfig or list(cfg.names) != [BOTH, SUM] or type(both := cfg.steps[0].cfg) is not ParallelConfig:
+        return False
+    return list(both.names) == [BASE, LORA] and type(both.branches[1].cfg) is LowRankConfig
+
+
+class Place(NamedTuple):
+    """An adapted linear. `lead`: the leading dimensions of its leaves, where layers are stacked; `module`: the path with "*" for
+    the number of each of these."""
+
+    path: str
+    module: str
+    lead: tuple[int, ...]
+    base: Any
+    lora: LowRankConfig
+
+    def at(self, part: str) -> str:
+        return below(self.path, part)
+
+
+def places(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = ()) -> Iterator[Place]:
+    """The adapted linears of a config, in the order of the forward."""
+    if is_adapted(cfg):
+        base, lora = cfg.steps[0].cfg.branches
+        yield Place(path, module, lead, base.cfg, lora.cfg)
+    elif hasattr(cfg, "with_parts"):
+        stacked = type(cfg) is RepeatConfig and cfg.stacked
+        for name, _, inner in parts(cfg, each=True):
+            more = (cfg.times,) if stacked else ()
+            yield from places(inner, below(path, name), below(module, "*" if stacked else name), lead + more)
+
+
+class _Walk(NamedTuple):
+    targets: tuple[str, ...]
+    rank: int
+    scale: float
+    dropout: float
+    key: str
+
+    def rewritten(self, op: Op, cfg: Any, path: str) -> tuple[Op, Any]:
+        if is_adapted(cfg):
+            return op, cfg
+        if not hasattr(cfg, "with_parts"):
+            wanted = _is_linear(cfg) and matches(path, self.targets)
+            return (chain, self.adapted(op, cfg, bare=not path)) if wanted else (op, cfg)
+        made = {name: self.rewritten(part, inner, below(path, name)) for name, part, inner in parts_of(cfg)}
+        changes: dict[str, Any] = {}
+        if type(cfg) is ChainConfig:
+            asked = any(self.key in extras_of(inner) for _, inner in made.values())
+            given = {*cfg.extras, *(name for step in cfg.steps for name in step.gives)}
+            if asked and self.key not in given:
+                changes["extras"] = (*cfg.extras, self.key)
+            changes["ties"] = _moved(cfg.ties, made)
+        return op, cfg.with_parts(lambda name, *_: made[name], **changes)
+
+    def adapted(self, op: Op, cfg: Any, bare: bool) -> ChainConfig:
+        if bare:  # of a config alone, which says what its op is
+            op = _op_of(cfg)
+        low = LowRankConfig(cfg.in_features, cfg.out_features, self.rank, scale=self.scale, dropout=self.dropout)
+        extras = (self.key,) if self.dropout else ()
+        both = ParallelConfig(branches=(Step(BASE, op, cfg), Step(LORA, op_of(low), low, takes=extras)))
+        return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=extras)
+
+
+def _op_of(cfg: Any) -> Op:
+    """The op of a linear's config."""
+    return linear if type(cfg) is LinearConfig else qlinear_of(cfg.recipe)
+
+
+def _is_linear(cfg: Any) -> bool:
+    return type(cfg) in (LinearConfig, QLinearConfig)
+
+
+def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:
+    """Ties of a chain, where those of linears that are adapted now reach into their base."""
+    new = [place.path for name, (_, inner) in made.items() for place in places(inner, name)] if ties else []
+
+    def moved(path: str) -> str:
+        for at in new:
+            if path.startswith(f"{at}.") and not path.startswith(f"{at}.{INSIDE}."):
+                return f"{at}.{INSIDE}{path[len(at) :]}"
+        return path
+
+    return tuple((moved(path), moved(source)) for path, source in ties)
+
+
+def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
+    """Every glob is for a linear step, and none for one that is adapted."""
+    found = dict(_kinds(cfg, ""))
+    known = [path for path, kind in found.items() if kind == "linear"]
+    for glob in targets:
+        met = [path for path in found if matches(path, (glob,))]
+        wanted = (
+            f"globs over linear steps without an adapter ({', '.join(path or repr(path) for path in known) or 'there is none'})"
+        )
+        adapted = [path for path in met if found[path] == "adapter"]
+        if adapted:
+            fail(where, "targets", wanted, f"{glob!r}, which matches {adapted[0]}, which has one")
+        if not any(found[path] == "linear" for path in met):
+            fail(where, "targets", wanted, f"{glob!r}" + (f", which matches {met[0]}, a {found[met[0]]}" if met else ""))
+
+
+def _kinds(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
+    """The steps of a config: "linear", "adapter", or what their configs are called."""
+    if is_adapted(cfg):
+        yield path, "adapter"
+        yield below(path, INSIDE), "adapter"
+    elif hasattr(cfg, "with_parts"):
+        for name, _, inner in parts(cfg, each=False):
+            yield from _kinds(inner, below(path, name))
+    else:
+        yield path, "linear" if _is_linear(cfg) else type(cfg).__name__

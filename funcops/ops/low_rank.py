@@ -1,0 +1,228 @@
+"""Low-rank linear map, as a LoRA adapter adds it to a linear layer.
+
+    y = c (m * x) a^T b^T
+
+    t = c dy b        da = t^T (m * x)        db = c dy^T ((m * x) a^T), both summed over rows        dx = m * (t a)
+
+x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is 1 without dropout (`low_rank`); with it
+(`low_rank_dropout`, of x = (x, key)) it is drawn as `dropout` draws it, and drawn again in the backward. Kept: x, a and b, aliases,
+and c (m * x) a^T: [*, R]; not the dropped x. `into` may be float32 accumulators for 16-bit gradients.
+Source: LoRA, arXiv 2106.09685; initialisation and dropout as PEFT has them (peft/tuners/lora/layer.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.accumulators import check_into
+from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
+from funcops.kernels import linear as products
+from funcops.kernels import pointwise
+from funcops.needs import Needs
+from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops.linear import LinearParams, linear_gradients
+from funcops.ops.linear_wgrads import Product
+from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
+from funcops.trees import leaf, tree
+
+__all__ = [
+    "LowRankConfig",
+    "LowRankParams",
+    "low_rank",
+    "low_rank_bwd",
+    "low_rank_dgrad",
+    "low_rank_dropout",
+    "low_rank_fwd",
+    "low_rank_init",
+    "low_rank_wgrad",
+]
+
+
+@config
+class LowRankConfig:
+    """`in_features` (I), `out_features` (O) and `rank` (R), all at least 1; `scale`: the factor c; `dropout`: the probability with
+    which an element of x is dropped, in [0, 1)."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    rank: int = field(kw_only=False)
+    scale: float = 1.0
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        require_count("LowRankConfig", in_features=self.in_features, out_features=self.out_features, rank=self.rank)
+        require_number("LowRankConfig", scale=self.scale)
+        require_number("LowRankConfig", 0.0, dropout=self.dropout)
+        require(self.dropout < 1.0, "LowRankConfig", "dropout", "below 1", self.dropout)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.out_features
+
+
+@tree
+class LowRankParams:
+    a: Tensor = leaf("[R, I]")
+    b: Tensor = leaf("[O, R]")
+
+
+class LowRankResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.a",))
+    u: Tensor = saved("[*, R]", needed_by=WGRAD, of=("params.b",))
+    a: Tensor = saved("[R, I]", alias="params.a", needed_by=DGRAD)
+    b: Tensor = saved("[O, R]", alias="params.b", needed_by=DGRAD | WGRAD, of=("x", "params.a"))
+    y_shape: torch.Size = static()
+
+
+class LowRankDropoutResiduals(Residuals, static=("inputs", "dtype")):
+    x: Tensor = saved("[*, I]", alias="x.0", needed_by=WGRAD, of=("params.a",))
+    u: Tensor = saved("[*, R]", needed_by=WGRAD, of=("params.b",))
+    a: Tensor = saved("[R, I]", alias="params.a", needed_by=DGRAD, of=("x.0",))
+    b: Tensor = saved("[O, R]", alias="params.b", needed_by=DGRAD | WGRAD, of=("x.0", "params.a"))
+    key: Tensor = saved("[2]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params.a"))
+    y_shape: torch.Size = static()
+
+
+class LowRankPending(Pending):
+    x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.a",))
+    t: Tensor = saved("[*, R]", needed_by=WGRAD, of=("params.a",))
+    key: Tensor = saved("[2]", alias="residuals.key", needed_by=WGRAD, of=("params.a",))
+    dy: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.b",))
+    u: Tensor = saved("[*, R]", alias="residuals.u", needed_by=WGRAD, of=("params.b",))
+
+
+@init_of(LowRankConfig)
+def low_rank_init(
+    cfg: LowRankConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LowRankParams:
+    """a uniform in ±1/sqrt(I), which is Kaiming's with a = sqrt(5); b zero, so that y is."""
+    bound = cfg.in_features**-0.5
+    a = random.uniform(key, (cfg.rank, cfg.in_features), low=-bound, high=bound, dtype=dtype, device=device)
+    return LowRankParams(a, a.new_zeros(cfg.out_features, cfg.rank))
+
+
+@forward(LowRankConfig, LowRankParams)
+def low_rank_fwd(
+    params: LowRankParams, x: Tensor, cfg: LowRankConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, LowRankResiduals | None]:
+    """`y = c x a^T b^T`. x: [*, I] -> y: [*, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and for a
+    config with dropout."""
+    require(cfg.dropout == 0.0, "low_rank_fwd", "cfg.dropout", "0 (with dropout: low_rank_dropout)", cfg.dropout)
+    _check("low_rank_fwd", "x", params, x, cfg)
+    y, u = _product(params, x, cfg)
+    return y, LowRankResiduals.keep(cfg, needs, x=x, u=u, a=params.a, b=params.b, y_shape=y.shape, dtype=y.dtype)
+
+
+@forward(LowRankConfig, LowRankParams)
+def low_rank_dropout_fwd(
+    params: LowRankParams, x: tuple[Tensor, Tensor], cfg: LowRankConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, LowRankDropoutResiduals | None]:
+    """As `low_rank_fwd`, of x = `(x, key)`."""
+    where = "low_rank_dropout_fwd"
+    require(cfg.dropout > 0.0, where, "cfg.dropout", "above 0 (without dropout: low_rank)", cfg.dropout)
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail(where, "x", "a tuple (x, key)", describe(x), TypeError)
+    rows, key = x
+    _check(where, "x.0", params, rows, cfg)
+    check(where, "x.1 (the key)", key, (2,), torch.int64, rows)
+    y, u = _product(params, pointwise.dropout(rows, key, cfg.dropout), cfg)
+    return y, LowRankDropoutResiduals.keep(
+        cfg, needs, x=rows, u=u, a=params.a, b=params.b, key=key, y_shape=y.shape, dtype=y.dtype, inputs=Inputs.of(x)
+    )
+
+
+def _check(where: str, name: str, params: LowRankParams, x: Tensor, cfg: LowRankConfig) -> None:
+    check_rows(where, name, x, cfg.in_features)
+    check(where, "params.a", params.a, (cfg.rank, cfg.in_features), x.dtype, x)
+    check(where, "params.b", params.b, (cfg.out_features, cfg.rank), x.dtype, x)
+
+
+def _product(params: LowRankParams, x: Tensor, cfg: LowRankConfig) -> tuple[Tensor, Tensor]:
+    """y, and c x a^T: where the factor is on the fewest elements."""
+    u = pointwise.scale(products.linear_fwd(x, params.a, None), cfg.scale)
+    return products.linear_fwd(u, params.b, None), u
+
+
+@dgrad_of(LowRankResiduals)
+def low_rank_dgrad(residuals: LowRankResiduals, dy: Tensor, cfg: LowRankConfig) -> tuple[Tensor, LowRankPending | None]:
+    """`dx = c dy b a`. dy: [*, O] -> dx: [*, I], and the pending weight gradients: x, t, dy and u, of which t is new."""
+    t = _t("low_rank_dgrad", residuals, dy, cfg)
+    dx = products.linear_dgrad(t, residuals.a) if residuals.needs.x else NO_GRADIENT
+    return dx, LowRankPending.keep(cfg, residuals.needs, x=residuals.x, t=t, key=None, dy=dy, u=residuals.u)
+
+
+@dgrad_of(LowRankDropoutResiduals)
+def low_rank_dropout_dgrad(
+    residuals: LowRankDropoutResiduals, dy: Tensor, cfg: LowRankConfig
+) -> tuple[tuple[Tensor, None], LowRankPending | None]:
+    """As `low_rank_dgrad`: `(dx, None)`, of the elements that were not dropped."""
+    t, key = _t("low_rank_dropout_dgrad", residuals, dy, cfg), residuals.key
+    dx = NO_GRADIENT
+    if residuals.needs.input(0):
+        dx = pointwise.dropout(products.linear_dgrad(t, residuals.a), key, cfg.dropout)
+    pending = LowRankPending.keep(cfg, residuals.needs, x=residuals.x, t=t, key=key, dy=dy, u=residuals.u)
+    return residuals.inputs.make((dx, None)), pending
+
+
+def _t(where: str, residuals: Any, dy: Tensor, cfg: LowRankConfig) -> Tensor:
+    """c dy b, where dx or da is made of it."""
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype, residuals.u if residuals.b is None else residuals.b)
+    return NO_GRADIENT if residuals.b is None else pointwise.scale(products.linear_dgrad(dy, residuals.b), cfg.scale)
+
+
+@wgrad_of(LowRankPending, LowRankParams)
+def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams | None = None) -> LowRankParams:
+    """`da = t^T x`, `db = dy^T u`; added to `into` where that is given."""
+    if into is not None:
+        _check_into(pending, cfg, into)
+    da, db = NO_GRADIENT, NO_GRADIENT
+    if pending.t is not None:
+        da = _gradient(pending.t, _dropped(pending, cfg), None if into is None else into.a)
+    if pending.u is not None:
+        db = _gradient(pending.dy, pending.u, None if into is None else into.b)
+    return LowRankParams(da, db) if into is None else into
+
+
+def _gradient(dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
+    return linear_gradients("low_rank_wgrad", dy, x, False, None if into is None else LinearParams(into, None)).weight
+
+
+def _dropped(pending: LowRankPending, cfg: LowRankConfig) -> Tensor:
+    return pending.x if pending.key is None else pointwise.dropout(pending.x, pending.key, cfg.dropout)
+
+
+def _check_into(pending: LowRankPending, cfg: LowRankConfig, into: LowRankParams) -> None:
+    """Both accumulators before either is written."""
+    like = LowRankParams(NO_GRADIENT, NO_GRADIENT)
+    if pending.t is not None:
+        like.a = pending.t.new_empty(()).expand(cfg.rank, cfg.in_features)
+    if pending.u is not None:
+        like.b = pending.u.new_empty(()).expand(cfg.out_features, cfg.rank)
+    check_into("low_rank_wgrad", into, like)
+
+
+def low_rank_products(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRankParams) -> list[Product]:
+    """da and db as data: products of a few rows each, that several layers may share."""
+    _check_into(pending, cfg, into)
+    found = [] if pending.t is None else [Product.of(pending.t, _dropped(pending, cfg), into.a, None)]
+    return found if pending.u is None else [*found, Product.of(pending.dy, pending.u, into.b, None)]
+
+
+low_rank = make_op(
+    "low_rank", LowRankConfig, init=low_rank_init, fwd=low_rank_fwd, dgrad=low_rank_dgrad, wgrad=low_rank_wgrad,
+    products=low_rank_products,
+)  # fmt: skip
+low_rank_dropout = make_op(
+    "low_rank_dropout", LowRankConfig, init=low_rank_init, fwd=low_rank_dropout_fwd, dgrad=low_rank_dropout_dgrad,
+    wgrad=low_rank_wgrad, products=low_rank_products, keyed=True,
+)  # fmt: skip
+low_rank_bwd = both_halves(low_rank, low_rank_dgrad, low_rank_wgrad)
+
+
+def op_of(cfg: LowRankConfig) -> Op:
+    """`low_rank`, or with dropout `low_rank_dropout`."""
+    return low_rank_dropout if cfg.dropout else low_rank

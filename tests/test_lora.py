@@ -1,0 +1,499 @@
+"""LoRA: the op's laws, PEFT's gradients and files, what a frozen model keeps, merging, and what raises."""
+
+import pytest
+import torch
+from committed import committed
+from lora_model import MODULES, SIZES, TARGETS, base_config, batch, drawn, layered, ours, peft_name, same_bits, theirs
+from torch.testing import assert_close
+
+from funcops import (
+    ChainConfig,
+    EmbeddingConfig,
+    LinearConfig,
+    Needs,
+    ParallelConfig,
+    Policy,
+    Recompute,
+    RMSNormConfig,
+    Step,
+    WithExtras,
+    backend,
+    batch_wgrads,
+    chain,
+    differentiable,
+    dist,
+    embedding,
+    linear,
+    parallel,
+    random,
+    remat,
+    report,
+    rms_norm,
+    with_policy,
+)
+from funcops.bench import residuals
+from funcops.bench.models import gpt2_block_config
+from funcops.errors import StaleResidualError
+from funcops.graphs import check_capturable
+from funcops.lora import (
+    LowRankConfig,
+    LowRankParams,
+    adapter,
+    lora_init,
+    lora_needs,
+    low_rank,
+    low_rank_dropout,
+    merge,
+    save_adapter,
+    unmerge,
+    with_adapter,
+    with_lora,
+)
+from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, split_amaxes, with_recipe
+from funcops.ops.low_rank import low_rank_dropout_fwd, low_rank_fwd
+from funcops.testing import LAWS, Case, Error
+from funcops.trees import paths, tree_map_tensors
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.*")
+
+
+# the op
+
+
+def reference(params, x, cfg):
+    if cfg.dropout:
+        rows, key = x
+        kept = random.bits(key, rows.numel()).reshape(rows.shape) / 2**32 >= cfg.dropout
+        x = torch.where(kept, rows / (1 - cfg.dropout), torch.zeros_like(rows))
+    return cfg.scale * torch.einsum("...i,ri,or->...o", x, params.a, params.b)
+
+
+def case(rows, i, o, rank, scale=0.5, p=0.0):
+    return Case(
+        op=low_rank_dropout if p else low_rank,
+        cfg=LowRankConfig(i, o, rank, scale=scale, dropout=p),
+        x=(lambda d: (d.randn(*rows, i), d.key())) if p else (lambda d: d.randn(*rows, i)),
+        reference=reference,
+        name=f"low_rank-{rows}-{i}-{o}-{rank}-{scale}-{p}",
+    )
+
+
+CASES = [case((2, 5), 69, 3, 2), case((2, 5), 9, 3, 2, 2.0, 0.25), case((0,), 4, 3, 1), case((), 3, 2, 4, -1.5, 0.5)]
+
+
+@pytest.mark.parametrize("law", [name for name in LAWS if name != "compiles"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_law(law, case):
+    for dtype in case.dtypes if law == "right" else case.dtypes[:1]:
+        LAWS[law](case, dtype)
+
+
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_laws_on_triton(case):
+    with backend("triton"):
+        for law in ("right", "split", "pure"):
+            LAWS[law](case, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_each_side_keeps_what_it_reads_alone(case):
+    """a's gradient reads x and b, b's what was made of x, and dx neither x nor that."""
+    params, x = case.make(torch.float32)
+    first = "x.0" if case.cfg.dropout else "x"
+    wanted = {"params.a": {"x", "b", "key"}, "params.b": {"u"}, first: {"a", "b", "key"}}
+    for gradient, fields in wanted.items():
+        side, _, path = gradient.partition(".")
+        needs = Needs(**{"x": False, "params": False, side: (path,) if path else True})
+        _, residuals = case.op.fwd(params, x, case.cfg, needs=needs)
+        held = {name for name, t in paths(residuals).items() if t is not None}
+        assert held == fields - (set() if case.cfg.dropout else {"key"}), gradient
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_compiles(case):
+    LAWS["compiles"](case, torch.float32)
+
+
+def _call(x=None, a=None, b=None, key=None, **more):
+    op = low_rank_dropout_fwd if key is not None else low_rank_fwd
+    x = torch.ones(2, 4) if x is None else x
+    params = LowRankParams(torch.ones(2, 4) if a is None else a, torch.ones(3, 2) if b is None else b)
+    return lambda: op(params, x if key is None else (x, key), LowRankConfig(4, 3, 2, **more))
+
+
+BAD = [
+    Error(call=_call(x=torch.ones(2, 5)), match="low_rank_fwd: x must be [..., 4], got [2, 5]"),
+    Error(call=_call(a=torch.ones(4, 2)), match="low_rank_fwd: params.a must be [2, 4], got [4, 2]"),
+    Error(call=_call(b=torch.ones(3, 2).double()), match="low_rank_fwd: params.b must be float32, got float64", error=TypeError),
+    Error(call=_call(dropout=0.5), match="low_rank_fwd: cfg.dropout must be 0 (with dropout: low_rank_dropout), got 0.5"),
+    Error(call=_call(key=random.key(0)), match="low_rank_dropout_fwd: cfg.dropout must be above 0"),
+    Error(
+        call=_call(key=torch.ones(2), dropout=0.5),
+        match="low_rank_dropout_fwd: x.1 (the key) must be int64, got float32",
+        error=TypeError,
+    ),
+    Error(call=lambda: LowRankConfig(4, 3, 0), match="LowRankConfig: rank must be"),
+    Error(call=lambda: LowRankConfig(4, 3, 1, dropout=1.0), match="LowRankConfig: dropout must be below 1, got 1.0"),
+]
+
+
+# gradients
+
+
+def gradients(model, ids, labels):
+    loss = model(ids, labels)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
+def test_gradients_are_those_of_peft(stacked):
+    """Of the adapters alone, in float64 within 1e-9: of the whole backward, of its halves, joined, and into accumulators."""
+    _, cfg, params = ours(stacked=stacked)
+    x, ids, labels = batch()
+    loss, want = gradients(theirs(cfg, params), ids, labels)
+    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+    assert_close(y, loss, rtol=1e-12, atol=1e-12)
+    dy = torch.ones_like(y)
+    whole, _ = chain.bwd(residuals, dy, cfg)
+    pending = chain.dgrad(residuals, dy, cfg)[1]
+    into = tree_map_tensors(torch.zeros_like, params)
+    batch_wgrads(chain, [pending], cfg, into=into)
+    zeros = tree_map_tensors(torch.zeros_like, params)
+    chain.wgrad(pending, cfg, into=zeros)
+    for dparams in (whole, chain.wgrad(pending, cfg)):
+        got = {peft_name(path): g for path, g in layered(cfg, dparams).items()}
+        assert got.keys() == want.keys() and len(got) == 2 * len(MODULES) * SIZES.layers
+        assert_close(got, want, rtol=1e-9, atol=1e-9)
+    for sums in (into, zeros):
+        got = {peft_name(path): g for path, g in layered(cfg, sums).items()}
+        assert_close({name: got.pop(name) for name in want}, want, rtol=1e-9, atol=1e-9)
+        assert not any(g.any() for g in got.values()), "a frozen weight got a gradient"
+
+
+def test_autograd_and_policies_give_the_same_gradients():
+    _, cfg, params = ours()
+    x, _, _ = batch()
+    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+    want = adapter(chain.bwd(residuals, torch.ones_like(y), cfg)[0], cfg)
+    for op in (remat(chain), with_policy(chain, "minimal"), with_policy(chain, Policy({"*.lora": Recompute()}))):
+        y, residuals = op.fwd(params, x, cfg, needs=lora_needs(cfg))
+        assert_close(paths(adapter(op.bwd(residuals, torch.ones_like(y), cfg)[0], cfg)), paths(want), rtol=1e-12, atol=1e-12)
+    own = tree_map_tensors(lambda t: t.clone().requires_grad_(), adapter(params, cfg))
+    differentiable(chain)(with_adapter(params, own, cfg), x, cfg).backward()
+    assert_close({p: t.grad for p, t in paths(own).items()}, paths(want), rtol=1e-12, atol=1e-12)
+
+
+def test_every_weight_learns_beside_its_adapter():
+    """`Needs.ALL` is full fine-tuning: the base's gradients are those of the merged weight."""
+    base, cfg, params = ours(alpha=3.0)
+    x, _, _ = batch()
+    y, residuals = chain.fwd(params, x, cfg)
+    got, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
+    y, residuals = chain.fwd(merge(params, cfg), x, base)
+    want, _ = chain.bwd(residuals, torch.ones_like(y), base)
+    assert_close({p.replace(".both.base", ""): g for p, g in paths(got).items() if ".lora." not in p and g is not None},
+                 {p: g for p, g in paths(want).items() if g is not None}, rtol=1e-9, atol=1e-12)  # fmt: skip
+
+
+def test_dropout_drops_for_each_adapter_alone():
+    """The masks are a function of the key, and of the path: those of two adapters of one x differ."""
+    base = ChainConfig(steps=(Step("both", parallel, ParallelConfig(branches=tuple(
+        Step(n, linear, LinearConfig(64, 64, bias=False)) for n in "qk"))),))  # fmt: skip
+    cfg = with_lora(base, 64, ("*",), dropout=0.5)
+    assert cfg.extras == ("key",)
+    eye = torch.eye(64)
+    params = lora_init(tree_map_tensors(torch.zeros_like, chain.init(base, key=random.key(0))), cfg, key=random.key(0))
+    params = with_adapter(params, {path: LowRankParams(eye, eye) for path in adapter(params, cfg)}, cfg)
+    x = torch.ones(8, 64)
+    (q, k), residuals = chain.fwd(params, WithExtras(x, {"key": random.key(1)}), cfg, needs=lora_needs(cfg))
+    again, _ = chain.fwd(params, WithExtras(x, {"key": random.key(1)}), cfg)
+    other, _ = chain.fwd(params, WithExtras(x, {"key": random.key(2)}), cfg)
+    assert set(q.unique().tolist()) == {0.0, 2.0} and same_bits((q, k), again)
+    assert not torch.equal(q, k) and not torch.equal(q, other[0]) and 0.3 < q.mean() / 2 < 0.7
+    grads, _ = chain.bwd(residuals, (torch.ones_like(q), None), cfg)
+    assert_close(adapter(grads, cfg)["both.q"].b, torch.ones(8, 64).mT @ q, rtol=0, atol=0)
+    assert adapter(grads, cfg)["both.k"].b is None
+    kept = {id(t) for t in paths(residuals).values() if t is not None and t.shape == x.shape}
+    assert id(x) in kept and len(kept) == 3, "x once, and a product of the rank for each adapter"
+
+
+def test_an_extra_key_goes_down_to_the_adapters_and_joins_one_that_is_there():
+    _, cfg, params = ours(dropout=0.25)
+    assert cfg.extras == ("positions", "labels", "key")
+    x, _, _ = batch()
+    with pytest.raises(ValueError, match="extras"):
+        chain.fwd(params, x, cfg)
+    keyed = WithExtras(x.main, {**x.extras, "key": random.key(3)})
+    y, residuals = chain.fwd(params, keyed, cfg, needs=lora_needs(cfg))
+    want = numeric(params, keyed, cfg)
+    got = adapter(chain.bwd(residuals, torch.ones_like(y), cfg)[0], cfg)["blocks.1.mlp.up"].a[1, 2]
+    assert_close(got, want, rtol=1e-5, atol=1e-8)
+    block = gpt2_block_config(8, 2, 16, 0.1)
+    assert with_lora(block, 2, ("*",), dropout=0.1).extras == block.extras == ("key",)
+    assert with_lora(block, 2, ("*",), dropout=0.1, key="other").extras == ("key", "other")
+
+
+def numeric(params, x, cfg, step=1e-5):
+    """The loss's slope along one number of an adapter."""
+    losses = []
+    for sign in (1, -1):
+        own = adapter(params, cfg)
+        a = own["blocks.1.mlp.up"].a.clone()
+        a[1, 2] += sign * step
+        own = {**own, "blocks.1.mlp.up": LowRankParams(a, own["blocks.1.mlp.up"].b)}
+        losses.append(chain.fwd(with_adapter(params, own, cfg), x, cfg)[0])
+    return (losses[0] - losses[1]) / (2 * step)
+
+
+# what is kept
+
+
+def test_frozen_weights_keep_no_input_of_their_own():
+    """Of a linear with an adapter x, once, for a, and rank numbers a row for b; of one without, nothing."""
+    base, cfg, params = ours()
+    x, _, _ = batch()
+    _, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+    held = {path: t for path, t in paths(residuals).items() if t is not None}
+    assert not any(path.endswith(("base.x", "k.proj.x")) for path in held)
+    assert not any(path.endswith(("base.bias", "embed.ids")) for path in held)
+    block = "blocks.1"
+    assert {path.removeprefix(f"{block}.mlp.up.both.") for path in held if path.startswith(f"{block}.mlp.up.both.")} == {
+        "base.weight", "lora.u", "lora.a", "lora.b"}, "its x is computed again, by the norm before it"  # fmt: skip
+    assert chain.fwd(merge(params, cfg), x, base, needs=Needs.NONE)[1] is None
+    full = report(chain.fwd(params, x, cfg)[1], params, x).kept_bytes
+    assert report(residuals, params, x).kept_bytes < full
+
+
+def test_a_block_keeps_at_most_six_tenths_of_what_peft_has_autograd_keep():
+    """The rows of `python -m funcops.bench residuals`, counted again."""
+    rows, case = {row.provider: row.value for row in residuals._lora()}, "frozen llama block, LoRA"
+    assert rows["funcops"] == pytest.approx(committed("cpu-residuals")[case, "funcops", "kept"], rel=1e-3)
+    assert rows["funcops"] <= 0.6 * rows["autograd, peft"]
+    if torch.__version__.startswith("2.13."):
+        assert rows["autograd, peft"] == pytest.approx(committed("cpu-residuals")[case, "autograd, peft", "kept"], rel=1e-3)
+
+
+# params
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws_it():
+    for stacked in (False, True):
+        base = base_config(stacked)
+        cfg = with_lora(base, 4, TARGETS, alpha=8)
+        params = chain.init(base, key=random.key(0), dtype=torch.float64)
+        x, _, _ = batch()
+        made = lora_init(params, cfg, key=random.key(1))
+        assert same_bits(chain.fwd(made, x, cfg)[0], chain.fwd(params, x, base)[0])
+        every = [t for path, t in layered(cfg, made).items() if path.endswith("lora.a")]
+        for a in every:
+            assert a.abs().max() <= a.shape[1] ** -0.5 and a.abs().max() > 0.9 * a.shape[1] ** -0.5
+            assert abs(a.std() * (3 * a.shape[1]) ** 0.5 - 1) < 0.3  # of a uniform in ±1/sqrt(I)
+        firsts = torch.stack([a[0, :4] for a in every])
+        assert len(firsts.unique(dim=0)) == len(every), "two adapters with one key"
+        assert same_bits(made, lora_init(params, cfg, key=random.key(1)))
+    wide = lora_init(params, cfg, key=random.key(1), dtype=torch.float32)
+    assert {t.dtype for t in paths(adapter(wide, cfg)).values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["layers", "stacked"])
+def test_merged_is_unmerged_within_rounding(stacked):
+    base, cfg, params = ours(stacked=stacked)
+    x, _, _ = batch()
+    merged = merge(params, cfg)
+    assert_close(chain.fwd(merged, x, base)[0], chain.fwd(params, x, cfg)[0], rtol=1e-12, atol=1e-12)
+    want = theirs(cfg, params).merge_and_unload().state_dict()
+    for path, t in layered(base, merged).items():
+        assert_close(t, want[peft_name(path).removeprefix("base_model.model.")], rtol=1e-12, atol=1e-12)
+    back = unmerge(merged, adapter(params, cfg), cfg)
+    assert_close(paths(back), paths(params), rtol=1e-12, atol=1e-12)
+
+
+def test_a_merge_in_16_bits_rounds_once():
+    base = ChainConfig(steps=(Step("a", linear, LinearConfig(64, 64)),))
+    cfg = with_lora(base, 32, ("a",), alpha=32)
+    params = drawn(lora_init(chain.init(base, key=random.key(0), dtype=torch.bfloat16), cfg, key=random.key(1)), cfg)
+    both = params["a"]["both"]
+    exact = both["base"].weight.double() + both["lora"].b.double() @ both["lora"].a.double()
+    got = merge(params, cfg)["a"].weight
+    assert (got == exact.bfloat16()).float().mean() > 0.999 and got.dtype is torch.bfloat16
+    assert params["a"]["both"]["base"].bias is merge(params, cfg)["a"].bias
+
+
+def test_a_tie_stays_one_of_the_linears_own_weight():
+    steps = (Step("embed", embedding, EmbeddingConfig(5, 4)), Step("head", linear, LinearConfig(4, 5, bias=False)))
+    base = ChainConfig(steps=steps, ties={"head.weight": "embed.weight"})
+    cfg = with_lora(base, 2, ("head",))
+    assert cfg.ties == (("head.both.base.weight", "embed.weight"),)
+    params = drawn(lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1)), cfg)
+    ids = torch.arange(5)
+    y, residuals = chain.fwd(params, ids, cfg, needs=lora_needs(cfg))
+    lora, weight = params["head"]["both"]["lora"], params["embed"].weight
+    assert params["head"]["both"]["base"].weight is None and lora.a.shape == (2, 4)
+    assert_close(y, weight @ weight.mT + weight @ lora.a.mT @ lora.b.mT)
+    grads, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
+    assert grads["embed"].weight is None and grads["head"]["both"]["lora"].b is not None
+    with pytest.raises(ValueError, match="merge: cfg must be one where head.both.base.weight is not tied"):
+        merge(params, cfg)
+
+
+def test_a_bare_linear_becomes_a_chain():
+    base = LinearConfig(4, 3)
+    cfg = with_lora(base, 2, ("",))
+    params = lora_init(linear.init(base, key=random.key(0)), cfg, key=random.key(1))
+    x = torch.randn(2, 4)
+    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+    assert_close(y, linear.fwd(params["both"]["base"], x, base)[0])
+    assert chain.bwd(residuals, y, cfg)[0]["both"]["lora"].b.shape == (3, 2)
+    assert merge(params, cfg).weight.shape == (3, 4)
+
+
+def test_adapters_of_two_ranks():
+    base = base_config()
+    cfg = with_lora(with_lora(base, 2, ("*.q.proj",)), 5, ("*.down",), alpha=10)
+    params = lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1))
+    ranks = {path.rpartition(".")[2] if "proj" not in path else "q": len(own.a) for path, own in adapter(params, cfg).items()}
+    assert ranks == {"q": 2, "down": 5}
+
+
+# low precision
+
+
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Block(keep="input")], ids=["row", "input"])
+def test_a_base_in_low_precision(recipe):
+    """Whichever of the two rewrites comes first: one config, codes of the frozen weights alone, and gradients of the adapters."""
+    base = base_config()
+    only = ("*.proj", "*.out", "*.up", "*.down")
+    low_first = with_lora(with_recipe(base, recipe, only=only), 3, TARGETS, alpha=6.0)
+    cfg = with_recipe(with_lora(base, 3, TARGETS, alpha=6.0), recipe, only=("*.proj", "*.base"))
+    assert low_first == cfg
+    params = drawn(lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1)), cfg)
+    work = quantize_params(params, cfg, dtype=torch.float32)
+    x, _, _ = batch()
+    y, residuals = chain.fwd(work, x, cfg, needs=lora_needs(cfg))
+    dparams, amaxes = split_amaxes(chain.bwd(residuals, torch.ones_like(y), cfg)[0])
+    got = {path: g for path, g in paths(dparams).items() if g is not None}
+    assert got.keys() == {path for path in paths(params) if ".lora." in path} and not amaxes
+    _, exact, same = ours(dtype=torch.float32)
+    want, kept = chain.fwd(params, x, exact, needs=lora_needs(exact))
+    grads = paths(chain.bwd(kept, torch.ones_like(want), exact)[0])
+    assert_close(y, want, rtol=0.1, atol=0.1)
+    for path, g in got.items():  # fp8 rounds by 6 % an element: the direction is what stays
+        assert torch.cosine_similarity(g.flatten(), grads[path].flatten(), dim=0) > 0.9, path
+    with pytest.raises(TypeError, match=r"params\.blocks.0.* must be a float tensor \(merge before quantize_params\), got QWeight"):
+        merge(work, cfg)
+
+
+def test_a_recipe_whose_scales_would_never_move_is_refused():
+    low = with_recipe(with_lora(base_config(), 3, TARGETS), Fp8Delayed(history=2), only=("*.up.both.base",))
+    with pytest.raises(ValueError, match=r"lora_needs: the recipe of blocks\.\*\.mlp\.up\.both\.base must be one without delayed"):
+        lora_needs(low)
+
+
+def test_a_write_to_a_frozen_weight_is_seen():
+    _, cfg, params = ours(dtype=torch.float32)
+    x, _, _ = batch()
+    y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+    params["blocks"][0]["mlp"]["up"]["both"]["lora"].b.add_(1)
+    with pytest.raises(StaleResidualError, match=r"blocks\.0\.mlp\.up\.both\.lora"):
+        chain.bwd(residuals, torch.ones_like(y), cfg)
+
+
+@pytest.mark.slow
+def test_a_step_compiles():
+    base = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(8)), Step("a", linear, LinearConfig(8, 4))))
+    cfg = with_lora(base, 2, ("a",), dropout=0.25)
+    params = drawn(lora_init(chain.init(base, key=random.key(0)), cfg, key=random.key(1)), cfg)
+    x, needs = WithExtras(torch.randn(3, 8), {"key": random.key(3)}), lora_needs(cfg)
+
+    def step(params, x):
+        y, residuals = chain.fwd(params, x, cfg, needs=needs)
+        return adapter(chain.bwd(residuals, y, cfg)[0], cfg)
+
+    got, want = torch.compile(step, backend="aot_eager", fullgraph=True)(params, x), step(params, x)
+    assert_close(paths(got), paths(want))
+
+
+def test_a_step_can_be_captured():
+    _, cfg, params = ours(dtype=torch.float32)
+    x, _, _ = batch()
+
+    def step(params, x):
+        y, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg))
+        return adapter(chain.bwd(residuals, torch.ones_like(y), cfg)[0], cfg)
+
+    assert check_capturable(step, params, x) == []
+
+
+@pytest.mark.parametrize("rules", [{"*.up.both.base": "column"}, {"*.up": "column", "*.down.both.base": "row"}], ids=str)
+def test_layers_over_ranks_take_no_adapters(rules):
+    cfg = with_lora(base_config(), 2, ("*.down",) if "*.up" in rules else ("*.up",))
+    with pytest.raises(ValueError, match="parallel: "):
+        dist.parallel(cfg, rules, dist.Mesh.abstract({"tp": 2}, 0))
+    sharded = dist.parallel(base_config(), {"*.up": "column", "*.down": "row"}, dist.Mesh.abstract({"tp": 2}, 0))
+    with pytest.raises(ValueError, match="with_lora: targets must .* got .*which matches blocks.*.mlp.up, a ColumnLinearConfig"):
+        with_lora(sharded, 2, ("*.up",))
+
+
+# what raises
+
+NORMED = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(4)), Step("a", linear, LinearConfig(4, 4, bias=False))))
+
+
+def _made():
+    cfg = with_lora(NORMED, 2, ("a",))
+    return cfg, lora_init(chain.init(NORMED, key=random.key(0)), cfg, key=random.key(1))
+
+
+BAD += [
+    Error(call=lambda: with_lora(NORMED, 0, ("a",)), match="with_lora: rank must be"),
+    Error(
+        call=lambda: with_lora(NORMED, 2, ("b",)),
+        match="with_lora: targets must be globs over linear steps without an adapter (a), got 'b'",
+    ),
+    Error(call=lambda: with_lora(NORMED, 2, ("norm",)), match="got 'norm', which matches norm, a RMSNormConfig"),
+    Error(call=lambda: with_lora(_made()[0], 2, ("*",)), match="got '*', which matches a, which has one"),
+    Error(call=lambda: with_lora(NORMED, 2, ()), match="with_lora: targets must be at least one glob, got ()"),
+    Error(call=lambda: with_lora(NORMED, 2, "a"), match="with_lora: targets must be a tuple of globs", error=TypeError),
+    Error(call=lambda: with_lora(NORMED, 2, ("a",), dropout=1.0), match="with_lora: dropout must be below 1, got 1.0"),
+    Error(call=lambda: lora_needs(NORMED), match="lora_needs: cfg must be one that with_lora made"),
+    Error(
+        call=lambda: lora_init(_made()[1], _made()[0], key=random.key(0)),
+        match="lora_init: params.a must be a LinearParams (params of the base config), got dict",
+        error=TypeError,
+    ),
+    Error(call=lambda: lora_init({}, _made()[0], key=random.key(0)), match="lora_init: params must be a tree with a, got"),
+    Error(
+        call=lambda: with_adapter(_made()[1], {"b": LowRankParams(None, None)}, _made()[0]),
+        match="with_adapter: adapter must be by the paths a, got missing a; extra b",
+    ),
+    Error(
+        call=lambda: with_adapter(_made()[1], {"a": LowRankParams(torch.ones(3, 4), torch.ones(4, 2))}, _made()[0]),
+        match="with_adapter: adapter['a'].a must be [2, 4], got [3, 4]",
+    ),
+    Error(
+        call=lambda: merge(chain.init(NORMED, key=random.key(0)), _made()[0]), match="merge: params must be a tree with a.both.base"
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"b": "c"}),
+        match="save_adapter: names must be globs, one of them for a, got b",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"*": "c"}),
+        match="save_adapter: names['*'] must be a name with as many '*', got 'c'",
+    ),
+    Error(
+        call=lambda: save_adapter("no", *reversed(_made()), names={"a": "c", "b": "d"}),
+        match="save_adapter: names must be globs over the paths of adapters (a), got 'b'",
+    ),
+]
+
+
+@pytest.mark.parametrize("bad", BAD, ids=lambda bad: bad.match[:60])
+def test_bad_calls_raise_by_name(bad, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(bad.error) as raised:
+        bad.call()
+    assert bad.match in str(raised.value) and not list(tmp_path.iterdir())
