@@ -5,12 +5,14 @@
 
 What a forward keeps for its backward is a tree like any other.
 
-Operators: each NAME is an `Op`, with NAMEConfig, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and NAME_wgrad
-(NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, qlinear, bias, embedding, dropout
-    attention        attention, sink_attention, qkv_split, rope (rope_table)
-    norms            layer_norm, rms_norm, l2_norm
-    pointwise        activation, glu, scale, add, cast, quantize, dequantize, identity, reshape, fork
+Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
+NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
+    layers           linear, qlinear, bias, embedding, dropout, causal_conv1d, bmm, patchify, unpatchify
+    attention        attention, sink_attention, qkv_split, rope (rope_table; LinearScaling, DynamicScaling,
+                     YarnScaling, LongRopeScaling, Llama3Scaling)
+    norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
+    pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
+                     identity, reshape, fork
     mixtures         route, permute, grouped_linear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
@@ -69,19 +71,24 @@ from funcops.ops.activation import *
 from funcops.ops.add import *
 from funcops.ops.attention import *
 from funcops.ops.bias import *
+from funcops.ops.bmm import *
 from funcops.ops.cast import *
+from funcops.ops.causal_conv1d import *
 from funcops.ops.cross_entropy import *
 from funcops.ops.dropout import *
 from funcops.ops.embedding import *
 from funcops.ops.experts import *
 from funcops.ops.fork import *
 from funcops.ops.glu import *
+from funcops.ops.group_norm import *
 from funcops.ops.grouped_linear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
+from funcops.ops.modulate import *
+from funcops.ops.patchify import *
 from funcops.ops.permute import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
@@ -89,9 +96,13 @@ from funcops.ops.quantize import *
 from funcops.ops.reshape import *
 from funcops.ops.rms_norm import *
 from funcops.ops.rope import *
+from funcops.ops.rope_scaling import *
 from funcops.ops.route import *
+from funcops.ops.row_scale import *
 from funcops.ops.scale import *
 from funcops.ops.sink_attention import *
+from funcops.ops.softcap import *
+from funcops.ops.softmax import *
 from funcops.ops.unpermute import *
 from funcops.program.explain import explain as explain
 from funcops.program.explain import plan as plan
@@ -132,10 +143,10 @@ _ROOMS = [
     "testing",
     "trees",
 ]
-# one name a concept; the rest of an operator (linear_fwd, LinearParams) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending", "Fitted", "Saving")
+# one name a concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) is imported from here all the same
+_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling", "Fitted", "Saving")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-__all__ = [name for name in __all__ if name == "delayed_wgrad" or not name.endswith(_OF_AN_OPERATOR)]
+__all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]
 
 
 def __dir__() -> list[str]:

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 import funcops.nn as fnn
 from funcops import *
-from funcops import LinearParams
+from funcops import ActivationConfig, ChainConfig, LinearConfig, LinearParams, RMSNormConfig
 from funcops import chain_dgrad, chain_fwd, chain_wgrad, linear_bwd, linear_fwd
 from funcops import random
 from funcops.backend import backend

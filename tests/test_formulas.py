@@ -27,10 +27,13 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "add_rms_norm_bwd_again", "add_layer_norm_bwd_again", "dropout_add_rms_norm_fwd", "dropout_add_layer_norm_fwd",
     ),
     "the law Right, by softmax written out": ("scored_attention_fwd", "scored_attention_bwd"),
+    "the math as it is, by the law Right": (
+        "group_norm_fwd", "group_norm_bwd", "causal_conv1d_fwd", "causal_conv1d_bwd",
+    ),
     "a line each": (
         "add", "scale", "dropout", "dropout_add", "dropout_bwd_sums", "row_sums", "sum_parts", "sum_two_parts",
         "activation_bwd_again", "embedding_fwd", "glu_fwd", "glu_pair_fwd",
-        "glu_pair_bwd",
+        "glu_pair_bwd", "softcap_fwd", "softcap_bwd", "row_scale_fwd", "row_scale_bwd", "modulate_fwd", "modulate_bwd",
         "bias_activation_fwd", "bias_activation_bwd",
     ),
     "test_formats, by ml_dtypes, a search of the grid and published formulas": (
@@ -48,6 +51,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "grouped_product", "grouped_wgrad", "grouped_wgrad_into", "experts_up", "experts_dgrad",
     ),
     "products as in the math": (
+        "bmm_fwd", "bmm_bwd_left", "bmm_bwd_right",
         "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",
         "sibling_linear_dgrad", "joined_linear_dgrad",
         "fused_linear_fwd",
@@ -133,6 +137,15 @@ def l2_norm_bwd(d):
     return d.floats(*x.shape), x, d.positive(*rows, 1)
 
 
+def softmax_fwd(d):
+    return (d.floats(*d.rows(), d.randint(1, 40)),)
+
+
+def softmax_bwd(d):
+    (dy,) = softmax_fwd(d)
+    return dy, d.floats(*dy.shape)
+
+
 def loss_options(d):
     return d.choice((0.0, 0.1, 1.0)), d.choice((-100, 0)), d.choice((0.0, 0.01))
 
@@ -202,6 +215,8 @@ def optimiser_step(d):
 DRAW = {f.__name__: f for f in (
     rms_norm_fwd, rms_norm_bwd, layer_norm_fwd, layer_norm_bwd, l2_norm_fwd, l2_norm_bwd, cross_entropy_fwd, cross_entropy_bwd,
     cross_entropy_bwd_owned, embedding_wgrad, embedding_wgrad_into, glu_bwd, glu_bwd_again, clamped_swiglu_fwd, clamped_swiglu_bwd,
+    softmax_fwd,
+    softmax_bwd,
 )} | {"adamw": optimiser_step}  # fmt: skip
 
 

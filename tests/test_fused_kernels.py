@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from tiers import drawn
 
-from funcops import random
+from funcops import RopeConfig, random, rope_table
 from funcops.backend import backend
 from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, rope, sibling_linear
 from funcops.kernels.activation import ACTIVATIONS, activation_fwd
@@ -232,7 +232,7 @@ def test_a_pair_is_turned_as_each(name, dtype, heads, half):
     (heads, kv_heads), (half, dim) = heads, half
     q, k = draw(2, 5, heads, dim, dtype=dtype), strided(draw(2, 5, kv_heads, dim, dtype=dtype, seed=1))
     for interleaved, positions in ((False, torch.arange(5)), (True, torch.arange(10).reshape(2, 5))):
-        table = rope.rope_table(positions, 100.0, 2 * half, interleaved, torch.float32)
+        table = rope_table(positions, RopeConfig(2 * half, theta=100.0, interleaved=interleaved))
         for inverse in (False, True):
             with backend(name):
                 got = rope.rope_apply_pair(q, k, table, interleaved, inverse)

@@ -154,6 +154,8 @@ INFINITE = {"limit"}  # where nothing is clamped
 OTHERS = {
     ("GLUConfig", "gate"): ("left", 3),  # "" is right for a pair
     ("QKVSplitConfig", "rope"): (3, "no such"),
+    ("RopeConfig", "scaling"): (3, "no such"),
+    ("RopeConfig", "sections"): (3, "ab", (-1,), (0,), (1.5,), (True,), [1]),
     ("ChainConfig", "ties"): (-1, 1.5, "ab", None),
 }
 

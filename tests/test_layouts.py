@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import funcops.kernels
 from funcops.backend import backend
 from funcops.bench.samples import Maker, Sample, samples
-from funcops.kernels import attention, embedding, linear, rope, routing
+from funcops.kernels import attention, bmm, embedding, linear, rope, routing
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
@@ -53,7 +53,14 @@ def library_calls(make):
     ids = make.ids(3, tokens, below=16)
     yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
     yield Sample(routing.sort_by_expert, "", (ids.to(torch.int32), 16))
-    yield Sample(rope.rope_table, "", (ids, 10000.0, 4, True, torch.float32))
+    a, b = make.floats(2, 3, 4), make.floats(2, 4, 5)
+    y = make.floats(2, 3, 5)
+    for transposed in (False, True):
+        right = make.floats(2, 5, 4) if transposed else b
+        yield Sample(bmm.bmm_fwd, "", (a, right, transposed))
+        yield Sample(bmm.bmm_bwd_left, "", (y, right, transposed))
+        yield Sample(bmm.bmm_bwd_right, "", (y, a, transposed))
+    yield Sample(rope.rope_table, "", (make.floats(3, tokens, 2, dtype=torch.float32), 1.5, True))
 
 
 def shape_class(sample):

@@ -60,13 +60,14 @@ def test_a_star_import_takes_no_module_from_the_user():
 
 
 def test_the_face_has_a_name_for_each_concept():
-    """Of an operator itself and its config; its functions and what they return are imported by name."""
+    """Of an operator itself; its config, its functions and what they take and return are imported by name."""
     assert len(funcops.__all__) <= 120 and set(funcops.__all__) < set(dir(funcops)) and len(dir(funcops)) <= 120
     for op in (value for value in vars(funcops).values() if isinstance(value, funcops.Op)):
         assert op.name in funcops.__all__
         for part in ("init", "fwd", "bwd", "dgrad", "wgrad"):
             name = f"{op.name}_{part}"
             assert getattr(funcops, name).__name__ == name and name not in dir(funcops)
+        assert getattr(funcops, op.config.__name__) is op.config
         home = importlib.import_module(type(op).__module__ if op.fwd is None else op.fwd.__module__)
         assert all(getattr(funcops, name) is getattr(home, name) for name in home.__all__)
 

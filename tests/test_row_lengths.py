@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from funcops import random
+from funcops import RopeConfig, random, rope_table
 from funcops.backend import backend
 from funcops.kernels import add_norm, bias_activation, cross_entropy, embedding, glu, norm, pointwise, qkv_split, rope
 from funcops.kernels.activation import activation_bwd, activation_fwd
@@ -142,7 +142,7 @@ def test_heads_of_any_size(dtype):
         dim = rng.choice([rng.randint(2, 40), 64, 80, 128])
         rotary, interleaved, shared = 2 * rng.randint(1, dim // 2), rng.random() < 0.5, rng.random() < 0.7
         positions = torch.randint(999, (tokens,) if shared else (batches, tokens))
-        table = rope.rope_table(positions, 100.0, rotary, interleaved, torch.float32)
+        table = rope_table(positions, RopeConfig(rotary, theta=100.0, interleaved=interleaved))
         q = floats(batches, tokens, heads, dim, dtype=dtype)
         k, v = (floats(batches, tokens, kv_heads, dim, dtype=dtype) for _ in range(2))
         turning = rng.choice([table, table, None])

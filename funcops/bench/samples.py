@@ -21,12 +21,15 @@ from funcops.formats import Format, by_tiles
 from funcops.kernels import (
     adamw,
     add_norm,
+    causal_conv1d,
     coded_glu,
     cross_entropy,
     embedding,
     fused_linear,
     glu,
+    group_norm,
     linear,
+    modulate,
     norm,
     pointwise,
     qkv_split,
@@ -35,19 +38,22 @@ from funcops.kernels import (
     rope,
     route,
     routing,
+    row_scale,
     scaled_mm,
     sibling_linear,
+    softcap,
+    softmax,
 )
 from funcops.kernels.activation import ACTIVATIONS, activation_bwd, activation_fwd
 from funcops.kernels.bias_activation import activation_bwd_again, bias_activation_bwd, bias_activation_fwd, dropout_bwd_sums
-from funcops.kernels.rope import rope_table
+from funcops.ops.rope import RopeConfig, rope_table
 
 
 def samples(make: Maker) -> Iterator[Sample]:
     families = (
-        _norms, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings, _optimisers, _quantisers,
-        _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers, _rows_of_experts,
-        of_experts, of_attention,
+        _norms, _group_norms, _convolutions, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings,
+        _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers,
+        _rows_of_experts, of_attention, of_experts, of_attention,
     )  # fmt: skip
     for family in families:
         yield from family(make)
@@ -86,6 +92,41 @@ def norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     yield from _add_norms(make, rows, width)
 
 
+def _group_norms(make: Maker) -> Iterator[Sample]:
+    """Of images, as a diffusion model's."""
+    batches, size = make.sizes(16, 4096)
+    for channels, groups in ((320, 32), (512, 256)):  # groups larger and smaller than a program takes whole
+        x, dy, w, b = (
+            make.floats(batches, channels, size),
+            make.floats(batches, channels, size),
+            make.floats(channels),
+            make.floats(channels),
+        )
+        mean, rstd = make.wide(batches, groups), make.wide(batches, groups)
+        shape = f"{batches}x{channels}x{size} by {groups}"
+        yield Sample(
+            group_norm.group_norm_fwd,
+            shape,
+            (x, w, b, groups, 1e-5),
+            direct(lambda x, w, b, groups, eps: F.group_norm(x, groups, w, b, eps)),
+        )
+        yield Sample(group_norm.group_norm_bwd, shape, (dy, x, w, mean, rstd, groups, True, True, True))
+
+
+def _convolutions(make: Maker) -> Iterator[Sample]:
+    """Before a state of Qwen3-Next."""
+    tokens, channels = make.sizes(4096, 8192)
+    x, dy, w, b = (
+        make.floats(2, tokens, channels),
+        make.floats(2, tokens, channels),
+        make.floats(channels, 4),
+        make.floats(channels),
+    )
+    shape = f"2x{tokens}x{channels} of 4"
+    yield Sample(causal_conv1d.causal_conv1d_fwd, shape, (x, w, b, True))
+    yield Sample(causal_conv1d.causal_conv1d_bwd, shape, (dy, x, w, b, True, True, True, True))
+
+
 def _add_norms(make: Maker, rows: int, width: int) -> Iterator[Sample]:
     shape = f"{rows}x{width}"
     x, residual, dy, dstream = (make.floats(rows, width) for _ in range(4))
@@ -121,6 +162,11 @@ def _pointwise(make: Maker) -> Iterator[Sample]:
         )  # fmt: skip
         yield Sample(bias_activation_fwd, f"gelu_tanh {shape} + {width}", (x, b, "gelu_tanh"))
     yield Sample(pointwise.dropout_add, shape, (x, None, y, make.key(), 0.1), direct(lambda x, _, y, *__: y + F.dropout(x, 0.1)))
+    batches, tokens, width = make.sizes(64, 256, 1152)  # of a DiT-XL
+    x, y, b = make.floats(batches, tokens, width), make.floats(batches, tokens, width), make.floats(batches, width)
+    of_batches = f"{batches}x{tokens}x{width}"
+    yield Sample(modulate.modulate_fwd, of_batches, (x, b, make.floats(batches, width)))
+    yield Sample(modulate.modulate_bwd, of_batches, (y, x, b, True, True, True))
 
 
 def _activations(make: Maker) -> Iterator[Sample]:
@@ -136,6 +182,14 @@ def _activations(make: Maker) -> Iterator[Sample]:
             yield Sample(bias_activation_bwd, f"{shape} of a sum", (dy, x, None, kind, True))
         yield Sample(activation_bwd_again, shape, (dy, x, kind, True))
     yield Sample(dropout_bwd_sums, f"{rows}x{width}", (dy, make.key(), 0.1))
+    shape, gate = f"{rows}x{width}", make.floats(rows, 1)
+    yield Sample(row_scale.row_scale_fwd, shape, (x, gate, True))
+    yield Sample(row_scale.row_scale_bwd, shape, (dy, x, gate, True, True, True))
+    for t, of in ((x, shape), (make.floats(*make.sizes(512, 65536)), "long rows")):
+        yield Sample(softmax.softmax_fwd, of, (t,), direct(lambda x: torch.softmax(x, -1)))
+        yield Sample(softmax.softmax_bwd, of, (t, t))
+    yield Sample(softcap.softcap_fwd, f"{rows}x{width}", (x, 30.0))
+    yield Sample(softcap.softcap_bwd, f"{rows}x{width}", (dy, x, 30.0))
 
 
 def _glus(make: Maker) -> Iterator[Sample]:
@@ -160,7 +214,7 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         (tokens, _), heads = make.sizes(8192, 32), max(2, 32 // make.shrink)
         x = make.floats(2, tokens, heads, 128)
         positions = torch.arange(tokens, device=make.device)
-        table = rope_table(positions, 10000.0, 128, interleaved, torch.float32)
+        table = rope_table(positions, RopeConfig(128, interleaved=interleaved))
         shape = f"{'interleaved' if interleaved else 'halves'} 2x{tokens}x{heads}x128"
         yield Sample(rope.rope_apply, shape, (x, table, interleaved, False))
         k = make.floats(2, tokens, heads // 2, 128)
@@ -170,7 +224,7 @@ def _ropes(make: Maker) -> Iterator[Sample]:
         dk, dv = make.floats(2, tokens, kv_heads, 128), make.floats(2, tokens, kv_heads, 128)
         yield Sample(qkv_split.qkv_split_bwd, shape, (x, dk, dv, table, interleaved))
     shape = shape.removeprefix("interleaved ")
-    half = rope_table(positions, 10000.0, 64, False, torch.float32)
+    half = rope_table(positions, RopeConfig(128, rotary_dim=64))
     yield Sample(rope.rope_apply, f"halves of 64 {shape}", (x, half, False, False))
     yield Sample(qkv_split.qkv_split_fwd, f"unturned {shape}", (qkv, None, heads, kv_heads, False))
     yield Sample(qkv_split.qkv_split_bwd, f"unturned {shape}", (x, dk, dv, None, False))

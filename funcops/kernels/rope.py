@@ -1,4 +1,4 @@
-"""Rotary position embedding. x: [*, T, N, D]; positions: [T] or [*, T], int64; table: [T, 1, 3R] or [*, T, 1, 3R].
+"""Rotary position embedding. x: [*, T, N, D]; table: [T, 1, 3R] or [*, T, 1, 3R].
 
 With the partner of every number of x in its place (x_b for x_a, x_a for x_b), a rotation is x cos + partner ∓ sin: no pair
 is taken apart. So the table holds, for each of the R numbers that turn, its cos, its signed sin, and that sin negated. Of the two
@@ -7,18 +7,30 @@ numbers of a pair an implementation may read those of the first alone: the secon
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from funcops.backend import kernel, wide
 
 
+def powers(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """theta^(2i / size): [size / 2]."""
+    return torch.pow(theta, torch.arange(0, size, 2, dtype=dtype, device=device) / size)
+
+
+def frequencies(theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+    """theta^(-2i / size): [size / 2], as a quotient, which has Hugging Face's bits."""
+    return powers(theta, size, dtype, device).reciprocal()
+
+
 @kernel(library=True)
-def rope_table(positions: Tensor, theta: float, rotary_dim: int, interleaved: bool, dtype: torch.dtype) -> Tensor:
-    """Of position * theta^(-2i/R), i < R/2: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs."""
-    powers = torch.arange(0, rotary_dim, 2, dtype=dtype, device=positions.device).mul_(-1.0 / rotary_dim)
-    angle = positions.to(dtype).unsqueeze(-1) * torch.pow(theta, powers)
+def rope_table(angle: Tensor, factor: float, interleaved: bool) -> Tensor:
+    """Of the angles of pairs [*, T, R/2]: (cos, cos), (-sin, sin), (sin, -sin), in the order of x's pairs, times a factor."""
     cos, sin = angle.cos(), angle.sin()
+    if factor != 1.0:
+        cos, sin = cos.mul_(factor), sin.mul_(factor)
     pairs = (cos, cos), (-sin, sin), (sin, -sin)
     table = torch.cat([torch.stack(p, -1).flatten(-2) if interleaved else torch.cat(p, -1) for p in pairs], -1)
     return table.unsqueeze(-2)
@@ -26,7 +38,7 @@ def rope_table(positions: Tensor, theta: float, rotary_dim: int, interleaved: bo
 
 @kernel()
 def rope_apply(x: Tensor, table: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """Rotate the first R of D by the angles of the table, backwards where `inverse`."""
+    """Rotate the first R of D by the angles of the table, backwards where `inverse`; a factor in it multiplies both ways."""
     dtype, size = wide(x.dtype), table.shape[-1] // 3
     cos, sin, minus_sin = torch.unsafe_chunk(table, 3, -1)
     t = x if x.dtype is dtype else x.to(dtype)

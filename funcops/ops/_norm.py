@@ -34,7 +34,12 @@ def check_norm(where: str, x: Any, weight: Any, dim: tuple[int, ...]) -> None:
         check_rows(where, "x", x, dim[0])
     else:
         check(where, "x", x, (..., *dim), FLOATS)
-    check(where, "params.weight", weight, dim, None, x)
+    check_weight(where, x, weight, dim)
+
+
+def check_weight(where: str, x: Tensor, weight: Any, shape: tuple[int, ...]) -> None:
+    """weight: of a shape, and of a dtype that the table allows beside x's."""
+    check(where, "params.weight", weight, shape, None, x)
     if weight.dtype is not x.dtype and (x.dtype, weight.dtype) not in DTYPES:
         either = " or ".join(short(w) for d, w in sorted(DTYPES, key=str) if d is x.dtype)
         fail(where, "params.weight", f"{either} beside {short(x.dtype)} x", short(weight.dtype), TypeError)

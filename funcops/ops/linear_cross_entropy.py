@@ -2,6 +2,8 @@
 
     l = x w^T        loss: as in cross_entropy        dx = dl w        dw = dl^T x
 
+With `softcap` c the loss is that of c tanh(l / c), and dl its gradient times 1 - tanh(l / c)^2 (Gemma 2).
+
 x is `(x, labels)`. x, dx: [*, I]; labels: [*] int64; w, dw: [V, I]; one float dtype; y: a float32 scalar (float64 for
 float64), or [*] with reduction "none". The forward goes by chunks of rows. The backward goes by chunks of classes, so that
 every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp: 4 bytes a row;
@@ -10,6 +12,7 @@ each half of the backward, and the whole one once, recomputes the logits of a ch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any
@@ -24,6 +27,7 @@ from funcops.errors import check, require
 from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
+from funcops.kernels import softcap as cap_kernels
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
@@ -50,9 +54,14 @@ def check_sizes(cfg: Any, where: str) -> None:
         require(isinstance(value, int) and value >= 1, where, name, "at least 1", value)
 
 
+def check_cap(where: str, cap: float | None) -> None:
+    require(cap is None or 0 < cap < math.inf, where, "softcap", "None, or above 0, and finite", cap)
+
+
 @config
 class LinearCrossEntropyConfig:
-    """`in_features` (I) and `vocab` (V); `chunk_bytes` bounds the logits that exist at a time, as if in float32."""
+    """`in_features` (I) and `vocab` (V); `softcap` keeps logits within ±c; `chunk_bytes` bounds the logits that exist at a time,
+    as if in float32."""
 
     in_features: int = field(kw_only=False)
     vocab: int = field(kw_only=False)
@@ -60,20 +69,26 @@ class LinearCrossEntropyConfig:
     ignore_index: int = -100
     z_loss: float = 0.0
     reduction: str = "mean"
+    softcap: float | None = None
     chunk_bytes: int = 128 * 2**20
 
     def __post_init__(self) -> None:
         check_sizes(self, "LinearCrossEntropyConfig")
         check_options(self, "LinearCrossEntropyConfig")
+        check_cap("LinearCrossEntropyConfig", self.softcap)
+
+    def _of_a_logit(self) -> int:
+        """Bytes: of itself, and with a cap of what it is capped to, and of that one's gradient."""
+        return 4 if self.softcap is None else 12
 
     def row_chunks(self, rows: int) -> Iterator[slice]:
         """Slices of rows; their number depends on the sizes alone."""
-        size = max(1, self.chunk_bytes // (4 * self.vocab))
+        size = max(1, self.chunk_bytes // (self._of_a_logit() * self.vocab))
         return (slice(start, start + size) for start in range(0, rows, size))
 
     def class_chunks(self, rows: int) -> Iterator[slice]:
         """Slices of classes, of a multiple of 128 where they are as large."""
-        size = max(1, self.chunk_bytes // (4 * max(1, rows)))
+        size = max(1, self.chunk_bytes // (self._of_a_logit() * max(1, rows)))
         size = size - size % 128 if size > 128 else size
         return (slice(start, start + size) for start in range(0, self.vocab, size))
 
@@ -137,7 +152,7 @@ def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCr
     """losses [N] and logsumexp [N], a chunk of rows at a time."""
     found = [
         kernels.cross_entropy_fwd(
-            linear_kernels.linear_fwd(rows[c], weight, None), labels[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
+            logits_of(rows[c], weight, cfg.softcap), labels[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
         )
         for c in cfg.row_chunks(rows.shape[0])
     ]
@@ -146,6 +161,11 @@ def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCr
     if not found:
         return rows.new_empty(0, dtype=wide(rows.dtype)), rows.new_empty(0, dtype=wide(rows.dtype))
     return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
+
+
+def logits_of(rows: Tensor, weight: Tensor, cap: float | None) -> Tensor:
+    logits = linear_kernels.linear_fwd(rows, weight, None)
+    return logits if cap is None else cap_kernels.softcap_fwd(logits, cap)
 
 
 Write = Callable[[slice, Tensor, Tensor], None]
@@ -162,10 +182,13 @@ def loss_gradients(
     chunks, total = list(cfg.class_chunks(rows.shape[0])), None
     for c in chunks:
         part = weight[c]
-        d = linear_kernels.linear_fwd(rows, part, None)
+        logits = linear_kernels.linear_fwd(rows, part, None)
+        d = logits if cfg.softcap is None else cap_kernels.softcap_fwd(logits, cfg.softcap)
         kernels.cross_entropy_bwd_owned(
             dloss, d, labels, lse, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss, first + c.start, vocab or cfg.vocab
         )
+        if cfg.softcap is not None:
+            d = cap_kernels.softcap_bwd(d, logits, cfg.softcap)
         if dw is not None:
             dw(c, d, rows)
         if dx and len(chunks) == 1:

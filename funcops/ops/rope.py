@@ -3,11 +3,15 @@
     (y_a, y_b) = (x_a cos - x_b sin, x_b cos + x_a sin)        angle = position * theta^(-2i / R)
 
 over pairs (a, b) of the first R = rotary_dim of D: half-split (i, i + R/2), or interleaved (2i, 2i + 1); the rest of D
-passes through. The backward is the inverse rotation, so no activation is kept.
+passes through. A `scaling` changes the frequencies, and may multiply cos and sin by a factor (`funcops.ops.rope_scaling`). The
+backward is the transpose: the inverse rotation, times that factor. So no activation is kept.
 
 x is `(x, positions)`. x, y, dy, dx: [*, T, N, D] (sequence, heads, head size) of one float dtype; positions: [T] or
 [*, T], int64, or in their place the table that `rope_table` makes of them: float32 (float64 for float64), [T, 1, 3R]
 or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept: positions or table, an alias. arXiv:2104.09864.
+
+With `sections` a token has a position on each of A axes (time, height, width), and each pair turns by one of them:
+positions are [A, T] or [A, *, T]. arXiv:2409.12191.
 """
 
 from __future__ import annotations
@@ -24,19 +28,30 @@ from funcops.errors import check, check_rows, describe, fail, require, require_t
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling
 from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = ["RopeConfig", "RopeResiduals", "rope", "rope_bwd", "rope_dgrad", "rope_fwd", "rope_init", "rope_table", "rope_wgrad"]
 
+LAYOUTS = ("blocks", "interleaved", "axial")
+
 
 @config
 class RopeConfig:
-    """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all)."""
+    """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all); `scaling`: LinearScaling,
+    DynamicScaling, YarnScaling, LongRopeScaling or Llama3Scaling.
+
+    `sections`: how many pairs turn by each axis, R/2 in all. `layout`: "blocks", those of an axis side by side (Qwen2-VL);
+    "interleaved", pair i by axis i mod A as far as that has pairs, then by the first (Qwen3-VL); "axial", blocks whose frequencies
+    each begin anew, theta^(-i / section) (vision encoders)."""
 
     dim: int = field(kw_only=False)
     theta: float = 10000.0
     rotary_dim: int | None = None
     interleaved: bool = False
+    scaling: Scaling | None = None
+    sections: tuple[int, ...] | None = None
+    layout: str = "blocks"
 
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)
@@ -45,32 +60,97 @@ class RopeConfig:
         object.__setattr__(self, "rotating", r)
         object.__setattr__(self, "table_size", 3 * r)
         require(r % 2 == 0 and 0 < r <= self.dim, "RopeConfig", "rotary_dim", f"even, in 2..{self.dim}", r)
+        require(self.layout in LAYOUTS, "RopeConfig", "layout", f"one of {', '.join(LAYOUTS)}", repr(self.layout))
+        self._check_sections(r // 2)
+        self._check_scaling(r)
 
     rotating: ClassVar[int]  # R
     table_size: ClassVar[int]
+
+    def _check_sections(self, pairs: int) -> None:
+        sections = self.sections
+        if sections is None:
+            require(self.layout == "blocks", "RopeConfig", "layout", "'blocks' where there are no sections", repr(self.layout))
+            return
+        right = isinstance(sections, tuple) and all(type(n) is int and n >= 1 for n in sections) and sum(sections) == pairs
+        require(right, "RopeConfig", "sections", f"a tuple of counts of at least 1, {pairs} in all", sections)
+        if self.layout == "interleaved":
+            axes = len(sections)
+            fits = all(axis + axes * (n - 1) < pairs for axis, n in enumerate(sections) if axis > 0)
+            require(
+                fits, "RopeConfig", "sections", f"of room at every {axes}th of {pairs} pairs for layout 'interleaved'", sections
+            )
+
+    def _check_scaling(self, r: int) -> None:
+        scaling = self.scaling
+        if scaling is None:
+            return
+        require_type("RopeConfig", "scaling", scaling, *SCALINGS)
+        require(self.layout != "axial", "RopeConfig", "scaling", "None for layout 'axial'", type(scaling).__name__)
+        if isinstance(scaling, LongRopeScaling):
+            count = len(scaling.short_factor)
+            require(count == r // 2, "RopeConfig", "scaling.short_factor", f"of {r // 2} numbers, one a pair", count)
+        if isinstance(scaling, YarnScaling):
+            require(self.theta > 1, "RopeConfig", "theta", "above 1 for YarnScaling", self.theta)
+        if isinstance(scaling, DynamicScaling):
+            require(r > 2, "RopeConfig", "rotary_dim", "above 2 for DynamicScaling", r)
+
+    @property
+    def factor(self) -> float:
+        """What cos and sin are multiplied by."""
+        return 1.0 if self.scaling is None else self.scaling.table_factor()
+
+    def frequencies(self, dtype: torch.dtype, device: Any = None) -> Tensor:
+        """What the positions of each pair are multiplied by: [R/2]."""
+        if self.scaling is not None:
+            return self.scaling.frequencies(self.theta, self.rotating, dtype, device)
+        if self.layout == "axial":
+            return torch.cat([kernels.frequencies(self.theta, 2 * n, dtype, device) for n in self.sections or ()])
+        return kernels.frequencies(self.theta, self.rotating, dtype, device)
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> Tensor:
+        """By which each pair turns at `positions`, [*, T] or of A axes [A, *, T]: [*, T, R/2]."""
+        found = positions.to(dtype).unsqueeze(-1) * self.frequencies(dtype, positions.device)
+        if self.sections is None:
+            return found
+        if self.layout == "interleaved":
+            axes, pairs = len(self.sections), self.rotating // 2
+            turn_by = [i % axes if i < axes * self.sections[i % axes] else 0 for i in range(pairs)]
+            return torch.stack([found[axis, ..., i] for i, axis in enumerate(turn_by)], -1)
+        of_axes = torch.split(found, list(self.sections), -1)
+        return torch.cat([part[axis] for axis, part in enumerate(of_axes)], -1)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.dim, self.dim
 
 
 class RopeResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    positions: Tensor = saved("[*, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    positions: Tensor = saved("[*, T], [A, *, T] or [*, T, 1, 3R]", alias="x.1", needed_by=DGRAD, of=("x.0",))
 
 
 def rope_table(positions: Tensor, cfg: RopeConfig, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """What `rope` multiplies with at `positions` ([*, T], int64), to be given as its x.1: cosines and signed sines, [*, T, 1, 3R].
+    """What `rope` multiplies with at `positions` ([*, T], or of A axes [A, *, T], int64), to be given as its x.1: cosines and
+    signed sines, [*, T, 1, 3R].
 
-    `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64.
+    `dtype`: float32, or float64 for float64 x. Raises `TypeError` for another dtype or for positions that are not int64,
+    `ValueError` for another number of axes than the config's.
     """
     require_type("rope_table", "cfg", cfg, RopeConfig)
     check("rope_table", "positions", positions, (...,), torch.int64)
+    if cfg.sections is not None and (positions.dim() < 2 or positions.shape[0] != len(cfg.sections)):
+        fail("rope_table", "positions", f"[{len(cfg.sections)}, ..., T], one for each of sections", list(positions.shape))
     if dtype not in (torch.float32, torch.float64):
         fail("rope_table", "dtype", "float32 or float64", describe(dtype), TypeError)
-    return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, dtype)
+    return _table_at(positions, cfg, dtype)
+
+
+def _table_at(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
+    return kernels.rope_table(cfg.angles(positions, dtype), cfg.factor, cfg.interleaved)
 
 
 def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> None:
-    """t: [*, T, N, D]; positions: [T] or [*, T], int64; or their table, [T, 1, 3R] or [*, T, 1, 3R]."""
+    """t: [*, T, N, D]; positions: [T] or [*, T], of A axes [A, T] or [A, *, T], int64; or their table, [T, 1, 3R] or
+    [*, T, 1, 3R]."""
     shape = t.shape
     if len(shape) < 3:
         fail(where, "x.0", f"[..., T, N, {cfg.dim}]", list(shape))
@@ -78,15 +158,16 @@ def check_rotation(where: str, t: Tensor, positions: Any, cfg: RopeConfig) -> No
         rows = (shape[-3],) if positions.dim() <= 3 else shape[:-2]
         check(where, "x.1 (table)", positions, (*rows, 1, cfg.table_size), wide(t.dtype), t)
     else:
-        wanted = (shape[-3],) if getattr(positions, "ndim", 1) <= 1 else shape[:-2]
-        check(where, "x.1 (positions)", positions, wanted, torch.int64, t)
+        axes = () if cfg.sections is None else (len(cfg.sections),)
+        wanted = (shape[-3],) if getattr(positions, "ndim", 1) <= 1 + len(axes) else shape[:-2]
+        check(where, "x.1 (positions)", positions, (*axes, *wanted), torch.int64, t)
 
 
 def table_of(positions: Tensor, cfg: RopeConfig, dtype: torch.dtype) -> Tensor:
     """The table for numbers of `dtype`, from positions or as it was given."""
     if positions.is_floating_point():
         return positions
-    return kernels.rope_table(positions, cfg.theta, cfg.rotating, cfg.interleaved, wide(dtype))
+    return _table_at(positions, cfg, wide(dtype))
 
 
 def rope_kept(cfg: RopeConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> RopeResiduals | None:
@@ -109,7 +190,7 @@ def rope_fwd(
 
 @dgrad_of(RopeResiduals)
 def rope_dgrad(residuals: RopeResiduals, dy: Tensor, cfg: RopeConfig) -> tuple[tuple[Tensor, None], None]:
-    """`(dx, None)`: the inverse rotation of dy. There is no weight gradient: pending is None."""
+    """`(dx, None)`: dy turned back, times the table's factor. There is no weight gradient: pending is None."""
     check("rope_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
     if residuals.needs.x is not True and not residuals.needs.input(0):
         return residuals.nothing(), None

@@ -1,6 +1,7 @@
 import importlib.util
 from pathlib import Path
 
+import torch
 from hypothesis import strategies as st
 
 from funcops import LinearCrossEntropyConfig, linear_cross_entropy
@@ -11,13 +12,17 @@ _loss = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(_loss)
 
 
+def capped(logits, cap):
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 def case(rows, features, vocab, **options):
     cfg = LinearCrossEntropyConfig(features, vocab, **options)
     return Case(
         op=linear_cross_entropy,
         cfg=cfg,
         x=lambda d: (d.randn(*rows, features), d.integers(0, vocab, *rows)),
-        reference=lambda params, x, cfg: _loss.loss(x[0] @ params.weight.T, x[1], cfg),
+        reference=lambda params, x, cfg: _loss.loss(capped(x[0] @ params.weight.T, cfg.softcap), x[1], cfg),
         name=f"linear_cross_entropy-{rows}-{features}-{vocab}-{options}",
     )
 
@@ -28,6 +33,7 @@ CASES = [
     case((7,), 3, 5, chunk_bytes=1, label_smoothing=0.1, z_loss=0.01),
     case((2,), 3, 300, chunk_bytes=1600),  # 200 classes a chunk, so 128
     case((2,), 1, 1, reduction="sum"),
+    case((3, 2), 4, 9, softcap=1.5, chunk_bytes=200),  # two rows a chunk, two classes
     case((4,), 3, 6, reduction="none", chunk_bytes=40),
     case((0,), 3, 4, reduction="sum"),
 ]
@@ -36,7 +42,11 @@ CASES = [
 @st.composite
 def drawn(draw):
     rows = tuple(draw(st.lists(st.integers(1, 4), max_size=2)))
-    options = dict(chunk_bytes=draw(st.sampled_from([1, 200, 2**20])), reduction=draw(st.sampled_from(["mean", "sum", "none"])))
+    options = dict(
+        softcap=draw(st.sampled_from([None, None, 2.0])),
+        chunk_bytes=draw(st.sampled_from([1, 200, 2**20])),
+        reduction=draw(st.sampled_from(["mean", "sum", "none"])),
+    )
     return case(rows, draw(st.integers(1, 5)), draw(st.integers(1, 9)), **options)
 
 
@@ -44,5 +54,9 @@ ERRORS = [
     Error(
         call=lambda: LinearCrossEntropyConfig(4, 5, chunk_bytes=0),
         match="LinearCrossEntropyConfig: chunk_bytes must be at least 1, got 0",
+    ),
+    Error(
+        call=lambda: LinearCrossEntropyConfig(4, 5, softcap=0.0),
+        match="LinearCrossEntropyConfig: softcap must be None, or above 0, and finite, got 0.0",
     ),
 ]

@@ -174,18 +174,25 @@ def vocab_cross_entropy(rows, vocab, **options):
     )
 
 
-def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, **options):
+def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softcap=None, **options):
     vocab, rows = 8 * vocab, (8 * rows[0], *rows[1:])
-    made = functools.partial(dist.VocabLinearCrossEntropyConfig, width, vocab, sequence_parallel=sequence, chunk_bytes=chunk_bytes)
+    made = functools.partial(
+        dist.VocabLinearCrossEntropyConfig, width, vocab, sequence_parallel=sequence, chunk_bytes=chunk_bytes, softcap=softcap
+    )
+
+    def reference(params, x, n):
+        logits = x[0] @ params.weight.T
+        return loss(logits if softcap is None else softcap * torch.tanh(logits / softcap), x[1], **options)
+
     return DistCase(
         cfg=lambda axis: made(axis=axis, **options),
         x=lambda d: (d.randn(*rows, width), some_labels(d, vocab, rows, **options)),
         params=lambda d: LinearCrossEntropyParams(d.randn(vocab, width)),
-        reference=lambda params, x, n: loss(x[0] @ params.weight.T, x[1], **options),
+        reference=reference,
         placed_x=(sequence_or_whole(sequence), INVARIANT),
         placed_y=INVARIANT,
         placed_params=LinearCrossEntropyParams(SHARD),
-        name=f"{rows}-{width}-{vocab}-sequence={sequence}-{chunk_bytes}-{options}",
+        name=f"{rows}-{width}-{vocab}-sequence={sequence}-{chunk_bytes}-{softcap}-{options}",
     )
 
 

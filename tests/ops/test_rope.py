@@ -1,10 +1,21 @@
-"""The table in place of positions; the rest of rope is held by the laws."""
+"""The table in place of positions, and Hugging Face's tables; the rest of rope is held by the laws."""
 
 import pytest
 import torch
 from cases import rope as cases
 
-from funcops import RopeConfig, rope_bwd, rope_fwd, rope_table
+from funcops import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnScaling,
+    graphs,
+    rope_bwd,
+    rope_fwd,
+    rope_table,
+)
 
 
 def wide(dtype):
@@ -16,7 +27,8 @@ def wide(dtype):
 def test_a_table_is_its_positions(case, dtype):
     _, (x, positions) = case.make(dtype)
     table = rope_table(positions, case.cfg, dtype=wide(dtype))
-    assert table.shape == (*positions.shape, 1, 3 * case.cfg.rotating)
+    axes = 0 if case.cfg.sections is None else 1
+    assert table.shape == (*positions.shape[axes:], 1, 3 * case.cfg.rotating)
     y, residuals = rope_fwd(None, (x, positions), case.cfg)
     y_table, kept = rope_fwd(None, (x, table), case.cfg)
     assert kept.positions is table
@@ -45,3 +57,109 @@ X, CFG = torch.ones(2, 5, 3, 8), RopeConfig(8)
 def test_bad_tables(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+CONTEXT, SIZE = 512, 32
+SHORT, LONG = tuple(1.0 + 0.1 * i for i in range(SIZE // 4)), tuple(2.0 + i for i in range(SIZE // 4))
+
+
+def yarn(factor, part=1.0, **options):
+    return YarnScaling(factor, original_context=CONTEXT, **options), {"rope_type": "yarn", "factor": factor, **options}, part
+
+
+def llama3(factor, low, high):
+    options = dict(low_freq_factor=low, high_freq_factor=high)
+    return Llama3Scaling(factor, original_context=CONTEXT, **options), {"rope_type": "llama3", "factor": factor, **options}, 1.0
+
+
+def longrope(length):
+    options = dict(short_factor=SHORT, long_factor=LONG, factor=4.0, length=length)
+    return LongRopeScaling(original_context=CONTEXT, **options), {"rope_type": "longrope", **options}, 0.5
+
+
+def dynamic(length):
+    options = dict(factor=2.0, length=length)
+    return DynamicScaling(original_context=CONTEXT, **options), {"rope_type": "dynamic", **options}, 1.0
+
+
+THEIRS = [  # a scaling, what Hugging Face calls it, and how much of a head turns
+    (None, {"rope_type": "linear", "factor": 1.0}, 1.0),
+    (LinearScaling(4.0), {"rope_type": "linear", "factor": 4.0}, 1.0),
+    (LinearScaling(3.0), {"rope_type": "linear", "factor": 3.0}, 0.5),
+    dynamic(None),
+    dynamic(1500),
+    yarn(4.0),
+    yarn(32.0, truncate=False),
+    yarn(40.0, mscale=1.0, mscale_all_dim=0.7, beta_fast=16.0, beta_slow=2.0),
+    yarn(4.0, 0.5, attention_factor=0.9),
+    longrope(None),
+    longrope(600),
+    llama3(8.0, 1.0, 4.0),
+    llama3(32.0, 2.0, 9.0),
+]
+
+
+@pytest.mark.parametrize("theta", [10000.0, 500000.0])
+@pytest.mark.parametrize(("scaling", "given", "part"), THEIRS, ids=repr)
+def test_tables_are_those_of_hugging_face(scaling, given, part, theta):
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    given = {"rope_theta": theta, "partial_rotary_factor": part, "original_max_position_embeddings": CONTEXT, **given}
+    length = given.pop("length", None)
+    config = transformers.LlamaConfig(
+        hidden_size=4 * SIZE, num_attention_heads=4, max_position_embeddings=CONTEXT, rope_parameters=given
+    )
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, None, seq_len=length)
+    cfg, positions = RopeConfig(SIZE, theta=theta, rotary_dim=int(part * SIZE), scaling=scaling), torch.arange(0, 8 * CONTEXT, 7)
+    cos, sin = cos_and_sin(rope_table(positions, cfg), cfg)
+    angle = positions[:, None].float() * inv_freq
+    assert_within(cos, angle.cos() * factor, sin, angle.sin() * factor)
+
+
+def cos_and_sin(table, cfg):
+    cos, _, sin = table.squeeze(-2).chunk(3, -1)
+    return cos[..., : cfg.rotating // 2], sin[..., : cfg.rotating // 2]
+
+
+def assert_within(*pairs, atol=1e-6):
+    for ours, theirs in zip(pairs[::2], pairs[1::2], strict=True):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen3_vl", "vision"])
+def test_tables_of_several_axes_are_those_of_hugging_face(family):
+    pytest.importorskip("transformers")
+    if family == "vision":
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionConfig, Qwen2VLVisionRotaryEmbedding
+
+        theirs = Qwen2VLVisionRotaryEmbedding(Qwen2VLVisionConfig(embed_dim=128, num_heads=4, num_attention_heads=4))
+        cfg, positions = RopeConfig(32, sections=(8, 8), layout="axial"), torch.randint(0, 99, (2, 9))
+        cos, sin = theirs(torch.ones(1), positions.T)
+    else:
+        from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding, Qwen2VLTextConfig
+        from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding
+
+        sections, layout = ((8, 4, 4), "blocks") if family == "qwen2_vl" else ((6, 5, 5), "interleaved")
+        made, rotary = {
+            "qwen2_vl": (Qwen2VLTextConfig, Qwen2VLRotaryEmbedding), "qwen3_vl": (Qwen3VLTextConfig, Qwen3VLTextRotaryEmbedding)
+        }[family]  # fmt: skip
+        parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": list(sections)}
+        theirs = rotary(made(hidden_size=128, num_attention_heads=4, head_dim=32, rope_parameters=parameters))
+        cfg, positions = RopeConfig(32, sections=sections, layout=layout), torch.randint(0, 99, (3, 2, 9))
+        cos, sin = theirs(torch.ones(1), positions)
+    ours = cos_and_sin(rope_table(positions, cfg), cfg)
+    assert_within(ours[0], cos[..., :16], ours[1], sin[..., :16])
+
+
+@pytest.mark.parametrize("options", [*cases.AXES, *(dict(scaling=scaling) for scaling in cases.SCALINGS)], ids=repr)
+def test_a_table_is_made_on_the_device(options):
+    """So a captured step may make one."""
+    cfg = RopeConfig(8, **options)
+    positions = torch.arange(6).reshape(-1, 3 if cfg.sections is None else 6 // len(cfg.sections))
+    assert graphs.check_capturable(lambda p: rope_table(p, cfg), positions) == []
+
+
+def test_tables_of_other_axes_than_the_configs():
+    with pytest.raises(ValueError, match=r"rope_table: positions must be \[2, ..., T\], one for each of sections, got \[3, 5\]"):
+        rope_table(torch.ones(3, 5, dtype=torch.int64), RopeConfig(8, sections=(2, 2)))

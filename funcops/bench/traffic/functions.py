@@ -3,6 +3,7 @@ and which of its graphs ours is."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,6 +38,10 @@ def _rms(x: Tensor, w: Tensor) -> Tensor:
 
 def _layer(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
     return F.layer_norm(x, w.shape, w, b, 1e-6)
+
+
+def _group(groups: int, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+    return F.group_norm(x, groups, w, b, 1e-5)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -96,6 +101,9 @@ def function_of(case: Case) -> Function | None:
         return None
     if name.startswith("dropout"):
         return None
+    if name.startswith("group_norm"):
+        x, w, groups = (a[0], a[1], a[3]) if name.endswith("fwd") else (a[1], a[2], a[5])
+        return Function(functools.partial(_group, groups), [x, w, w], FORWARD if name.endswith("fwd") else BACKWARD)
     if name.endswith("norm_fwd"):
         f = NORMS[name.removeprefix("add_").split("_")[0]]
         tensors = [t for t in a if isinstance(t, Tensor)]
@@ -111,6 +119,8 @@ def function_of(case: Case) -> Function | None:
     made: dict[str, Callable[[], Function]] = {
         "row_sums": lambda: Function(lambda dy: dy.sum(0), [a[0]], FORWARD),
         "add": lambda: Function(torch.add, list(a), FORWARD),
+        "softmax_fwd": lambda: Function(lambda x: torch.softmax(x, -1), [a[0]], FORWARD),
+        "softmax_bwd": lambda: Function(lambda x: torch.softmax(x, -1), [a[1]], BACKWARD),
         "scale": lambda: Function(lambda x: x * 0.5, [a[0]], FORWARD),
         "activation_fwd": lambda: Function(ACTS[a[1]], [a[0]], FORWARD),
         "activation_bwd": lambda: Function(ACTS[a[2]], [a[1]], BACKWARD),

@@ -64,6 +64,17 @@ REASONS = (
     ),
     Reason("retile", "", "instructions", "of 2 bytes an element, which is decoded, multiplied twice, and encoded"),
     Reason(
+        "group_norm_(fwd|bwd)", "", "wide",
+        "a group of several channels is read on, and beside each number its channel's weight, one address for many",
+    ),
+    Reason("softmax_fwd", "long rows", "moved", "a row of 128 KB is read twice, the second time from the cache but for an eighth"),
+    Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: a row of 128 KB is kept nowhere"),
+    Reason(
+        "causal_conv1d_bwd", "", "moved",
+        "the gradient before silu is written, and read again by the times that follow it: who makes it anew makes it W times",
+    ),
+    Reason("causal_conv1d_(fwd|bwd)", "", "instructions", "a time is loaded W times, of which all but the first are in the cache"),
+    Reason(
         "route_fwd", "", "instructions",
         "the K best of a row are found one by one, in registers: K passes over it, and a reduction each",
     ),

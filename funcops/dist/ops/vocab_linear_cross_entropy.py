@@ -26,7 +26,6 @@ from funcops.dist.mesh import Axis
 from funcops.dist.ops._vocab import losses_of_rows, parts_of_rows
 from funcops.dist.plain import check_tensor, require_axis, require_shares
 from funcops.dist.specs import Spec
-from funcops.kernels import linear as linear_kernels
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses
@@ -35,9 +34,11 @@ from funcops.ops.linear_cross_entropy import (
     LinearCrossEntropyParams,
     Write,
     bwd_by,
+    check_cap,
     check_sizes,
     dgrad_by,
     linear_cross_entropy_init,
+    logits_of,
     loss_gradients,
     losses_of_chunks,
     weight_gradient,
@@ -69,6 +70,7 @@ class VocabLinearCrossEntropyConfig:
     ignore_index: int = -100
     z_loss: float = 0.0
     reduction: str = "mean"
+    softcap: float | None = None
     sequence_parallel: bool = True
     chunk_bytes: int = 128 * 2**20
 
@@ -76,11 +78,12 @@ class VocabLinearCrossEntropyConfig:
         where = "VocabLinearCrossEntropyConfig"
         require_axis(where, self.axis)
         check_options(self, where)
+        check_cap(where, self.softcap)
         check_sizes(self, where)
         require_shares(where, "vocab", self.vocab, self.axis)
         own = LinearCrossEntropyConfig(
             self.in_features, self.vocab // self.axis.size, label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
-            z_loss=self.z_loss, reduction=self.reduction, chunk_bytes=self.chunk_bytes,
+            z_loss=self.z_loss, reduction=self.reduction, softcap=self.softcap, chunk_bytes=self.chunk_bytes,
         )  # fmt: skip
         object.__setattr__(self, "own", own)
 
@@ -140,9 +143,7 @@ def vocab_linear_cross_entropy_fwd(
     if cfg.axis.size == 1:
         losses, lse = losses_of_chunks(rows, flat, weight, own)
     else:
-        parts = [
-            parts_of_rows(linear_kernels.linear_fwd(rows[c], weight, None), flat[c], cfg) for c in own.row_chunks(rows.shape[0])
-        ]
+        parts = [parts_of_rows(logits_of(rows[c], weight, cfg.softcap), flat[c], cfg) for c in own.row_chunks(rows.shape[0])]
         joined = torch.cat(parts, 1) if parts else t.new_empty((2, 0), dtype=wide(t.dtype))
         losses, lse = losses_of_rows(joined, flat, cfg) if parts else joined
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)

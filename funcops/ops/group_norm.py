@@ -1,0 +1,156 @@
+"""GroupNorm: channels in G groups, each normalised over its channels and places.
+
+    m = mean(x)    r = (mean((x - m)^2) + eps)^(-1/2)    n = (x - m) * r    y = n * w + b        means over a group
+
+With g = dy * w:
+
+    dx = r * (g - mean(g) - n * mean(g n))    dw = sum over batches and places of dy * n    db = the same of dy
+
+x, y, dy, dx: [B, C, *S] of one float dtype; w, b: [C], of x's dtype or float32; m, r: [B, G], float32 (float64 for float64).
+Kept: x and w, both aliases, m and r: 8 bytes a group. dgrad leaves dw and db as partial sums [P, C] each. Where only db is wanted,
+nothing is kept but the shape. arXiv:1803.08494.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.accumulators import accumulate
+from funcops.errors import FLOATS, check, fail, require, require_count
+from funcops.kernels import group_norm as kernels
+from funcops.needs import Needs
+from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops._norm import check_eps, check_weight, finish_two
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.trees import leaf, tree
+
+__all__ = [
+    "GroupNormConfig",
+    "GroupNormParams",
+    "GroupNormPending",
+    "GroupNormResiduals",
+    "group_norm",
+    "group_norm_bwd",
+    "group_norm_dgrad",
+    "group_norm_fwd",
+    "group_norm_init",
+    "group_norm_wgrad",
+]
+
+
+@config
+class GroupNormConfig:
+    """`groups` (G), which divides `channels` (C)."""
+
+    groups: int = field(kw_only=False)
+    channels: int = field(kw_only=False)
+    eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require_count("GroupNormConfig", groups=self.groups, channels=self.channels)
+        whole = self.channels % self.groups == 0
+        require(whole, "GroupNormConfig", "channels", f"a multiple of groups ({self.groups})", self.channels)
+        check_eps("GroupNormConfig", self.eps)
+
+
+@tree
+class GroupNormParams:
+    weight: Tensor = leaf("[C]")
+    bias: Tensor = leaf("[C]")
+
+
+class GroupNormResiduals(Residuals):
+    x: Tensor = saved("[B, C, *S]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
+    weight: Tensor = saved("[C]", alias="params.weight", needed_by=DGRAD | AGAIN)
+    bias: Tensor = saved("[C]", alias="params.bias", needed_by=AGAIN)
+    mean: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    rstd: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    like: Any = static()  # shape and dtype of x where x is not kept
+    weight_dtype: torch.dtype = static()
+
+
+class GroupNormPending(Pending):  # float32 (float64 for float64)
+    dw_parts: Tensor | None = saved("[P, C]", needed_by=WGRAD, of=("params.weight",))
+    db_parts: Tensor | None = saved("[P, C]", needed_by=WGRAD, of=("params.bias",))
+    weight_dtype: torch.dtype = static()
+
+
+@init_of(GroupNormConfig)
+def group_norm_init(
+    cfg: GroupNormConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> GroupNormParams:
+    """Weight of ones, bias of zeros; draws nothing."""
+    return GroupNormParams(
+        torch.ones(cfg.channels, device=device, dtype=dtype), torch.zeros(cfg.channels, device=device, dtype=dtype)
+    )
+
+
+def _flat(t: Tensor) -> Tensor:
+    """[B, C, *S] as [B, C, S]."""
+    return t.reshape(*t.shape[:2], math.prod(t.shape[2:]))
+
+
+@forward(GroupNormConfig, GroupNormParams)
+def group_norm_fwd(
+    params: GroupNormParams, x: Tensor, cfg: GroupNormConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, GroupNormResiduals | None]:
+    """x: [B, C, *S] -> y: [B, C, *S]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    w, b = params.weight, params.bias
+    check("group_norm_fwd", "x", x, (...,), FLOATS)
+    if x.dim() < 2 or x.shape[1] != cfg.channels:
+        fail("group_norm_fwd", "x", f"[B, {cfg.channels}, ...]", list(x.shape))
+    check_weight("group_norm_fwd", x, w, (cfg.channels,))
+    check("group_norm_fwd", "params.bias", b, (cfg.channels,), w.dtype, x)
+    y, mean, rstd = kernels.group_norm_fwd(_flat(x), w, b, cfg.groups, cfg.eps)
+    like = None if needs.x or needs.param("weight") else (x.shape, x.dtype)
+    kept = GroupNormResiduals.keep(
+        cfg, needs, x=x, weight=w, bias=b, mean=mean, rstd=rstd, like=like, weight_dtype=w.dtype
+    )  # fmt: skip
+    return y.reshape(x.shape), kept
+
+
+@again_of(GroupNormResiduals)
+def group_norm_again(residuals: GroupNormResiduals, cfg: GroupNormConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    x = residuals.x
+    return kernels.group_norm_fwd(_flat(x), residuals.weight, residuals.bias, cfg.groups, cfg.eps)[0].reshape(x.shape)
+
+
+@dgrad_of(GroupNormResiduals)
+def group_norm_dgrad(residuals: GroupNormResiduals, dy: Tensor, cfg: GroupNormConfig) -> tuple[Tensor, GroupNormPending | None]:
+    """dx: [B, C, *S], and the pending sums for dw and db."""
+    x, needs = residuals.x, residuals.needs
+    shape, dtype = residuals.like if x is None else (x.shape, x.dtype)
+    check("group_norm_dgrad", "dy", dy, shape, dtype, x)
+    dx, dw_parts, db_parts = kernels.group_norm_bwd(
+        _flat(dy), None if x is None else _flat(x), residuals.weight, residuals.mean, residuals.rstd, cfg.groups,
+        bool(needs.x), needs.param("weight"), needs.param("bias"),
+    )  # fmt: skip
+    pending = GroupNormPending.keep(cfg, needs, dw_parts=dw_parts, db_parts=db_parts, weight_dtype=residuals.weight_dtype)
+    return NO_GRADIENT if dx is None else dx.reshape(shape), pending
+
+
+@wgrad_of(GroupNormPending, GroupNormParams)
+def group_norm_wgrad(pending: GroupNormPending, cfg: GroupNormConfig, *, into: GroupNormParams | None = None) -> GroupNormParams:
+    """dw and db: [C], in the weight's dtype; added to `into` where that is given, in float32 if `into` is."""
+    target: Any = into or GroupNormParams(None, None)  # type: ignore[arg-type]
+    found: Any = finish_two(pending.dw_parts, pending.db_parts, (cfg.channels,), pending.weight_dtype, target.weight, target.bias)
+    return accumulate("group_norm_wgrad", GroupNormParams(*found), into)
+
+
+group_norm = make_op(
+    "group_norm",
+    GroupNormConfig,
+    init=group_norm_init,
+    fwd=group_norm_fwd,
+    dgrad=group_norm_dgrad,
+    wgrad=group_norm_wgrad,
+    cheap="norm",
+    again=group_norm_again,
+)
+group_norm_bwd = both_halves(group_norm, group_norm_dgrad, group_norm_wgrad)

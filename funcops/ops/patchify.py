@@ -1,0 +1,155 @@
+"""Images, or clips, as sequences of patches, and back.
+
+    y = x with its last n dimensions cut into patches        dx = dy put together again, as `unpatchify` does
+
+x, dx: [*, C, *S] with n sizes S; y, dy: [*, N, C p_1 ... p_n], N patches, the last dimension going slowest along S; one float
+dtype. `unpatchify` is the inverse. Kept: nothing. A linear layer after `patchify` is torch's convolution of kernel and stride p, of
+the weight [out, C, *p] as [out, C p_1 ... p_n]: the patch embedding of a ViT, arXiv:2010.11929.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+
+import torch
+from torch import Tensor
+
+from funcops.errors import FLOATS, check, fail, require
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.schema import NO_GRADIENT, Residuals, static
+
+__all__ = [
+    "PatchifyConfig",
+    "PatchifyResiduals",
+    "UnpatchifyConfig",
+    "UnpatchifyResiduals",
+    "patchify",
+    "patchify_bwd",
+    "patchify_dgrad",
+    "patchify_fwd",
+    "patchify_init",
+    "patchify_wgrad",
+    "unpatchify",
+    "unpatchify_bwd",
+    "unpatchify_dgrad",
+    "unpatchify_fwd",
+    "unpatchify_init",
+    "unpatchify_wgrad",
+]
+
+
+def check_sizes(where: str, name: str, sizes: object) -> None:
+    right = isinstance(sizes, tuple) and len(sizes) > 0 and all(type(n) is int and n >= 1 for n in sizes)
+    require(right, where, name, "a tuple of one or more sizes of at least 1", sizes)
+
+
+@config
+class PatchifyConfig:
+    """`patch`: the sizes of a patch, (16, 16) for a common ViT."""
+
+    patch: tuple[int, ...] = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        check_sizes("PatchifyConfig", "patch", self.patch)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, None
+
+
+@config
+class UnpatchifyConfig:
+    """`patch`: the sizes of a patch; `grid`: how many there are along each dimension, in the order of `patch`."""
+
+    patch: tuple[int, ...] = field(kw_only=False)
+    grid: tuple[int, ...] = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        check_sizes("UnpatchifyConfig", "patch", self.patch)
+        check_sizes("UnpatchifyConfig", "grid", self.grid)
+        same = len(self.grid) == len(self.patch)
+        require(same, "UnpatchifyConfig", "grid", f"of {len(self.patch)} sizes, as patch is", self.grid)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, self.grid[-1] * self.patch[-1]
+
+
+class PatchifyResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+    grid: tuple[int, ...] = static()
+
+
+class UnpatchifyResiduals(Residuals, static=("shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+def _cut(t: Tensor, patch: tuple[int, ...]) -> Tensor:
+    """[*, C, *S] as patches [*, N, C p]: a copy."""
+    n = len(patch)
+    rows, channels, sizes = t.shape[: -n - 1], t.shape[-n - 1], t.shape[t.dim() - n :]
+    split = [part for size, p in zip(sizes, patch, strict=True) for part in (size // p, p)]
+    first = len(rows)
+    order = [*range(first), *range(first + 1, first + 1 + 2 * n, 2), first, *range(first + 2, first + 2 + 2 * n, 2)]
+    cut = t.reshape(*rows, channels, *split).permute(order).clone(memory_format=torch.contiguous_format)
+    return cut.reshape(*rows, math.prod(split[::2]), channels * math.prod(patch))
+
+
+def _together(t: Tensor, patch: tuple[int, ...], grid: tuple[int, ...]) -> Tensor:
+    """Patches [*, N, C p] as [*, C, *S]: a copy."""
+    n, rows = len(patch), t.shape[:-2]
+    first = len(rows)
+    order = [*range(first), first + n, *[place for i in range(n) for place in (first + i, first + n + 1 + i)]]
+    channels = t.shape[-1] // math.prod(patch)
+    joined = t.reshape(*rows, *grid, channels, *patch).permute(order).clone(memory_format=torch.contiguous_format)
+    return joined.reshape(*rows, channels, *[g * p for g, p in zip(grid, patch, strict=True)])
+
+
+@forward(PatchifyConfig)
+def patchify_fwd(
+    params: None, x: Tensor, cfg: PatchifyConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, PatchifyResiduals | None]:
+    """x: [*, C, *S] -> y: [*, N, C p_1 ... p_n]. Raises `ValueError` for sizes that are no multiples of the patch's, `TypeError`
+    for a dtype that is no float."""
+    check("patchify_fwd", "x", x, (...,), FLOATS)
+    patch, n = cfg.patch, len(cfg.patch)
+    sizes = x.shape[max(0, x.dim() - n) :]
+    if x.dim() < n + 1 or any(size % p for size, p in zip(sizes, patch, strict=True)):
+        fail("patchify_fwd", "x", f"[..., C, {', '.join(f'{p} n' for p in patch)}]", list(x.shape))
+    y, grid = _cut(x, patch), tuple([size // p for size, p in zip(sizes, patch, strict=True)])
+    return y, PatchifyResiduals.keep(cfg, needs, grid=grid, shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(PatchifyResiduals)
+def patchify_dgrad(residuals: PatchifyResiduals, dy: Tensor, cfg: PatchifyConfig) -> tuple[Tensor, None]:
+    """dx: [*, C, *S]. There is no weight gradient: pending is None."""
+    check("patchify_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return _together(dy, cfg.patch, residuals.grid) if residuals.needs.x else NO_GRADIENT, None
+
+
+@forward(UnpatchifyConfig)
+def unpatchify_fwd(
+    params: None, x: Tensor, cfg: UnpatchifyConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, UnpatchifyResiduals | None]:
+    """x: [*, N, C p_1 ... p_n] -> y: [*, C, *S]. Raises `ValueError` for another number of patches than the grid's, or a last size
+    that is no multiple of a patch's; `TypeError` for a dtype that is no float."""
+    check("unpatchify_fwd", "x", x, (...,), FLOATS)
+    count, of_patch = math.prod(cfg.grid), math.prod(cfg.patch)
+    if x.dim() < 2 or x.shape[-2] != count or x.shape[-1] % of_patch:
+        fail("unpatchify_fwd", "x", f"[..., {count}, {of_patch} C]", list(x.shape))
+    y = _together(x, cfg.patch, cfg.grid)
+    return y, UnpatchifyResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(UnpatchifyResiduals)
+def unpatchify_dgrad(residuals: UnpatchifyResiduals, dy: Tensor, cfg: UnpatchifyConfig) -> tuple[Tensor, None]:
+    """dx: [*, N, C p_1 ... p_n]. There is no weight gradient: pending is None."""
+    check("unpatchify_dgrad", "dy", dy, residuals.shape, residuals.dtype)
+    return _cut(dy, cfg.patch) if residuals.needs.x else NO_GRADIENT, None
+
+
+patchify = make_op("patchify", PatchifyConfig, fwd=patchify_fwd, dgrad=patchify_dgrad)
+patchify_init, patchify_bwd, patchify_wgrad = no_params(patchify, patchify_dgrad)
+unpatchify = make_op("unpatchify", UnpatchifyConfig, fwd=unpatchify_fwd, dgrad=unpatchify_dgrad)
+unpatchify_init, unpatchify_bwd, unpatchify_wgrad = no_params(unpatchify, unpatchify_dgrad)

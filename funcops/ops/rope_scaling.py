@@ -1,0 +1,196 @@
+"""How a model trained on short sequences turns long ones: the frequencies f_i of rope's pairs, i < R/2, and a factor of the table.
+
+    plain     f_i = theta^(-2i / R)                                        factor 1, as of all but yarn and longrope
+    linear    f_i / factor                                                 (arXiv:2306.15595)
+    dynamic   theta times (factor s - factor + 1)^(R / (R - 2)),           s = length / original_context, at least 1
+    yarn      (1 - r_i) f_i + r_i f_i / factor, r_i a ramp from 0 to 1     (arXiv:2309.00071)
+              between the pairs that turn beta_fast and beta_slow times within the original context
+    longrope  f_i / short_factor_i, or long_factor_i beyond the original context       (arXiv:2402.13753)
+    llama3    f_i where the wave is short, f_i / factor where it is long, between them a mean of both
+
+The arithmetic is that of `transformers.modeling_rope_utils`, operation by operation, so that tables are equal to Hugging Face's.
+Where that measures how long a sequence is, here the config says so: a pass by chunks turns as one over all of it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.configs import config
+from funcops.errors import require
+from funcops.kernels.rope import frequencies as plain_frequencies
+from funcops.kernels.rope import powers
+
+__all__ = ["DynamicScaling", "LinearScaling", "Llama3Scaling", "LongRopeScaling", "YarnScaling"]
+
+
+def check_factor(where: str, factor: float) -> None:
+    require(1 <= factor < math.inf, where, "factor", "at least 1, and finite", factor)
+
+
+def check_positive(where: str, cfg: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(cfg, name)
+        require(value is None or 0 < value < math.inf, where, name, "above 0, and finite", value)
+
+
+@config
+class LinearScaling:
+    """All frequencies over `factor`, as if positions were closer together."""
+
+    factor: float = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        check_factor("LinearScaling", self.factor)
+
+    def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+        return plain_frequencies(theta, size, dtype, device) / self.factor
+
+    def table_factor(self) -> float:
+        return 1.0
+
+
+@config
+class DynamicScaling:
+    """A theta that grows with `length`, the longest sequence there will be, where that is beyond `original_context` (default: it is
+    not, and nothing changes)."""
+
+    factor: float = field(kw_only=False)
+    original_context: int
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        check_factor("DynamicScaling", self.factor)
+        check_positive("DynamicScaling", self, "original_context", "length")
+
+    def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+        longest = max(self.length or 0, self.original_context)
+        theta = theta * (self.factor * longest / self.original_context - (self.factor - 1)) ** (size / (size - 2))
+        return plain_frequencies(theta, size, dtype, device)
+
+    def table_factor(self) -> float:
+        return 1.0
+
+
+@config
+class YarnScaling:
+    """Slow pairs over `factor`, fast ones as they are. The table's factor is `attention_factor`, by default 1 + 0.1 ln(factor), or
+    with both `mscale` and `mscale_all_dim` (DeepSeek) the quotient of 1 + 0.1 m ln(factor) for either. `truncate`: the ramp begins
+    and ends at whole pairs (GPT-OSS: False)."""
+
+    factor: float = field(kw_only=False)
+    original_context: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        check_factor("YarnScaling", self.factor)
+        check_positive(
+            "YarnScaling", self, "original_context", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
+        )
+        fast = self.beta_fast >= self.beta_slow
+        require(fast, "YarnScaling", "beta_fast", f"at least beta_slow ({self.beta_slow})", self.beta_fast)
+
+    def _pair_that_turns(self, times: float, theta: float, size: int) -> float:
+        """The pair, counted from 0, which turns so many times within the original context."""
+        return size * math.log(self.original_context / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+        low, high = (self._pair_that_turns(times, theta, size) for times in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, size - 1)
+        high = high + 0.001 if high == low else high
+        ramp = ((torch.arange(size // 2, dtype=dtype, device=device) - low) / (high - low)).clamp(0, 1)
+        of_pairs, kept = powers(theta, size, dtype, device), 1 - ramp
+        return 1.0 / (self.factor * of_pairs) * (1 - kept) + 1.0 / of_pairs * kept
+
+    def _grown(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+    def table_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale is not None and self.mscale_all_dim is not None:
+            return self._grown(self.mscale) / self._grown(self.mscale_all_dim)
+        return self._grown(1.0)
+
+
+@config
+class LongRopeScaling:
+    """A divisor for each pair: `long_factor` where `length`, the longest sequence there will be, is beyond `original_context`, else
+    `short_factor` (default). The table's factor is `attention_factor`, by default sqrt(1 + ln(factor) / ln(original_context)), with
+    `factor` the ratio of the new context to the original one."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_context: int
+    factor: float
+    length: int | None = None
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        check_factor("LongRopeScaling", self.factor)
+        check_positive("LongRopeScaling", self, "length", "attention_factor")
+        at_least = self.original_context >= 2
+        require(at_least, "LongRopeScaling", "original_context", "at least 2", self.original_context)
+        for name in ("short_factor", "long_factor"):
+            each = getattr(self, name)
+            right = isinstance(each, tuple) and all(type(f) in (int, float) and 0 < f < math.inf for f in each)
+            require(right, "LongRopeScaling", name, "a tuple of numbers above 0", each)
+        same = len(self.short_factor) == len(self.long_factor)
+        require(same, "LongRopeScaling", "long_factor", f"of {len(self.short_factor)} numbers", len(self.long_factor))
+
+    def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+        divisors = self.long_factor if (self.length or 0) > self.original_context else self.short_factor
+        # each filled in on the device: a copy of a list would wait for it
+        of_pairs = torch.stack([torch.scalar_tensor(d, dtype=dtype, device=device) for d in divisors])
+        return 1.0 / (of_pairs * powers(theta, size, dtype, device))
+
+    def table_factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_context))
+
+
+@config
+class Llama3Scaling:
+    """Waves of up to original_context / high_freq_factor positions stay, those beyond original_context / low_freq_factor are
+    stretched by `factor`."""
+
+    factor: float = field(kw_only=False)
+    original_context: int
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_factor("Llama3Scaling", self.factor)
+        check_positive("Llama3Scaling", self, "original_context", "low_freq_factor", "high_freq_factor")
+        above = self.high_freq_factor > self.low_freq_factor
+        require(
+            above, "Llama3Scaling", "high_freq_factor", f"above low_freq_factor ({self.low_freq_factor})", self.high_freq_factor
+        )
+
+    def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
+        plain, context = plain_frequencies(theta, size, dtype, device), self.original_context
+        wave, longest = 2 * math.pi / plain, context / self.low_freq_factor
+        stretched = torch.where(wave > longest, plain / self.factor, plain)
+        part = (context / wave - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        between = (1 - part) * stretched / self.factor + part * stretched
+        return torch.where((wave < context / self.high_freq_factor) | (wave > longest), stretched, between)
+
+    def table_factor(self) -> float:
+        return 1.0
+
+
+Scaling = LinearScaling | DynamicScaling | YarnScaling | LongRopeScaling | Llama3Scaling
+SCALINGS = (LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling, Llama3Scaling)

@@ -1,0 +1,81 @@
+"""Rows times a number each, which may be a gate.
+
+    y = x g        dx = dy g        dg = sum over H of dy x
+
+With `sigmoid` g is sigmoid(gate), and d gate = dg g (1 - g): the gate of a shared expert (Qwen2-MoE).
+
+x is `(x, gate)`. x, y, dy, dx: [*, H]; gate, d gate: [*, 1], as a linear layer to one feature gives it; one float dtype.
+Kept: x and gate, aliases: no bytes of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from torch import Tensor
+
+from funcops.errors import FLOATS, check, fail
+from funcops.kernels import row_scale as kernels
+from funcops.needs import Needs
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.ops._tuples import parts_of
+from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
+
+__all__ = [
+    "RowScaleConfig",
+    "RowScaleResiduals",
+    "row_scale",
+    "row_scale_bwd",
+    "row_scale_dgrad",
+    "row_scale_fwd",
+    "row_scale_init",
+    "row_scale_wgrad",
+]
+
+
+@config
+class RowScaleConfig:
+    """`sigmoid`: rows are multiplied by the sigmoid of the gate."""
+
+    widths = same_width
+
+    sigmoid: bool = field(default=False, kw_only=False)
+
+
+class RowScaleResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    x: Tensor = saved("[*, H]", alias="x.0", needed_by=DGRAD | AGAIN, of=("x.1",))
+    gate: Tensor = saved("[*, 1]", alias="x.1", needed_by=DGRAD | AGAIN)  # dgate reads it for a sigmoid's derivative
+
+
+@forward(RowScaleConfig)
+def row_scale_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: RowScaleConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RowScaleResiduals | None]:
+    """x: `(x, gate)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    t, gate = parts_of("row_scale_fwd", x, "x", "gate")
+    check("row_scale_fwd", "x.0 (x)", t, (...,), FLOATS)
+    if t.dim() < 1:
+        fail("row_scale_fwd", "x.0 (x)", "[..., H]", list(t.shape))
+    check("row_scale_fwd", "x.1 (gate)", gate, (*t.shape[:-1], 1), t.dtype, t)
+    kept = RowScaleResiduals.keep(cfg, needs, x=t, gate=gate, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return kernels.row_scale_fwd(t, gate, cfg.sigmoid), kept
+
+
+@again_of(RowScaleResiduals)
+def row_scale_again(residuals: RowScaleResiduals, cfg: RowScaleConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    return kernels.row_scale_fwd(residuals.x, residuals.gate, cfg.sigmoid)
+
+
+@dgrad_of(RowScaleResiduals)
+def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfig) -> tuple[tuple[Tensor, Tensor], None]:
+    """`(dx, dgate)`. There is no weight gradient: pending is None."""
+    x, gate, needs = residuals.x, residuals.gate, residuals.needs
+    check("row_scale_dgrad", "dy", dy, residuals.shape, residuals.dtype, gate)
+    return residuals.inputs.make(kernels.row_scale_bwd(dy, x, gate, cfg.sigmoid, needs.input(0), needs.input(1))), None
+
+
+row_scale = make_op(
+    "row_scale", RowScaleConfig, fwd=row_scale_fwd, dgrad=row_scale_dgrad, cheap="elementwise", again=row_scale_again
+)
+row_scale_init, row_scale_bwd, row_scale_wgrad = no_params(row_scale, row_scale_dgrad)

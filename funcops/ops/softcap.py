@@ -1,0 +1,74 @@
+"""Soft cap: numbers within ±c, near 0 as they are.
+
+    y = c tanh(x / c)        dx = dy (1 - tanh(x / c)^2)
+
+x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own. Of logits and attention scores in Gemma 2,
+arXiv:2408.00118.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import field
+
+from torch import Tensor
+
+from funcops.errors import FLOATS, check, require
+from funcops.kernels import softcap as kernels
+from funcops.needs import Needs
+from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
+
+__all__ = [
+    "SoftcapConfig",
+    "SoftcapResiduals",
+    "softcap",
+    "softcap_bwd",
+    "softcap_dgrad",
+    "softcap_fwd",
+    "softcap_init",
+    "softcap_wgrad",
+]
+
+
+@config
+class SoftcapConfig:
+    """`cap`: c, above 0."""
+
+    widths = same_width
+
+    cap: float = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require(0 < self.cap < math.inf, "SoftcapConfig", "cap", "above 0, and finite", self.cap)
+
+
+class SoftcapResiduals(Residuals):
+    x: Tensor = saved("[*]", alias="x", needed_by=DGRAD | AGAIN)
+
+
+@forward(SoftcapConfig)
+def softcap_fwd(params: None, x: Tensor, cfg: SoftcapConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, SoftcapResiduals | None]:
+    """`y = c tanh(x / c)`. x: [*] -> y: [*]. Raises `TypeError` for a dtype that is no float."""
+    check("softcap_fwd", "x", x, (...,), FLOATS)
+    return kernels.softcap_fwd(x, cfg.cap), SoftcapResiduals.keep(cfg, needs, x=x)
+
+
+@again_of(SoftcapResiduals)
+def softcap_again(residuals: SoftcapResiduals, cfg: SoftcapConfig) -> Tensor:
+    """y of the forward, the same bits."""
+    return kernels.softcap_fwd(residuals.x, cfg.cap)
+
+
+@dgrad_of(SoftcapResiduals)
+def softcap_dgrad(residuals: SoftcapResiduals, dy: Tensor, cfg: SoftcapConfig) -> tuple[Tensor, None]:
+    """`dx = dy (1 - tanh(x / c)^2)`. There is no weight gradient: pending is None."""
+    if not residuals.needs.x:
+        return NO_GRADIENT, None
+    x = residuals.x
+    check("softcap_dgrad", "dy", dy, x.shape, x.dtype, x)
+    return kernels.softcap_bwd(dy, x, cfg.cap), None
+
+
+softcap = make_op("softcap", SoftcapConfig, fwd=softcap_fwd, dgrad=softcap_dgrad, cheap="elementwise", again=softcap_again)
+softcap_init, softcap_bwd, softcap_wgrad = no_params(softcap, softcap_dgrad)

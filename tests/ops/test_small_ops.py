@@ -1,0 +1,129 @@
+"""Of softcap, softmax, group_norm, modulate, causal_conv1d and patchify what their laws do not ask: rows and groups that a program
+does not take whole, sequences that go on, and what models make of them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from funcops import (
+    CausalConv1dConfig,
+    LinearConfig,
+    LinearCrossEntropyConfig,
+    LinearCrossEntropyParams,
+    LinearParams,
+    PatchifyConfig,
+    RowScaleConfig,
+    UnpatchifyConfig,
+    causal_conv1d,
+    linear_cross_entropy_fwd,
+    linear_fwd,
+    patchify_fwd,
+    random,
+    row_scale_fwd,
+    unpatchify_fwd,
+)
+from funcops.backend import backend
+from funcops.kernels import causal_conv1d as conv_kernels
+from funcops.kernels import group_norm, modulate, softmax
+from funcops.testing.tolerances import assert_close
+from funcops.trees import nbytes
+
+triton = pytest.importorskip("triton")
+warnings = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # numpy's, of the interpreter
+
+
+def both(kernel, *args):
+    want = kernel(*args)
+    with backend("triton"):
+        return kernel(*args), want
+
+
+@warnings
+@pytest.mark.parametrize("width", [5, 700, 16400, 32800])
+def test_rows_of_which_some_are_masked(width):
+    """From the front, so that a first block of a long row is -inf alone; and wholly, which has no softmax."""
+    x, dy = 3 * torch.randn(3, width), torch.randn(3, width)
+    x[0, : max(1, width // 2)], x[2] = -torch.inf, -torch.inf
+    got, want = both(softmax.softmax_fwd, x)
+    assert got[2].isnan().all() and want[2].isnan().all() and (got[0, : max(1, width // 2)] == 0).all()
+    assert_close(got[:2], want[:2], dtype=torch.float32)
+    assert_close(*both(softmax.softmax_bwd, dy[:2], want[:2]), dtype=torch.float32, length=width)
+
+
+@warnings
+@pytest.mark.parametrize("width", [9, 32800])
+def test_a_row_with_an_infinity_or_a_nan_is_none(width):
+    x = torch.randn(3, width)
+    x[0, 4], x[1, -1] = torch.inf, torch.nan
+    got, want = both(softmax.softmax_fwd, x)
+    assert torch.equal(got.isnan(), want.isnan()) and got[:2].isnan().any(-1).all()
+
+
+@pytest.mark.parametrize(("channels", "groups", "size"), [(4, 2, 4200), (6, 6, 1030), (70, 2, 3)])
+def test_groups_of_every_size(channels, groups, size):
+    x, dy, w, b = torch.randn(2, channels, size) + 2, torch.randn(2, channels, size), torch.randn(channels), torch.randn(channels)
+    got, want = both(group_norm.group_norm_fwd, x, w, b, groups, 1e-5)
+    length = size * channels // groups
+    assert_close(got, want, dtype=torch.float32, length=length)
+    given = dy, x, w, *want[1:], groups, True, True, True
+    (dx, *sums), (want_dx, *want_sums) = both(group_norm.group_norm_bwd, *given)
+    assert_close(dx, want_dx, dtype=torch.float32, length=length)
+    assert_close([s.sum(0) for s in sums], [s.sum(0) for s in want_sums], dtype=torch.float32, length=2 * size)
+
+
+def test_sequences_of_several_parts():
+    """Whose sums two kernels take apart over time."""
+    x, dy, scale = torch.randn(2, 70, 1030), torch.randn(2, 70, 1030), torch.randn(2, 1030)
+    got, want = both(modulate.modulate_bwd, dy, x, scale, True, True, True)
+    assert len(got[1]) > 1 and torch.equal(got[0], want[0])
+    assert_close([s.sum(0) for s in got[1:]], [s.sum(0) for s in want[1:]], dtype=torch.float32, length=70)
+    x, dy, w, b = torch.randn(2, 70, 130), torch.randn(2, 70, 130), torch.randn(130, 4), torch.randn(130)
+    got, want = both(conv_kernels.causal_conv1d_bwd, dy, x, w, b, True, True, True, True)
+    assert len(got[1]) > 2
+    assert_close(got[0], want[0], dtype=torch.float32)
+    assert_close([s.sum(0) for s in got[1:]], [s.sum(0) for s in want[1:]], dtype=torch.float32, length=140)
+
+
+@pytest.mark.parametrize("ends", [(5, 6, 12), (1, 2, 3, 12), (12,)])
+def test_a_convolution_goes_on(ends):
+    """In parts, each after the W - 1 inputs before it."""
+    cfg = CausalConv1dConfig(3)
+    params, x = causal_conv1d.init(cfg, key=random.key(1), dtype=torch.float64), torch.randn(2, 12, 3).double()
+    whole, _ = causal_conv1d.fwd(params, x, cfg)
+    past, ys, first = x.new_zeros(2, 3, 3), [], 0
+    for end in ends:
+        given = torch.cat((past, x[:, first:end]), 1)
+        ys.append(causal_conv1d.fwd(params, given, cfg)[0][:, 3:])
+        past, first = given[:, -3:], end
+    assert_close(torch.cat(ys, 1), whole, dtype=torch.float64)
+
+
+def test_a_patch_embedding_is_torchs_convolution():
+    x, conv = torch.randn(2, 3, 8, 12), torch.nn.Conv2d(3, 5, 4, 4)
+    params = LinearParams(conv.weight.detach().flatten(1), conv.bias.detach())
+    patches, _ = patchify_fwd(None, x, PatchifyConfig((4, 4)))
+    y, _ = linear_fwd(params, patches, LinearConfig(48, 5))
+    assert_close(y, conv(x).flatten(2).mT.detach(), dtype=torch.float32, length=48)
+    again, _ = unpatchify_fwd(None, patches, UnpatchifyConfig((4, 4), (2, 3)))
+    assert torch.equal(again, x) and again.data_ptr() != patches.data_ptr()
+
+
+def test_capped_logits_keep_what_others_keep():
+    """Four bytes a row, and the loss of Gemma 2's logits."""
+    rows, labels, weight = torch.randn(7, 3), torch.randint(0, 11, (7,)), 5 * torch.randn(11, 3)
+    kept = {}
+    for cap in (None, 2.0):
+        cfg = LinearCrossEntropyConfig(3, 11, softcap=cap, chunk_bytes=300)
+        y, residuals = linear_cross_entropy_fwd(LinearCrossEntropyParams(weight), (rows, labels), cfg)
+        kept[cap] = nbytes([residuals.logsumexp, residuals.count])
+    assert kept[None] == kept[2.0] == 7 * 4 + 4
+    logits = torch.tanh(rows @ weight.T / 2.0) * 2.0
+    assert_close(y, F.cross_entropy(logits, labels), dtype=torch.float32, length=11)
+
+
+def test_a_shared_experts_gate_is_qwens():
+    """shared_expert_output * sigmoid(shared_expert_gate(x)), of transformers' Qwen2-MoE block."""
+    expert, x, gate = torch.randn(4, 6), torch.randn(4, 3), torch.nn.Linear(3, 1, bias=False)
+    logits, _ = linear_fwd(LinearParams(gate.weight.detach(), None), x, LinearConfig(3, 1, bias=False))
+    y, _ = row_scale_fwd(None, (expert, logits), RowScaleConfig(sigmoid=True))
+    assert_close(y, (F.sigmoid(gate(x)) * expert).detach(), dtype=torch.float32, length=3)
