@@ -35,6 +35,7 @@ from funcops import dist as dist
 from funcops import fused as fused
 from funcops import graphs as graphs
 from funcops import low_precision as low_precision
+from funcops import models as models
 from funcops import nn as nn
 from funcops import optim as optim
 from funcops import precision as precision
@@ -84,12 +85,14 @@ from funcops.ops.group_norm import *
 from funcops.ops.grouped_linear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
+from funcops.ops.latent_split import *
 from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.modulate import *
 from funcops.ops.patchify import *
 from funcops.ops.permute import *
+from funcops.ops.position_embedding import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *
@@ -135,6 +138,7 @@ _ROOMS = [
     "fused",
     "graphs",
     "low_precision",
+    "models",
     "nn",
     "optim",
     "precision",

@@ -34,6 +34,7 @@ LAYERS = (
     "precision",
     "checkpoint",
     "dist",
+    "models",
     "schedule",
     "adapters",
     "nn",
