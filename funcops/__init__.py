@@ -7,9 +7,10 @@ What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
 NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, qlinear, bias, embedding, dropout, causal_conv1d, bmm, patchify, unpatchify
-    attention        attention, sink_attention, qkv_split, rope (rope_table; LinearScaling, DynamicScaling,
-                     YarnScaling, LongRopeScaling, Llama3Scaling)
+    layers           linear, qlinear, bias, embedding, position_embedding, dropout, causal_conv1d, bmm,
+                     patchify, unpatchify
+    attention        attention, sink_attention, qkv_split, latent_split, rope (rope_table; LinearScaling,
+                     DynamicScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
     pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
                      identity, reshape, fork
@@ -25,7 +26,7 @@ Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, precision, checkpoint, schedule, graphs, random, trees,
-                     testing, fused, dist
+                     testing, fused, dist, models
 """
 
 from types import ModuleType as _ModuleType

@@ -21,8 +21,8 @@ from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.step import Step
 from funcops.configs import config
 from funcops.errors import check, fail, require, require_dtype, require_number, require_type
-from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.activation import KINDS as ACTIVATIONS
+from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.add import AddConfig, add
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
@@ -49,9 +49,9 @@ __all__ = ["DecoderConfig", "LatentConfig", "MoEConfig", "decoder", "decoder_x",
 
 @config
 class LatentConfig:
-    """Multi-head latent attention (arXiv:2405.04434): k and v are linear in a latent of `kv_rank` numbers a token. A head of q and k
-    has `rope_size` numbers that turn, which k's heads share, and then `plain_size` that do not; one of v `value_size`. q is linear
-    in a latent of `q_rank` numbers, or in x itself. `eps`: of the norms of both latents."""
+    """Multi-head latent attention (arXiv:2405.04434): k and v are linear in a latent of `kv_rank` numbers a token. A head of q and
+    k has `rope_size` numbers that turn, which k's heads share, and then `plain_size` that do not; one of v `value_size`. q is
+    linear in a latent of `q_rank` numbers, or in x itself. `eps`: of the norms of both latents."""
 
     kv_rank: int
     rope_size: int
@@ -92,8 +92,8 @@ class MoEConfig:
 
 @config
 class DecoderConfig:
-    """`layers` of `dim`, with `heads` of `head_size` in attention, of which k and v have `kv_heads`, and MLPs of `hidden`; `context`:
-    the longest sequence that the model is made for.
+    """`layers` of `dim`, with `heads` of `head_size` in attention, of which k and v have `kv_heads`, and MLPs of `hidden`;
+    `context`: the longest sequence that the model is made for.
 
     mlp                an activation of `glu` (gated) or of `activation`
     norm, eps          "rms_norm" or "layer_norm"; `zero_centered` scales by 1 + w
@@ -170,7 +170,9 @@ class DecoderConfig:
             size = self.head_size if self.latent is None else self.latent.rope_size
             require(turns is None or turns.dim == size, where, name, f"None or a RopeConfig({size})", turns)
         if self.latent is not None:
-            require(self.rope is not None and self.qk_norm is None, where, "latent", "None without rope, or with qk_norm", self.latent)
+            require(
+                self.rope is not None and self.qk_norm is None, where, "latent", "None without rope, or with qk_norm", self.latent
+            )
         if self.moe is not None:
             require(self.moe.experts.dim == self.dim, where, "moe.experts.dim", f"{self.dim}, as dim", self.moe.experts.dim)
             layers = all(0 <= i < self.layers for i in self.moe.dense) and len(set(self.moe.dense)) < self.layers
@@ -178,7 +180,9 @@ class DecoderConfig:
 
     def kind(self, layer: int) -> Kind:
         window = self.windows[layer] if self.windows else None
-        return Kind(window, window is not None and self.local_rope is not None, self.moe is not None and layer not in self.moe.dense)
+        return Kind(
+            window, window is not None and self.local_rope is not None, self.moe is not None and layer not in self.moe.dense
+        )
 
 
 class Kind(NamedTuple):
@@ -228,8 +232,8 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
-    """The chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy. Raises `TypeError` for
-    what is no config."""
+    """The chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss" has no
+    params: `{**params, "loss": None}`. Raises `TypeError` for what is no config."""
     require_type("decoder", "cfg", cfg, DecoderConfig)
     require_type("decoder", "loss", loss, bool)
     steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim))]
@@ -278,22 +282,20 @@ def decoder_x(
 
 def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:
     """The layers: a `repeat` for each group; and the names of what their routers give."""
-    rows, steps, outputs = groups(cfg), [], []
+    rows, steps = groups(cfg), []
     routers = iter(_names("", sum(kind.sparse for row in rows for kind in row.kinds)))
     for name, row in zip(_names("blocks", len(rows)), rows, strict=True):
         parts = []
         for j, kind in enumerate(row.kinds):
-            of = next(routers) if kind.sparse else ""
-            given = (f"load{of}", f"loss{of}") if kind.sparse else ()
+            of = next(routers) if kind.sparse else None
+            given = () if of is None else (f"load{of}", f"loss{of}")
             parts.append(Step(f"layer{j}", chain, block(cfg, kind), gives=given))
-            outputs += given
-        body = parts[0].cfg
+        gives, body = tuple(n for part in parts for n in part.gives), parts[0].cfg
         if len(parts) > 1:
             extras = tuple(dict.fromkeys(n for part in parts for n in part.cfg.extras))
-            body = ChainConfig(steps=tuple(parts), extras=extras, outputs=tuple(n for part in parts for n in part.gives))
-        given = tuple(n for part in parts for n in part.gives)
-        steps.append(Step(name, repeat, RepeatConfig(chain, body, row.times), gives=given))
-    return steps, tuple(outputs)
+            body = ChainConfig(steps=tuple(parts), extras=extras, outputs=gives)
+        steps.append(Step(name, repeat, RepeatConfig(chain, body, row.times), gives=gives))
+    return steps, tuple(n for step in steps for n in step.gives)
 
 
 def block(cfg: DecoderConfig, kind: Kind) -> ChainConfig:
@@ -319,7 +321,7 @@ def _attention(cfg: DecoderConfig, kind: Kind) -> ChainConfig:
     turned = () if turns is None else ("local_rotation",) if kind.local else ("rotation",)
     qkv = _qkv(cfg, turns, turned) if cfg.latent is None else _latent_qkv(cfg, cfg.latent, turns, turned)
     width = cfg.head_size if cfg.latent is None else cfg.latent.value_size
-    options = dict(causal=True, scale=cfg.scale, window=kind.window, softcap=cfg.softcap)
+    options: dict[str, Any] = dict(causal=True, scale=cfg.scale, window=kind.window, softcap=cfg.softcap)
     mix = Step("mix", attention, AttentionConfig(**options))
     if cfg.sinks:
         mix = Step("mix", sink_attention, SinkAttentionConfig(cfg.heads, **options))
@@ -334,7 +336,10 @@ def _heads(heads: int, size: int) -> Step:
 
 def _qkv(cfg: DecoderConfig, turns: Any, turned: tuple[str, ...]) -> tuple[Step, ...]:
     def projection(name: str, heads: int) -> Step:
-        steps = [Step("proj", linear, LinearConfig(cfg.dim, heads * cfg.head_size, bias=cfg.qkv_bias)), _heads(heads, cfg.head_size)]
+        steps = [
+            Step("proj", linear, LinearConfig(cfg.dim, heads * cfg.head_size, bias=cfg.qkv_bias)),
+            _heads(heads, cfg.head_size),
+        ]
         if name != "v" and cfg.qk_norm == "all":
             steps.insert(1, _norm("norm", cfg, heads * cfg.head_size))
         if name != "v" and cfg.qk_norm == "head":

@@ -1,8 +1,8 @@
 """What Hugging Face's families of models are as a `DecoderConfig`: tables of the fields of their config.json and of their tensors.
 
-A `Rule` says which tensors of a checkpoint hold which params. Paths and names with a layer have its path for `{l}` and its number for
-`{i}`; `{e}` is the number of an expert. Rows of the tensors, one below the other, are the rows of the params. A rule counts where a
-model has its params, so that one list serves families that have biases and those that have none.
+A `Rule` says which tensors of a checkpoint hold which params. Paths and names with a layer have its path for `{l}` and its number
+for `{i}`; `{e}` is the number of an expert. Rows of the tensors, one below the other, are the rows of the params. A rule counts where
+a model has its params, so that one list serves families that have biases and those that have none.
 """
 
 from __future__ import annotations
@@ -124,26 +124,6 @@ GPT_OSS = [
 ]
 
 
-@dataclass(frozen=True)
-class Family:
-    """`architecture`: the class that Hugging Face has; `rules`: of its tensors; `fields`: of config.json, those that are fields of
-    DecoderConfig by another name; `defaults`: what those are that may be absent; `has`: what all models of the family have; `only`:
-    fields that may have one value alone, where they are there; `sections`: parts of the config that take more than one field (see
-    `fields.py`); `ignored`: further fields that change nothing here; `prefix`: of names, which a checkpoint may be without;
-    `skipped`: patterns of tensors that are no params."""
-
-    architecture: str
-    rules: list[Rule]
-    sections: tuple[str, ...]
-    has: Mapping[str, Any] = field(default_factory=dict)
-    fields: Mapping[str, str] = field(default_factory=lambda: PLAIN)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    only: Mapping[str, Any] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    prefix: str = ""
-    skipped: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
-
-
 PLAIN = {
     "vocab_size": "vocab",
     "hidden_size": "dim",
@@ -166,6 +146,28 @@ GPT2_FIELDS = {
     "layer_norm_epsilon": "eps",
     "tie_word_embeddings": "tied",
 }
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture`: the class that Hugging Face has; `rules`: of its tensors; `fields`: of config.json, those that are fields of
+    DecoderConfig by another name; `defaults`: what those are that may be absent; `has`: what all models of the family have; `only`:
+    fields that may have one value alone, where they are there; `sections`: parts of the config that take more than one field (see
+    `fields.py`); `ignored`: further fields that change nothing here; `prefix`: of names, which a checkpoint may be without;
+    `skipped`: patterns of tensors that are no params."""
+
+    architecture: str
+    rules: list[Rule]
+    sections: tuple[str, ...]
+    has: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=PLAIN.copy)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+    skipped: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
 BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
 GEMMAS: dict[str, Any] = dict(zero_centered=True, norm_after=True)
 TIED = {"tie_word_embeddings": True}
@@ -184,9 +186,7 @@ FAMILIES = {
         defaults=UNTIED,
         only={"use_mrope": False},
     ),
-    "qwen3": Family(
-        "Qwen3ForCausalLM", LLAMA, ("rope", "act", "biases", "windows"), has=dict(qk_norm="head"), defaults=UNTIED
-    ),
+    "qwen3": Family("Qwen3ForCausalLM", LLAMA, ("rope", "act", "biases", "windows"), has=dict(qk_norm="head"), defaults=UNTIED),
     "olmo2": Family(
         "Olmo2ForCausalLM",
         OLMO2,
@@ -194,9 +194,7 @@ FAMILIES = {
         has=dict(norm_before=False, norm_after=True, qk_norm="all"),
         defaults=UNTIED,
     ),
-    "phi3": Family(
-        "Phi3ForCausalLM", PHI3, ("rope", "act", "one_window"), defaults=UNTIED, ignored=("resid_pdrop", "embd_pdrop")
-    ),
+    "phi3": Family("Phi3ForCausalLM", PHI3, ("rope", "act", "one_window"), defaults=UNTIED, ignored=("resid_pdrop", "embd_pdrop")),
     "gpt2": Family(
         "GPT2LMHeadModel",
         GPT2,

@@ -93,9 +93,7 @@ def _read_rope(fields: Fields, found: Found) -> None:
 
     def rope(given: Found) -> Any:
         given = {"rope_theta": before["rope_theta"], **given}
-        return read_rope(
-            where, given, size, context, original=original, length=fields.length, interleaved=interleaved
-        )
+        return read_rope(where, given, size, context, original=original, length=fields.length, interleaved=interleaved)
 
     nested = new is not None and "full_attention" in new
     if new is None:
@@ -363,10 +361,8 @@ def write_config(cfg: DecoderConfig) -> dict[str, Any]:
         found |= SECTIONS[section].write(cfg)
     again = read_config("to_hf", found, getattr(getattr(cfg.rope, "scaling", None), "length", None))
     for one in dataclasses.fields(DecoderConfig):
-        got, said = getattr(cfg, one.name), getattr(again, one.name)
-        close = isinstance(said, float) and isinstance(got, float) and math.isclose(got, said, rel_tol=_ROUNDED[one.name == "embed_scale"])
-        require(got == said or close, "to_hf", f"cfg.{one.name}", f"{said!r}, as of family {cfg.family!r} otherwise alike", repr(got))
+        got, read = getattr(cfg, one.name), getattr(again, one.name)
+        rounded = 2**-8 if one.name == "embed_scale" else 1e-12  # the first is rounded to the dtype of the params
+        same = got == read or (type(got) is type(read) is float and math.isclose(got, read, rel_tol=rounded))
+        require(same, "to_hf", f"cfg.{one.name}", f"{read!r}, as of family {cfg.family!r} otherwise alike", repr(got))
     return found
-
-
-_ROUNDED = 1e-12, 2**-8  # how far a field may be from what is read again; embed_scale is rounded to the dtype of the params

@@ -24,8 +24,17 @@ import torch
 from torch import Tensor
 
 from funcops.checkpoint import CODES, _opened, save
-from funcops.compose.chain import chain
-from funcops.errors import FLOATS, CheckpointError, describe, fail, require_count, require_dtype, require_device, require_type, short
+from funcops.errors import (
+    FLOATS,
+    CheckpointError,
+    describe,
+    fail,
+    require_count,
+    require_device,
+    require_dtype,
+    require_type,
+    short,
+)
 from funcops.models.decoder import DecoderConfig, decoder, layer_paths
 from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
@@ -196,15 +205,15 @@ def _files(root: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
             raise FileNotFoundError(f"open_hf: folder must have {SINGLE} or {INDEX}, got {os.fspath(root)!r}")
         file = stack.enter_context(_opened("open_hf", root / SINGLE))
         return dict.fromkeys(file.keys(), file)
-    where, shards = _json(root / INDEX).get("weight_map"), {}
+    where: Any = _json(root / INDEX).get("weight_map")
     right = isinstance(where, dict) and all(isinstance(name, str) and name == Path(name).name for name in where.values())
     if not right:
-        fail("open_hf", f"weight_map of {root / INDEX}", "the name of a file of the folder for each tensor", describe(where), CheckpointError)
-    for name in sorted(set(where.values())):
-        shards[name] = stack.enter_context(_opened("open_hf", root / name))
-    inside = {key: name for name, file in shards.items() for key in file.keys()}
-    wrong = [f"{key} in {name}, got {inside.get(key)}" for key, name in where.items() if key not in shards[name].keys()]
-    wrong += [f"{key} absent, got {inside[key]}" for key in inside if key not in where]
+        said = "the name of a file of the folder for each tensor"
+        fail("open_hf", f"weight_map of {root / INDEX}", said, describe(where), CheckpointError)
+    shards = {name: stack.enter_context(_opened("open_hf", root / name)) for name in sorted(set(where.values()))}
+    held = {name: set(file.keys()) for name, file in shards.items()}
+    wrong = [f"{key} in {name}, which is without it" for key, name in where.items() if key not in held[name]]
+    wrong += [f"nothing of {key}, which is in {name}" for name, keys in held.items() for key in sorted(keys - where.keys())]
     if wrong:
         raise CheckpointError(f"open_hf: {root / INDEX} must say where tensors are, got\n  " + "; ".join(wrong))
     return {key: shards[name] for key, name in where.items()}
@@ -231,11 +240,10 @@ def _check(weights: HFWeights, family: Family) -> None:
             if CODES.get(code) not in FLOATS:
                 wrong["mis-typed"].append(f"{name} {' or '.join(map(short, FLOATS))}, got {code}")
     skipped = [pattern.replace("{layers}", str(cfg.layers)) for pattern in family.skipped]
-    skipped = [weights._prefix_free(pattern.replace("\\.", ".")).replace(".", "\\.") if weights._prefix else pattern for pattern in skipped]
     for name in sorted(set(files) - known):
         if cfg.tied and name == "lm_head.weight":
             _check_tied(weights)
-        elif not any(re.fullmatch(pattern, name) for pattern in skipped):
+        elif not any(re.fullmatch(pattern, weights._prefix + name) for pattern in skipped):
             wrong["extra"].append(f"{name} {list(files[name].get_slice(name).get_shape())}")
     said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
     if said:
@@ -253,8 +261,8 @@ def _check_tied(weights: HFWeights) -> None:
 def from_hf(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: Any = None, length: int | None = None
 ) -> tuple[Any, DecoderConfig]:
-    """Params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its logits.
-    `dtype`: of the params, default as in the files. `length`: the longest sequence there will be, for scalings of rope that
+    """Params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its
+    logits. `dtype`: of the params, default as in the files. `length`: the longest sequence there will be, for scalings of rope that
     depend on it (dynamic, longrope).
 
     All files are looked through before a tensor is read. Raises `FileNotFoundError` for a file that is not there; `ValueError` or
@@ -316,7 +324,9 @@ def to_hf(
 
 
 def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
-    """The leaves of params by path, after the check that they are those of `decoder(cfg)`."""
+    """The leaves of params by path, after the check that they are those of `decoder(cfg)`, with or without a loss."""
+    if isinstance(params, dict) and params.get("loss", 0) is None:
+        params = {name: part for name, part in params.items() if name != "loss"}
     wanted = {path: None if t is None else list(t.shape) for path, t in paths(decoder(cfg).abstract()).items()}
     got = {path: list(t.shape) if isinstance(t, Tensor) else t for path, t in paths(params).items()}
     wrong = [f"{path} {wanted.get(path)}, got {got.get(path)}" for path in {**wanted, **got} if wanted.get(path) != got.get(path)]

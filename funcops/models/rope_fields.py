@@ -36,8 +36,8 @@ BY_SCALING = {
 def read_rope(
     where: str, given: dict[str, Any], size: int, context: int, *, original: int | None, length: int | None, interleaved: bool
 ) -> RopeConfig:
-    """The RopeConfig of "rope_parameters", for heads of `size` in a model of `context`. `original`: the context before scaling, where
-    it stands beside them. Raises `ValueError` for a type or a field that is not known, or a field that is missing."""
+    """The RopeConfig of "rope_parameters", for heads of `size` in a model of `context`. `original`: the context before scaling,
+    where it stands beside them. Raises `ValueError` for a type or a field that is not known, or a field that is missing."""
     fields = {name: value for name, value in given.items() if value is not None}
     kind = fields.pop("rope_type", fields.pop("type", "default"))
     fields.pop("type", None)
@@ -91,7 +91,7 @@ def write_rope(rope: RopeConfig, context: int) -> dict[str, Any]:
         value = getattr(scaling, name)
         if value is not None:
             found[name] = list(value) if isinstance(value, tuple) else value
-    before = getattr(scaling, "original_context", None)
+    before: Any = getattr(scaling, "original_context", None)
     if kind not in ("linear", "dynamic"):
         found[ORIGINAL] = before
     if kind == LONG and math.isclose(found["factor"], max(context / before, 1.0)):

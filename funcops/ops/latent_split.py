@@ -1,6 +1,7 @@
 """q, k and v of multi-head latent attention, out of what was projected.
 
-    kv_h = (own_h, v_h)        k_h = (shared, own_h)        d shared = sum over h of dk_h's first part        d kv_h = (dk_h's rest, dv_h)
+    kv_h = (own_h, v_h)        k_h = (shared, own_h)
+    d shared = sum over h of dk_h's first part        d kv_h = (dk_h's rest, dv_h)
 
 x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the part that turns; one float dtype.
 y is `(q, k, v)`: q itself, k [*, T, N, S + O], v [*, T, N, V], a view of kv. Kept: nothing. arXiv:2405.04434.

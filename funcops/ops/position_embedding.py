@@ -84,9 +84,7 @@ def position_embedding_fwd(
     check("position_embedding_fwd", "x.1 (positions)", positions, rows, torch.int64, t)
     check("position_embedding_fwd", "params.weight", params.weight, (cfg.positions, cfg.dim), t.dtype, t)
     y = pointwise.add(t, kernels.embedding_fwd(params.weight, positions))
-    kept = PositionEmbeddingResiduals.keep(
-        cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype
-    )
+    kept = PositionEmbeddingResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
     return y, kept
 
 

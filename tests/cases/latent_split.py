@@ -32,11 +32,11 @@ def drawn(draw):
 CFG = LatentSplitConfig(2, shared=2, own=3, value=1)
 X = torch.ones(4, 2, 5), torch.ones(4, 2, 4), torch.ones(4, 1, 2)
 ERRORS = [
+    Error(call=lambda: LatentSplitConfig(2, shared=0, own=3, value=1), match="LatentSplitConfig: shared must be at least 1, got 0"),
     Error(
-        call=lambda: LatentSplitConfig(2, shared=0, own=3, value=1), match="LatentSplitConfig: shared must be at least 1, got 0"
-    ),
-    Error(
-        call=lambda: latent_split_fwd(None, X[:2], CFG), match="latent_split_fwd: x must be a tuple (q, kv, shared)", error=TypeError
+        call=lambda: latent_split_fwd(None, X[:2], CFG),
+        match="latent_split_fwd: x must be a tuple (q, kv, shared)",
+        error=TypeError,
     ),
     Error(
         call=lambda: latent_split_fwd(None, (X[0], X[1], X[2].expand(4, 2, 2)), CFG),

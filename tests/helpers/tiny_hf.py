@@ -2,10 +2,11 @@
 
 import json
 
+import pytest
 import torch
-import transformers
 from torch.overrides import TorchFunctionMode
 
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="families and their files as version 5 has them")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 BASE = dict(
@@ -14,8 +15,12 @@ BASE = dict(
 )  # fmt: skip
 WINDOW = dict(sliding_window=3)
 TYPES = {"s": "sliding_attention", "f": "full_attention"}
-LLAMA3 = dict(rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)
-LONG = dict(rope_type="longrope", rope_theta=100.0, short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 4.0, 8.0], partial_rotary_factor=0.75)
+LLAMA3 = dict(
+    rope_type="llama3", rope_theta=500.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+LONG = dict(
+    rope_type="longrope", rope_theta=100.0, short_factor=[1.0, 1.5, 2.0], long_factor=[2.0, 4.0, 8.0], partial_rotary_factor=0.75
+)
 YARN = dict(rope_type="yarn", rope_theta=500.0, factor=4.0, original_max_position_embeddings=16)
 DEEPSEEK_YARN = dict(YARN, mscale=0.7, mscale_all_dim=1.3, beta_fast=4)
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
@@ -37,13 +42,22 @@ FAMILIES = {  # model: its type, and its config beside BASE
     "olmo2": ("olmo2", {}),
     "phi3": ("phi3", dict(rope_parameters=LONG, original_max_position_embeddings=16)),
     "gpt2": ("gpt2", dict(vocab_size=48, n_embd=32, n_head=4, n_layer=2, n_positions=64, bos_token_id=None, eos_token_id=None)),
-    "gemma2": ("gemma2", dict(types("sfsf"), head_dim=6, query_pre_attn_scalar=9, attn_logit_softcapping=2.0, final_logit_softcapping=1.0)),
+    "gemma2": (
+        "gemma2",
+        dict(types("sfsf"), head_dim=6, query_pre_attn_scalar=9, attn_logit_softcapping=2.0, final_logit_softcapping=1.0),
+    ),
     "gemma3": ("gemma3_text", dict(types("sfsfs"), head_dim=6, query_pre_attn_scalar=9)),
     "mixtral": ("mixtral", EXPERTS),
-    "qwen3_moe": ("qwen3_moe", dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0])),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0]),
+    ),
     "deepseek_v3": ("deepseek_v3", dict(LATENT, q_lora_rank=16, rope_parameters=DEEPSEEK_YARN)),
     "deepseek_v3_plain": ("deepseek_v3", dict(LATENT, q_lora_rank=None, rope_interleave=False)),
-    "gpt_oss": ("gpt_oss", dict(EXPERTS, head_dim=6, rope_parameters=dict(YARN, truncate=False), swiglu_limit=0.5, **types("sfsf"))),
+    "gpt_oss": (
+        "gpt_oss",
+        dict(EXPERTS, head_dim=6, rope_parameters=dict(YARN, truncate=False), swiglu_limit=0.5, **types("sfsf")),
+    ),
 }
 
 
@@ -59,7 +73,8 @@ class Wide(TorchFunctionMode):
 
 
 def tiny(name, dtype=torch.float32):
-    """A model in evaluation mode, every parameter and the bias of its routers drawn: norms' and biases', which are ones and zeros, too."""
+    """A model in evaluation mode, every parameter and the bias of its routers drawn: norms' and biases' too, which are else ones
+    and zeros."""
     kind, options = FAMILIES[name]
     options = options if kind == "gpt2" else {**BASE, **options}
     made = transformers.AutoConfig.for_model(kind, **options)

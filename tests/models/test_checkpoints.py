@@ -78,7 +78,10 @@ def test_a_file_that_is_cut_short_raises(folder):
         ({"hidden_size": None}, "hidden_size must be there, got none"),
         ({"hidden_size": "32"}, "hidden_size must be int, got '32'"),
         ({"num_key_value_heads": 3}, "kv_heads must be a number that divides heads, 4, got 3"),
-        ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types must be of 'sliding_attention' and 'full_attention'"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types must be of 'sliding_attention' and 'full_attention'",
+        ),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type must be one of default, .*, got 'spiral'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "twist": 2}}, "'default' must be known, got 'twist'"),
         ({"rope_theta": 7.0}, "rope_scaling must be what rope_parameters say, or absent"),
@@ -110,7 +113,8 @@ def test_shards_and_their_index(tmp_path):
     def indexed(**changes):
         index.write_text(json.dumps(found | {"weight_map": found["weight_map"] | changes}))
 
-    first, other = next(iter(found["weight_map"])), files[-1]
+    first = next(iter(found["weight_map"]))
+    other = next(file for file in files if file != found["weight_map"][first])
     indexed(**{first: other})
     with pytest.raises(CheckpointError, match=rf"index.json must say where tensors are, got\n  {first} in {other}"):
         from_hf(tmp_path / "hf")

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
-from tiny_hf import FAMILIES, Wide, saved, tiny
+from tiny_hf import FAMILIES, Wide, saved, tiny, transformers
 
 from funcops import WithExtras, chain, trees
 from funcops.models import decoder, decoder_x, from_hf, to_hf
