@@ -232,8 +232,8 @@ def _names(name: str, count: int) -> list[str]:
 
 
 def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
-    """The chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss" has no
-    params: `{**params, "loss": None}`. Raises `TypeError` for what is no config."""
+    """The chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss" has
+    no params: `{**params, "loss": None}`. Raises `TypeError` for what is no config."""
     require_type("decoder", "cfg", cfg, DecoderConfig)
     require_type("decoder", "loss", loss, bool)
     steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim))]

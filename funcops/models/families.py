@@ -1,8 +1,8 @@
 """What Hugging Face's families of models are as a `DecoderConfig`: tables of the fields of their config.json and of their tensors.
 
 A `Rule` says which tensors of a checkpoint hold which params. Paths and names with a layer have its path for `{l}` and its number
-for `{i}`; `{e}` is the number of an expert. Rows of the tensors, one below the other, are the rows of the params. A rule counts where
-a model has its params, so that one list serves families that have biases and those that have none.
+for `{i}`; `{e}` is the number of an expert. Rows of the tensors, one below the other, are the rows of the params. A rule counts
+where a model has its params, so that one list serves families that have biases and those that have none.
 """
 
 from __future__ import annotations
