@@ -194,7 +194,14 @@ FAMILIES = {
         has=dict(norm_before=False, norm_after=True, qk_norm="all"),
         defaults=UNTIED,
     ),
-    "phi3": Family("Phi3ForCausalLM", PHI3, ("rope", "act", "one_window"), defaults=UNTIED, ignored=("resid_pdrop", "embd_pdrop")),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        PHI3,
+        ("rope", "act", "one_window"),
+        defaults=UNTIED,
+        only={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        ignored=("resid_pdrop", "embd_pdrop"),
+    ),
     "gpt2": Family(
         "GPT2LMHeadModel",
         GPT2,
