@@ -7,10 +7,10 @@ What a forward keeps for its backward is a tree like any other.
 
 Operators: each NAME is an `Op`, with NAMEConfig, NAMEParams, NAME_init, NAME_fwd, NAME_bwd, NAME_dgrad and
 NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a concept)
-    layers           linear, qlinear, bias, embedding, dropout, causal_conv1d, bmm, patchify, unpatchify
-    attention        attention, sink_attention, qkv_split,
-                     rope (rope_table; LinearScaling, DynamicScaling, YarnScaling, LongRopeScaling,
-                     Llama3Scaling)
+    layers           linear, qlinear, bias, embedding, position_embedding, dropout, causal_conv1d, bmm,
+                     patchify, unpatchify
+    attention        attention, sink_attention, qkv_split, latent_split, rope (rope_table; LinearScaling,
+                     DynamicScaling, YarnScaling, LongRopeScaling, Llama3Scaling)
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
     pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
                      identity, reshape, fork
@@ -26,7 +26,7 @@ Kernels              backend, explain, plan, register_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random,
-                     trees, testing, fused, dist
+                     trees, testing, fused, dist, models
 """
 
 from types import ModuleType as _ModuleType
@@ -37,6 +37,7 @@ from funcops import fused as fused
 from funcops import graphs as graphs
 from funcops import lora as lora
 from funcops import low_precision as low_precision
+from funcops import models as models
 from funcops import nn as nn
 from funcops import optim as optim
 from funcops import precision as precision
@@ -86,12 +87,14 @@ from funcops.ops.group_norm import *
 from funcops.ops.grouped_linear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
+from funcops.ops.latent_split import *
 from funcops.ops.layer_norm import *
 from funcops.ops.linear import *
 from funcops.ops.linear_cross_entropy import *
 from funcops.ops.modulate import *
 from funcops.ops.patchify import *
 from funcops.ops.permute import *
+from funcops.ops.position_embedding import *
 from funcops.ops.qkv_split import *
 from funcops.ops.qlinear import *
 from funcops.ops.quantize import *
@@ -138,6 +141,7 @@ _ROOMS = [
     "graphs",
     "lora",
     "low_precision",
+    "models",
     "nn",
     "optim",
     "precision",

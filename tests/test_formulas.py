@@ -34,7 +34,7 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
         "add", "scale", "dropout", "dropout_add", "dropout_bwd_sums", "row_sums", "sum_parts", "sum_two_parts",
         "activation_bwd_again", "embedding_fwd", "glu_fwd", "glu_pair_fwd",
         "glu_pair_bwd", "softcap_fwd", "softcap_bwd", "row_scale_fwd", "row_scale_bwd", "modulate_fwd", "modulate_bwd",
-        "bias_activation_fwd", "bias_activation_bwd",
+        "bias_activation_fwd", "bias_activation_bwd", "join_heads", "join_values", "sum_heads",
     ),
     "test_formats, by ml_dtypes, a search of the grid and published formulas": (
         "quantize_row", "quantize_col", "quantize_both", "quantize_scaled", "amax", "retile", "transpose", "dequantize",

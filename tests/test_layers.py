@@ -35,6 +35,7 @@ LAYERS = (
     "checkpoint",
     "lora",
     "dist",
+    "models",
     "schedule",
     "adapters",
     "nn",

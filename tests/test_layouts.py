@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import funcops.kernels
 from funcops.backend import backend
 from funcops.bench.samples import Maker, Sample, samples
-from funcops.kernels import attention, bmm, embedding, linear, rope, routing
+from funcops.kernels import attention, bmm, embedding, latent_split, linear, rope, routing
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
@@ -53,6 +53,10 @@ def library_calls(make):
     ids = make.ids(3, tokens, below=16)
     yield Sample(embedding.embedding_fwd, "", (make.floats(16, 8), ids))
     yield Sample(routing.sort_by_expert, "", (ids.to(torch.int32), 16))
+    own = make.floats(2, tokens, 3, 4)
+    yield Sample(latent_split.join_heads, "", (make.floats(2, tokens, 1, 8), own))
+    yield Sample(latent_split.join_values, "", (own, make.floats(2, tokens, 3, 8)))
+    yield Sample(latent_split.sum_heads, "", (own,))
     a, b = make.floats(2, 3, 4), make.floats(2, 4, 5)
     y = make.floats(2, 3, 5)
     for transposed in (False, True):

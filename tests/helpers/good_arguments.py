@@ -14,6 +14,7 @@ import torch
 from dist_cases import PLAIN
 from good_dist import DIST
 from good_lora import LORA
+from good_models import MODELS
 from good_rows import ANY, CFG, CHAIN, NAME, Row, chain_params, params, x
 from good_schedules import SCHEDULES
 from test_laws import CONFIGS, FIRST
@@ -56,6 +57,7 @@ ROOMS = (
     "graphs",
     "lora",
     "low_precision",
+    "models",
     "nn",
     "optim",
     "precision",
@@ -329,7 +331,7 @@ GRAPHED = {"slots": 1, "outputs": "clone", "warmup": 1, "capture_error_mode": "g
 NO_PATH = {("needs", "Needs(x=False, params=('no.such',))"): "nothing is asked for"}
 MODULE = "the module itself says what it takes"
 DEVICES_OWN = {name: "looked at where there is a GPU" for name in ("pool", "stream", "capture_error_mode", "keep_graph")}
-OWN |= DIST | LORA | SCHEDULES | {
+OWN |= DIST | LORA | SCHEDULES | MODELS | {
     "Needs": Row(lambda: {"x": True, "params": ("a",)}, {"x": (3,), "params": (3, (3,), {"a": 1})},
         {("x", "'yes'"): "a path", ("params", "'x'"): "a path",
         ("params", "[]"): "no paths", }),

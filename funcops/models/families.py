@@ -1,0 +1,273 @@
+"""What Hugging Face's families of models are as a `DecoderConfig`: tables of the fields of their config.json and of their tensors.
+
+A `Rule` says which tensors of a checkpoint hold which params. Paths and names with a layer have its path for `{l}` and its number
+for `{i}`; `{e}` is the number of an expert. Rows of the tensors, one below the other, are the rows of the params. A rule counts
+where a model has its params, so that one list serves families that have biases and those that have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`transposed`: the tensors are [in, out]. `stacked`: params are [E, rows, ...], the first dimension of the tensors too or, of
+    names with `{e}`, one tensor each. `order`: the params' rows are the tensors' in another order, "evens_first" (of GPT-OSS, whose
+    gates alternate with what they multiply) or "turning_first" (of DeepSeek, whose heads end with what turns)."""
+
+    paths: tuple[str, ...]
+    names: tuple[str, ...]
+    transposed: bool = False
+    stacked: bool = False
+    order: str = ""
+
+
+def rule(paths: str, names: str, *parts: str, **options: Any) -> list[Rule]:
+    """A rule for each of the `parts` of a layer: "weight", "bias". Several paths or names stand side by side."""
+    return [
+        Rule(tuple(f"{path}.{part}" for path in paths.split()), tuple(f"{name}.{part}" for name in names.split()), **options)
+        for part in parts or ("weight",)
+    ]
+
+
+WB = ("weight", "bias")
+EMBED = rule("embed", "model.embed_tokens")
+HEAD = rule("head", "lm_head")
+ENDS = [*EMBED, *rule("norm", "model.norm"), *HEAD]
+A, H = "{l}.attn", "model.layers.{i}"
+OUT = rule(f"{A}.out", f"{H}.self_attn.o_proj", *WB)
+ATTENTION = [
+    *[r for n in "qkv" for r in rule(f"{A}.qkv.{n}.proj", f"{H}.self_attn.{n}_proj", *WB)],
+    *[r for n in "qk" for r in rule(f"{A}.qkv.{n}.norm", f"{H}.self_attn.{n}_norm")],
+    *OUT,
+    Rule((f"{A}.mix.sinks",), (f"{H}.self_attn.sinks",)),
+]
+NORMS = [*rule(f"{A}.norm", f"{H}.input_layernorm"), *rule("{l}.mlp.norm", f"{H}.post_attention_layernorm")]
+MLP = [*rule("{l}.mlp.up", f"{H}.mlp.gate_proj {H}.mlp.up_proj", *WB), *rule("{l}.mlp.down", f"{H}.mlp.down_proj", *WB)]
+LLAMA = [*ENDS, *NORMS, *ATTENTION, *MLP]
+OLMO2 = [
+    *ENDS,
+    *ATTENTION,
+    *MLP,
+    *rule(f"{A}.post", f"{H}.post_attention_layernorm"),
+    *rule("{l}.mlp.post", f"{H}.post_feedforward_layernorm"),
+]
+GEMMA = [*OLMO2, *rule(f"{A}.norm", f"{H}.input_layernorm"), *rule("{l}.mlp.norm", f"{H}.pre_feedforward_layernorm")]
+PHI3 = [
+    *ENDS,
+    *NORMS,
+    *OUT,
+    *rule(f"{A}.qkv.q.proj {A}.qkv.k.proj {A}.qkv.v.proj", f"{H}.self_attn.qkv_proj"),
+    *rule("{l}.mlp.up", f"{H}.mlp.gate_up_proj"),
+    *rule("{l}.mlp.down", f"{H}.mlp.down_proj"),
+]
+T = "transformer.h.{i}"
+GPT2 = [
+    *rule("embed", "transformer.wte"),
+    *rule("places", "transformer.wpe"),
+    *rule("norm", "transformer.ln_f", *WB),
+    *rule(f"{A}.norm", f"{T}.ln_1", *WB),
+    *rule("{l}.mlp.norm", f"{T}.ln_2", *WB),
+    *rule(f"{A}.qkv.q.proj {A}.qkv.k.proj {A}.qkv.v.proj", f"{T}.attn.c_attn", *WB, transposed=True),
+    *rule(f"{A}.out", f"{T}.attn.c_proj", *WB, transposed=True),
+    *rule("{l}.mlp.up", f"{T}.mlp.c_fc", *WB, transposed=True),
+    *rule("{l}.mlp.down", f"{T}.mlp.c_proj", *WB, transposed=True),
+    *HEAD,
+]
+
+
+def routed(path: str, block: str, gate: str, up: str, down: str) -> list[Rule]:
+    """A router and its experts, a matrix each."""
+    return [
+        *rule(f"{path}.gate", f"{block}.{gate}", *WB),
+        *rule(f"{path}.experts.up", " ".join(f"{block}.experts.{{e}}.{name}" for name in up.split()), stacked=True),
+        *rule(f"{path}.experts.down", f"{block}.experts.{{e}}.{down}", stacked=True),
+    ]
+
+
+MIXTRAL = [*ENDS, *NORMS, *ATTENTION, *routed("{l}.mlp", f"{H}.block_sparse_moe", "gate", "w1 w3", "w2")]
+QWEN3_MOE = [*LLAMA, *routed("{l}.mlp", f"{H}.mlp", "gate", "gate_proj up_proj", "down_proj")]
+B = "{l}.mlp.moe"
+DEEPSEEK = [
+    *ENDS,
+    *NORMS,
+    *OUT,
+    *MLP,
+    *rule(f"{A}.qkv.q.down", f"{H}.self_attn.q_a_proj", *WB),
+    *rule(f"{A}.qkv.q.norm", f"{H}.self_attn.q_a_layernorm"),
+    *rule(f"{A}.qkv.kv.down {A}.qkv.shared.proj", f"{H}.self_attn.kv_a_proj_with_mqa", *WB),
+    *rule(f"{A}.qkv.kv.norm", f"{H}.self_attn.kv_a_layernorm"),
+    *rule(f"{A}.qkv.kv.up", f"{H}.self_attn.kv_b_proj"),
+    *rule(f"{A}.qkv.q.up", f"{H}.self_attn.q_b_proj", order="turning_first"),
+    *rule(f"{A}.qkv.q.proj", f"{H}.self_attn.q_proj", order="turning_first"),  # of models without a latent for q
+    *routed(f"{B}.routed", f"{H}.mlp", "gate", "gate_proj up_proj", "down_proj"),
+    Rule((f"{B}.routed.route.bias",), (f"{H}.mlp.gate.e_score_correction_bias",)),
+    *rule(f"{B}.shared.up", f"{H}.mlp.shared_experts.gate_proj {H}.mlp.shared_experts.up_proj"),
+    *rule(f"{B}.shared.down", f"{H}.mlp.shared_experts.down_proj"),
+]
+E = f"{H}.mlp.experts"
+GPT_OSS = [
+    *ENDS,
+    *NORMS,
+    *ATTENTION,
+    *rule("{l}.mlp.gate", f"{H}.mlp.router", *WB),
+    Rule(("{l}.mlp.experts.up.weight",), (f"{E}.gate_up_proj",), transposed=True, stacked=True, order="evens_first"),
+    Rule(("{l}.mlp.experts.up.bias",), (f"{E}.gate_up_proj_bias",), stacked=True, order="evens_first"),
+    Rule(("{l}.mlp.experts.down.weight",), (f"{E}.down_proj",), transposed=True, stacked=True),
+    Rule(("{l}.mlp.experts.down.bias",), (f"{E}.down_proj_bias",), stacked=True),
+]
+
+
+PLAIN = {
+    "vocab_size": "vocab",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_size",
+    "rms_norm_eps": "eps",
+    "max_position_embeddings": "context",
+    "tie_word_embeddings": "tied",
+}
+GPT2_FIELDS = {
+    "vocab_size": "vocab",
+    "n_embd": "dim",
+    "n_layer": "layers",
+    "n_head": "heads",
+    "n_inner": "hidden",
+    "n_positions": "context",
+    "layer_norm_epsilon": "eps",
+    "tie_word_embeddings": "tied",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """`architecture`: the class that Hugging Face has; `rules`: of its tensors; `fields`: of config.json, those that are fields of
+    DecoderConfig by another name; `defaults`: what those are that may be absent; `has`: what all models of the family have; `only`:
+    fields that may have one value alone, where they are there; `sections`: parts of the config that take more than one field (see
+    `fields.py`); `ignored`: further fields that change nothing here; `prefix`: of names, which a checkpoint may be without;
+    `skipped`: patterns of tensors that are no params."""
+
+    architecture: str
+    rules: list[Rule]
+    sections: tuple[str, ...]
+    has: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, str] = field(default_factory=PLAIN.copy)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    only: Mapping[str, Any] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
+    prefix: str = ""
+    skipped: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+
+BIASED = dict(qkv_bias=True, out_bias=True, mlp_bias=True)
+GEMMAS: dict[str, Any] = dict(zero_centered=True, norm_after=True)
+TIED = {"tie_word_embeddings": True}
+UNTIED = {"tie_word_embeddings": False}
+SUMMARY = ("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout")
+MOE_LOSS = ("router_aux_loss_coef", "output_router_logits")
+
+FAMILIES = {
+    "llama": Family("LlamaForCausalLM", LLAMA, ("rope", "act", "biases", "mlp_bias"), defaults=UNTIED),
+    "mistral": Family("MistralForCausalLM", LLAMA, ("rope", "act", "one_window"), defaults=UNTIED),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        LLAMA,
+        ("rope", "act", "windows"),
+        has=dict(qkv_bias=True),
+        defaults=UNTIED,
+        only={"use_mrope": False},
+    ),
+    "qwen3": Family("Qwen3ForCausalLM", LLAMA, ("rope", "act", "biases", "windows"), has=dict(qk_norm="head"), defaults=UNTIED),
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        OLMO2,
+        ("rope", "act", "biases"),
+        has=dict(norm_before=False, norm_after=True, qk_norm="all"),
+        defaults=UNTIED,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        PHI3,
+        ("rope", "act", "one_window"),
+        defaults=UNTIED,
+        only={"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
+        ignored=("resid_pdrop", "embd_pdrop"),
+    ),
+    "gpt2": Family(
+        "GPT2LMHeadModel",
+        GPT2,
+        ("act", "gpt2"),
+        has=dict(norm="layer_norm", places=True, **BIASED),
+        fields=GPT2_FIELDS,
+        defaults=TIED,
+        only={"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False},
+        ignored=("n_ctx", "attn_pdrop", "embd_pdrop", "resid_pdrop", "reorder_and_upcast_attn", *SUMMARY),
+        prefix="transformer.",
+        skipped=(r"transformer\.h\.\d+\.attn\.(masked_)?bias",),
+    ),
+    "gemma2": Family(
+        "Gemma2ForCausalLM",
+        GEMMA,
+        ("rope", "act", "biases", "windows", "gemma"),
+        has=GEMMAS,
+        defaults=TIED,
+        only={"use_bidirectional_attention": False},
+        ignored=("hidden_act",),
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        GEMMA,
+        ("rope", "act", "biases", "windows", "gemma"),
+        has=dict(qk_norm="head", **GEMMAS),
+        defaults=TIED,
+        only={"use_bidirectional_attention": False},
+        ignored=("hidden_act", "_sliding_window_pattern"),
+    ),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        MIXTRAL,
+        ("rope", "act", "one_window", "mixtral"),
+        defaults=UNTIED,
+        only={"router_jitter_noise": 0.0},
+        ignored=MOE_LOSS,
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        QWEN3_MOE,
+        ("rope", "act", "biases", "one_window", "qwen3_moe"),
+        has=dict(qk_norm="head"),
+        defaults=UNTIED,
+        ignored=("max_window_layers", *MOE_LOSS),
+    ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        DEEPSEEK,
+        ("latent", "rope", "act", "biases", "deepseek"),
+        defaults=UNTIED,
+        only={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, "ep_size": 1},
+        ignored=("qk_head_dim", "num_nextn_predict_layers", "num_mtp_layers", "aux_loss_alpha", "seq_aux", "output_router_logits"),
+        skipped=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.{layers}\..*"),
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        GPT_OSS,
+        ("rope", "act", "biases", "windows", "gpt_oss"),
+        has=dict(sinks=True),
+        defaults=UNTIED,
+        ignored=("initial_context_length", "experts_per_token", *MOE_LOSS),
+    ),
+}
+IGNORED = (
+    "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache", "cache_implementation",
+    "initializer_range", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "pretraining_tp", "name_or_path",
+    "_name_or_path", "task_specific_params", "tokenizer_class", "gradient_checkpointing",
+)  # fmt: skip

@@ -1,0 +1,368 @@
+"""config.json as a DecoderConfig, and back: what `families.py` says, and the parts of it that take more than one field.
+
+A part is a `Section`: `read(fields, found)` adds to what is found of the config, of which the plain fields are there already;
+`write(cfg)` gives the fields again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from funcops.errors import fail, require, require_type
+from funcops.models.decoder import DecoderConfig, LatentConfig, MoEConfig
+from funcops.models.families import FAMILIES, IGNORED, Family
+from funcops.models.rope_fields import legacy, read_rope, write_rope
+from funcops.ops.experts import ExpertsConfig
+from funcops.ops.route import RouteConfig
+
+Found = dict[str, Any]
+GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "relu": "reglu"}
+PLAIN_ACTS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu", "silu": "silu"}
+NEVER = object()
+
+
+class Fields:
+    """The fields of a config.json, each taken once by name; one that is null is not there."""
+
+    def __init__(self, where: str, given: Mapping[str, Any], length: int | None) -> None:
+        self.where, self.given, self.length, self.taken = where, given, length, set[str]()
+
+    def take(self, name: str, default: Any = NEVER, kind: Any = None) -> Any:
+        """The value of a field, or the default; of that kind, or as the default is."""
+        self.taken.add(name)
+        value = self.given.get(name)
+        if value is None:
+            require(default is not NEVER, self.where, name, "there", "none")
+            return default
+        wanted = kind or (type(default) if isinstance(default, (bool, int, float, str)) else None)
+        if wanted is not None:
+            require_type(self.where, name, value, *((int, float) if wanted is float else (wanted,)))
+        return value
+
+    def only(self, name: str, value: Any) -> None:
+        got = self.take(name, value)
+        require(got == value, self.where, name, repr(value), repr(got))
+
+
+class Section(NamedTuple):
+    read: Callable[[Fields, Found], None]
+    write: Callable[[DecoderConfig], Found]
+
+
+def _read_act(fields: Fields, found: Found) -> None:
+    name, acts = _act(fields.take("model_type"))
+    kind = fields.take(name, "", str)
+    require(kind in acts, fields.where, name, f"one of {', '.join(acts)}", repr(kind))
+    found["mlp"] = acts[kind]
+
+
+def _write_act(cfg: DecoderConfig) -> Found:
+    name, acts = _act(cfg.family)
+    return {name: next((hf for hf, kind in acts.items() if kind == cfg.mlp), None)}
+
+
+def _act(family: str) -> tuple[str, dict[str, str]]:
+    if family == "gpt2":
+        return "activation_function", PLAIN_ACTS
+    return ("hidden_activation" if family.startswith("gemma") else "hidden_act"), GATES
+
+
+def _read_biases(fields: Fields, found: Found) -> None:
+    found["qkv_bias"] = found["out_bias"] = fields.take("attention_bias", fields.given["model_type"] == "gpt_oss")
+
+
+def _read_mlp_bias(fields: Fields, found: Found) -> None:
+    found["mlp_bias"] = fields.take("mlp_bias", False)
+
+
+def _read_rope(fields: Fields, found: Found) -> None:
+    family, where = fields.given["model_type"], fields.where
+    context, original = found["context"], fields.take("original_max_position_embeddings", None, int)
+    size = found["latent"].rope_size if found.get("latent") else found["head_size"]
+    thetas = {"gemma3_text": 1e6, "mixtral": 1e6, "gpt_oss": 150000.0}
+    new, scaling = fields.take("rope_parameters", None, dict), fields.take("rope_scaling", None, dict)
+    theta, part = fields.take("rope_theta", None, float), fields.take("partial_rotary_factor", None, float)
+    local = fields.take("rope_local_base_freq", None, float) if family == "gemma3_text" else None
+    interleaved = fields.take("rope_interleave", True) if family == "deepseek_v3" else False
+    before = {"rope_theta": theta or thetas.get(family, 1e4), "partial_rotary_factor": part, **(scaling or {})}
+    if before.get("rope_type", before.get("type")) == "yarn" and family == "phi3":
+        before["rope_type"] = "longrope"
+
+    def rope(given: Found) -> Any:
+        given = {"rope_theta": before["rope_theta"], **given}
+        return read_rope(where, given, size, context, original=original, length=fields.length, interleaved=interleaved)
+
+    nested = new is not None and "full_attention" in new
+    if new is None:
+        found["rope"] = rope(before)
+    else:
+        found["rope"] = rope(new["full_attention"] if nested else new)
+        if theta is not None or scaling is not None:
+            same = rope(before) == found["rope"]
+            require(same, where, "rope_scaling", "what rope_parameters say, or absent", scaling)
+    if family == "gemma3_text":
+        parameters = {"rope_theta": local or 1e4, **((new or {}).get("sliding_attention") or {})}
+        found["local_rope"] = rope(parameters)
+    elif nested:
+        fail(where, "rope_parameters", "flat", f"nested, by {', '.join(new)}")
+
+
+def _write_rope(cfg: DecoderConfig) -> Found:
+    if cfg.rope is None:
+        return {}
+    found = write_rope(cfg.rope, cfg.context)
+    made = {"rope_parameters": found, **legacy(found)}
+    if cfg.family == "deepseek_v3":
+        made["rope_interleave"] = cfg.rope.interleaved
+    if cfg.family == "phi3":
+        made["original_max_position_embeddings"] = getattr(cfg.rope.scaling, "original_context", cfg.context)
+    if cfg.local_rope is not None:
+        local = write_rope(cfg.local_rope, cfg.context)
+        made["rope_parameters"] = {"full_attention": found, "sliding_attention": local}
+        made["rope_local_base_freq"] = local["rope_theta"]
+    return made
+
+
+def _read_one_window(fields: Fields, found: Found) -> None:
+    window = fields.take("sliding_window", None, int)
+    used = fields.take("use_sliding_window", False) if fields.given["model_type"] == "qwen3_moe" else True
+    found["windows"] = (window,) * found["layers"] if window and used else ()
+
+
+def _write_one_window(cfg: DecoderConfig) -> Found:
+    window = cfg.windows[0] if cfg.windows else None
+    return {"sliding_window": window, **({"use_sliding_window": bool(window)} if cfg.family == "qwen3_moe" else {})}
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+
+
+def _read_windows(fields: Fields, found: Found) -> None:
+    """Of each layer, as "layer_types" say or, where they are absent, by the family's pattern."""
+    family, layers = fields.given["model_type"], found["layers"]
+    if family in ("qwen2", "qwen3"):
+        used, first = fields.take("use_sliding_window", False), fields.take("max_window_layers", layers, int)
+        types = [SLIDING if used and i >= first else FULL for i in range(layers)]
+    else:
+        used, period = True, fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else 2
+        types = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
+    types = fields.take("layer_types", types, list)
+    require(len(types) == layers, fields.where, "layer_types", f"{layers} of them", len(types))
+    for one in types:
+        require(one in (SLIDING, FULL), fields.where, "layer_types", f"of {SLIDING!r} and {FULL!r}", repr(one))
+    window = fields.take("sliding_window", None, int)
+    require(not used or window or SLIDING not in types, fields.where, "sliding_window", "there", "none")
+    windows = tuple(window if used and one == SLIDING else None for one in types)
+    found["windows"] = windows if any(windows) else ()
+
+
+def _write_windows(cfg: DecoderConfig) -> Found:
+    windows = cfg.windows or (None,) * cfg.layers
+    window = next((one for one in windows if one), None)
+    found: Found = {"layer_types": [SLIDING if one else FULL for one in windows], "sliding_window": window}
+    return found | ({"use_sliding_window": window is not None} if cfg.family in ("qwen2", "qwen3") else {})
+
+
+def _read_gemma(fields: Fields, found: Found) -> None:
+    caps = (50.0, 30.0) if fields.given["model_type"] == "gemma2" else (None, None)
+    found["scale"] = fields.take("query_pre_attn_scalar", 256, float) ** -0.5
+    for name, of, cap in zip(("softcap", "logit_softcap"), ("attn_logit", "final_logit"), caps, strict=True):
+        given = f"{of}_softcapping" in fields.given  # where null is no cap
+        found[name] = fields.take(f"{of}_softcapping", None if given else cap, float)
+    found["embed_scale"] = found["dim"] ** 0.5
+
+
+def _write_gemma(cfg: DecoderConfig) -> Found:
+    scalar = (cfg.scale or cfg.head_size**-0.5) ** -2
+    scalar = round(scalar) if math.isclose(scalar, round(scalar)) else scalar
+    caps = {"attn_logit_softcapping": cfg.softcap, "final_logit_softcapping": cfg.logit_softcap}
+    return {"query_pre_attn_scalar": scalar, **caps}
+
+
+def _read_gpt2(fields: Fields, found: Found) -> None:
+    found["kv_heads"], found["head_size"] = found["heads"], found["dim"] // found["heads"]
+
+
+def _moe(found: Found, route: RouteConfig, hidden: int, **options: Any) -> None:
+    made = {name: options.pop(name) for name in ("shared", "gate_bias", "dense") if name in options}
+    experts = ExpertsConfig(route.experts, found["dim"], hidden, **{"kind": found["mlp"], **options})
+    found["moe"] = MoEConfig(route=route, experts=experts, **made)
+
+
+def _read_mixtral(fields: Fields, found: Found) -> None:
+    route = RouteConfig(fields.take("num_local_experts", kind=int), fields.take("num_experts_per_tok", kind=int))
+    _moe(found, route, found["hidden"])
+
+
+def _write_mixtral(cfg: DecoderConfig) -> Found:
+    moe = _moe_of(cfg)
+    return {"num_local_experts": moe.route.experts, "num_experts_per_tok": moe.route.top_k}
+
+
+def _moe_of(cfg: DecoderConfig) -> MoEConfig:
+    if cfg.moe is None:
+        fail("to_hf", "cfg.moe", f"a MoEConfig, for family {cfg.family!r}", None)
+    return cfg.moe
+
+
+def _read_qwen3_moe(fields: Fields, found: Found) -> None:
+    count = fields.take("num_experts", None, int) or fields.take("num_local_experts", kind=int)
+    fields.take("num_local_experts", count)
+    normalize, step = fields.take("norm_topk_prob", False), fields.take("decoder_sparse_step", 1)
+    only = fields.take("mlp_only_layers", [], list)
+    dense = tuple(i for i in range(found["layers"]) if i in only or (i + 1) % step)
+    route = RouteConfig(count, fields.take("num_experts_per_tok", kind=int), normalize=normalize)
+    _moe(found, route, fields.take("moe_intermediate_size", kind=int), dense=dense)
+
+
+def _write_qwen3_moe(cfg: DecoderConfig) -> Found:
+    moe = _moe_of(cfg)
+    return {
+        "num_experts": moe.route.experts,
+        "num_experts_per_tok": moe.route.top_k,
+        "norm_topk_prob": moe.route.normalize,
+        "moe_intermediate_size": moe.experts.hidden,
+        "mlp_only_layers": list(moe.dense),
+        "decoder_sparse_step": 1,
+    }
+
+
+LATENT = {
+    "kv_lora_rank": "kv_rank",
+    "qk_rope_head_dim": "rope_size",
+    "qk_nope_head_dim": "plain_size",
+    "v_head_dim": "value_size",
+    "q_lora_rank": "q_rank",
+}
+
+
+def _read_latent(fields: Fields, found: Found) -> None:
+    """Heads have the size of what turns of them, as in Hugging Face's config; q and k have more."""
+    sizes = {of: fields.take(name, None if of == "q_rank" else NEVER, int) for name, of in LATENT.items()}
+    latent = found["latent"] = LatentConfig(**sizes)
+    found["head_size"], found["kv_heads"] = latent.rope_size + latent.plain_size, found["heads"]
+
+
+def _write_latent(cfg: DecoderConfig) -> Found:
+    if cfg.latent is None:
+        fail("to_hf", "cfg.latent", f"a LatentConfig, for family {cfg.family!r}", None)
+    found = {name: getattr(cfg.latent, of) for name, of in LATENT.items()}
+    return {**found, "head_dim": cfg.latent.rope_size}
+
+
+def _read_deepseek(fields: Fields, found: Found) -> None:
+    route = RouteConfig(
+        fields.take("n_routed_experts", kind=int),
+        fields.take("num_experts_per_tok", kind=int),
+        score="sigmoid",
+        bias=True,
+        normalize=fields.take("norm_topk_prob", True),
+        scale=float(fields.take("routed_scaling_factor", 1.0)),
+        groups=fields.take("n_group", 1),
+        top_groups=fields.take("topk_group", 1),
+    )
+    hidden, dense = fields.take("moe_intermediate_size", kind=int), fields.take("first_k_dense_replace", 0)
+    shared = fields.take("n_shared_experts", kind=int)
+    require(shared >= 1, fields.where, "n_shared_experts", "at least 1", shared)
+    _moe(found, route, hidden, shared=hidden * shared, dense=tuple(range(dense)))
+    scaling, size = found["rope"].scaling, found["head_size"]
+    mscale = getattr(scaling, "mscale_all_dim", None)
+    if mscale:
+        found["scale"] = size**-0.5 * (0.1 * mscale * math.log(scaling.factor) + 1.0) ** 2
+
+
+def _write_deepseek(cfg: DecoderConfig) -> Found:
+    moe = _moe_of(cfg)
+    return {
+        "n_routed_experts": moe.route.experts,
+        "num_experts_per_tok": moe.route.top_k,
+        "norm_topk_prob": moe.route.normalize,
+        "routed_scaling_factor": moe.route.scale,
+        "n_group": moe.route.groups,
+        "topk_group": moe.route.top_groups,
+        "moe_intermediate_size": moe.experts.hidden,
+        "first_k_dense_replace": len(moe.dense),
+        "n_shared_experts": moe.shared // moe.experts.hidden,
+    }
+
+
+def _read_gpt_oss(fields: Fields, found: Found) -> None:
+    route = RouteConfig(fields.take("num_local_experts", kind=int), fields.take("num_experts_per_tok", kind=int))
+    limits = dict(limit=fields.take("swiglu_limit", 7.0), alpha=fields.take("swiglu_alpha", 1.702))
+    _moe(found, route, found["hidden"], kind="clamped_swiglu", bias=True, gate_bias=True, **limits)
+
+
+def _write_gpt_oss(cfg: DecoderConfig) -> Found:
+    experts = _moe_of(cfg).experts
+    return {**_write_mixtral(cfg), "swiglu_limit": experts.limit, "swiglu_alpha": experts.alpha}
+
+
+SECTIONS = {
+    "act": Section(_read_act, _write_act),
+    "biases": Section(_read_biases, lambda cfg: {"attention_bias": cfg.qkv_bias}),
+    "mlp_bias": Section(_read_mlp_bias, lambda cfg: {"mlp_bias": cfg.mlp_bias}),
+    "rope": Section(_read_rope, _write_rope),
+    "one_window": Section(_read_one_window, _write_one_window),
+    "windows": Section(_read_windows, _write_windows),
+    "gemma": Section(_read_gemma, _write_gemma),
+    "gpt2": Section(_read_gpt2, lambda cfg: {}),
+    "latent": Section(_read_latent, _write_latent),
+    "mixtral": Section(_read_mixtral, _write_mixtral),
+    "qwen3_moe": Section(_read_qwen3_moe, _write_qwen3_moe),
+    "deepseek": Section(_read_deepseek, _write_deepseek),
+    "gpt_oss": Section(_read_gpt_oss, _write_gpt_oss),
+}
+
+
+def family_of(where: str, name: Any) -> Family:
+    require(name in FAMILIES, where, "model_type", f"one of {', '.join(FAMILIES)}", repr(name))
+    return FAMILIES[name]
+
+
+def read_config(where: str, given: Mapping[str, Any], length: int | None = None) -> DecoderConfig:
+    """The DecoderConfig of a config.json. `length`: the longest sequence there will be, where that changes how q and k turn. Raises
+    `ValueError` or `TypeError`, which name the field, for a family, a field or a value that is not known, or a field that is
+    missing."""
+    family = family_of(where, given.get("model_type"))
+    fields = Fields(where, given, length)
+    found: Found = {"family": fields.take("model_type"), **family.has}
+    for name, of in family.fields.items():
+        found[of] = fields.take(name, family.defaults.get(name, None if name in DERIVED else NEVER), KINDS.get(of, int))
+    for of, derive in DERIVED.values():
+        if found.get(of) is None and of in family.fields.values():
+            found[of] = derive(found)
+    for section in family.sections:
+        SECTIONS[section].read(fields, found)
+    for name, value in family.only.items():
+        fields.only(name, value)
+    unknown = sorted(set(given) - fields.taken - set(IGNORED) - set(family.ignored))
+    require(not unknown, where, "fields", f"known for family {found['family']!r}", ", ".join(map(repr, unknown)))
+    return DecoderConfig(**found)
+
+
+KINDS: dict[str, type] = {"eps": float, "tied": bool}
+DERIVED: dict[str, tuple[str, Callable[[Found], int]]] = {
+    "num_key_value_heads": ("kv_heads", lambda found: found["heads"]),
+    "head_dim": ("head_size", lambda found: found["dim"] // found["heads"]),
+    "n_inner": ("hidden", lambda found: 4 * found["dim"]),
+}
+
+
+def write_config(cfg: DecoderConfig) -> dict[str, Any]:
+    """The fields of a config.json that read as `cfg`. Raises `ValueError`, which names the field, where its family has no such
+    model."""
+    family = family_of("to_hf", cfg.family)
+    found: Found = {"model_type": cfg.family, "architectures": [family.architecture]}
+    found |= {name: getattr(cfg, of) for name, of in family.fields.items()}
+    for section in family.sections:
+        found |= SECTIONS[section].write(cfg)
+    again = read_config("to_hf", found, getattr(getattr(cfg.rope, "scaling", None), "length", None))
+    for one in dataclasses.fields(DecoderConfig):
+        got, read = getattr(cfg, one.name), getattr(again, one.name)
+        rounded = 2**-8 if one.name == "embed_scale" else 1e-12  # the first is rounded to the dtype of the params
+        same = got == read or (type(got) is type(read) is float and math.isclose(got, read, rel_tol=rounded))
+        require(same, "to_hf", f"cfg.{one.name}", f"{read!r}, as of family {cfg.family!r} otherwise alike", repr(got))
+    return found

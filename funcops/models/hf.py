@@ -1,0 +1,374 @@
+"""Checkpoints of Hugging Face's language models: a folder with config.json and safetensors files, as params and config, and back.
+
+    params, cfg = from_hf(folder, dtype=torch.bfloat16)
+    to_hf(params, cfg, other_folder)
+
+Names and layouts are `families.py`'s; nothing is drawn, and no bit changes but where a dtype is asked for. Needs the safetensors
+package. Neither tokenizers nor downloads are here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.checkpoint import CODES, _opened, save
+from funcops.errors import (
+    FLOATS,
+    CheckpointError,
+    describe,
+    fail,
+    require_count,
+    require_device,
+    require_dtype,
+    require_type,
+    short,
+)
+from funcops.models.decoder import DecoderConfig, decoder, layer_paths
+from funcops.models.families import IGNORED, Family, Rule
+from funcops.models.fields import family_of, read_config, write_config
+from funcops.trees import paths, tree_map_with_path
+
+__all__ = ["from_hf", "open_hf", "to_hf"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class Place(NamedTuple):
+    """A leaf's rows in what the tensors of `names` hold, one below the other."""
+
+    rule: Rule
+    names: tuple[str, ...]  # of a rule with {e}, those of expert 0, then those of expert 1, ...
+    paths: tuple[str, ...]
+    shape: tuple[int, ...]  # of all rows: [R, ...], or [E, R, ...]
+    leaf: tuple[int, ...]  # the leaf's own
+    first: int  # its first row
+
+    @property
+    def axis(self) -> int:
+        return 1 if self.rule.stacked else 0
+
+    @property
+    def split(self) -> bool:
+        """Whether every expert has tensors of its own."""
+        return "{e}" in self.rule.names[0]
+
+    def tensor_shape(self) -> list[int]:
+        """The shape that each tensor has in a file."""
+        lead, (rows, *rest) = self.shape[: self.axis], self.shape[self.axis :]
+        found = [rows // len(self.rule.names), *rest]
+        return [*(() if self.split else lead), *(found[::-1] if self.rule.transposed else found)]
+
+    def order(self, cfg: DecoderConfig) -> Tensor | None:
+        """Of each row of params, which row of the tensors it is."""
+        rows = torch.arange(self.shape[self.axis])
+        if self.rule.order == "evens_first":
+            return torch.cat((rows[::2], rows[1::2]))
+        if self.rule.order == "turning_first":
+            assert cfg.latent is not None
+            return rows.view(cfg.heads, -1).roll(cfg.latent.rope_size, 1).flatten()
+        return None
+
+
+def places(cfg: DecoderConfig, family: Family) -> dict[str, Place]:
+    """Where each leaf of the params of `decoder(cfg)` is in a checkpoint."""
+    leaves = {path: t for path, t in paths(decoder(cfg).abstract()).items() if t is not None}
+    found: dict[str, Place] = {}
+    for rule in family.rules:
+        layers = list(enumerate(layer_paths(cfg))) if "{l}" in rule.paths[0] else [(0, "")]
+        for i, layer in layers:
+            here = tuple(path.replace("{l}", layer) for path in rule.paths)
+            if not all(path in leaves for path in here):
+                continue
+            axis, shapes = int(rule.stacked), [tuple(leaves[path].shape) for path in here]
+            rows = [shape[axis] for shape in shapes]
+            whole = (*shapes[0][:axis], sum(rows), *shapes[0][axis + 1 :])
+            experts = range(whole[0]) if "{e}" in rule.names[0] else range(1)
+            names = tuple(name.replace("{i}", str(i)).replace("{e}", str(e)) for e in experts for name in rule.names)
+            found |= {path: Place(rule, names, here, whole, shapes[j], sum(rows[:j])) for j, path in enumerate(here)}
+    missing = [path for path in leaves if path not in found]
+    if missing:
+        fail("from_hf", f"params of family {cfg.family!r}", "all known by its rules", ", ".join(missing))
+    return {path: found[path] for path in leaves}
+
+
+class HFWeights:
+    """An open checkpoint: `cfg`, and the params of `decoder(cfg)` by path, read when they are asked for, from the mapped files.
+    A context, whose end closes them; `open_hf` makes it."""
+
+    def __init__(self, folder: Path, cfg: DecoderConfig, files: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
+        self.folder, self.cfg, self._files, self._stack = folder, cfg, files, stack
+        self._places = places(cfg, family_of("open_hf", cfg.family))
+        self._prefix = prefix  # of names, which the files are without
+
+    def __enter__(self) -> HFWeights:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.close()
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._places
+
+    def read(self, path: str, start: int = 0, stop: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
+        """Rows `start` to `stop` of a leaf, all by default: no other rows are read, but of a leaf whose rows have another order in
+        the file. Raises `ValueError` for a path or for rows that are not there."""
+        if path not in self._places:
+            fail("HFWeights.read", "path", f"one of {', '.join(self._places)}", repr(path))
+        place = self._places[path]
+        count = place.leaf[0]
+        stop = count if stop is None else stop
+        require_count("HFWeights.read", 0, start=start, stop=stop)
+        if not start <= stop <= count:
+            fail("HFWeights.read", "rows", f"within 0..{count}", f"{start}..{stop}")
+        found = self._experts(place, start, stop) if place.axis else self._read(place, place.first + start, place.first + stop)
+        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+
+    def _read(self, place: Place, first: int, last: int) -> Tensor:
+        order = place.order(self.cfg)
+        if order is None:
+            return self._rows(place, place.names, first, last)
+        return self._rows(place, place.names, 0, place.shape[0])[order[first:last]].contiguous()
+
+    def _experts(self, place: Place, start: int, stop: int) -> Tensor:
+        """A leaf's rows of experts `start` to `stop`."""
+        first, last, per = place.first, place.first + place.leaf[1], len(place.rule.names)
+        if not place.split:
+            (name,), order = place.names, place.order(self.cfg)
+            whole = self._entry(name)[start:stop]
+            whole = whole.mT if place.rule.transposed else whole
+            return whole[:, slice(first, last) if order is None else order[first:last]].clone(memory_format=torch.contiguous_format)
+        each = [self._rows(place, place.names[e * per : (e + 1) * per], first, last) for e in range(start, stop)]
+        return torch.stack(each) if each else self._rows(place, place.names[:per], 0, 0).new_empty((0, *place.leaf[1:]))
+
+    def _rows(self, place: Place, names: tuple[str, ...], first: int, last: int) -> Tensor:
+        """Rows of tensors that stand one below the other."""
+        per, found = place.shape[place.axis] // len(place.rule.names), []
+        for i, name in enumerate(names):
+            a, b = max(first - i * per, 0), min(last - i * per, per)
+            if a < b or (first == last and i == 0):
+                entry = self._entry(name)
+                found.append(entry[:, a:b].mT if place.rule.transposed and len(place.shape) > 1 else entry[a:b])
+        return torch.cat(found).contiguous()
+
+    def _entry(self, name: str) -> Any:
+        return self._files[self._prefix_free(name)].get_slice(self._prefix_free(name))
+
+    def _prefix_free(self, name: str) -> str:
+        return name.removeprefix(self._prefix)
+
+
+def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFWeights:
+    """The checkpoint in a folder, open until the end of a `with`. All that `from_hf` raises is raised here; no tensor is read."""
+    require_type("open_hf", "folder", folder, str, os.PathLike)
+    if length is not None:
+        require_count("open_hf", length=length)
+    root = Path(folder)
+    cfg = read_config(f"open_hf: {root / 'config.json'}", _json(root / "config.json"), length)
+    family = family_of("open_hf", cfg.family)
+    with contextlib.ExitStack() as stack:
+        files = _files(root, stack)
+        bare = bool(family.prefix) and not any(name.startswith(family.prefix) for name in files)
+        weights = HFWeights(root, cfg, files, family.prefix if bare else "", stack)
+        _check(weights, family)
+        weights._stack = stack.pop_all()
+    return weights
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"open_hf: folder must have the file {path.name}, got {os.fspath(path.parent)!r}")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"open_hf: {path} must be a JSON file, got {error}") from error
+    if not isinstance(found, dict):
+        fail("open_hf", str(path), "a JSON object", describe(found), CheckpointError)
+    return found
+
+
+def _files(root: Path, stack: contextlib.ExitStack) -> dict[str, Any]:
+    """The open file of each tensor."""
+    if not (root / INDEX).is_file():
+        if not (root / SINGLE).is_file():
+            raise FileNotFoundError(f"open_hf: folder must have {SINGLE} or {INDEX}, got {os.fspath(root)!r}")
+        file = stack.enter_context(_opened("open_hf", root / SINGLE))
+        return dict.fromkeys(file.keys(), file)
+    where: Any = _json(root / INDEX).get("weight_map")
+    right = isinstance(where, dict) and all(isinstance(name, str) and name == Path(name).name for name in where.values())
+    if not right:
+        said = "the name of a file of the folder for each tensor"
+        fail("open_hf", f"weight_map of {root / INDEX}", said, describe(where), CheckpointError)
+    shards = {name: stack.enter_context(_opened("open_hf", root / name)) for name in sorted(set(where.values()))}
+    held = {name: set(file.keys()) for name, file in shards.items()}
+    wrong = [f"{key} in {name}, which is without it" for key, name in where.items() if key not in held[name]]
+    wrong += [f"nothing of {key}, which is in {name}" for name, keys in held.items() for key in sorted(keys - where.keys())]
+    if wrong:
+        raise CheckpointError(f"open_hf: {root / INDEX} must say where tensors are, got\n  " + "; ".join(wrong))
+    return {key: shards[name] for key, name in where.items()}
+
+
+def _check(weights: HFWeights, family: Family) -> None:
+    """Raise `CheckpointError`, which lists them, unless the tensors are those of the config."""
+    cfg, files = weights.cfg, weights._files
+    wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
+    known: set[str] = set()
+    for place in weights._places.values():
+        shape = place.tensor_shape()
+        for name in map(weights._prefix_free, place.names):
+            if name in known:
+                continue
+            known.add(name)
+            if name not in files:
+                wrong["missing"].append(f"{name} {shape}")
+                continue
+            entry = files[name].get_slice(name)
+            got, code = list(entry.get_shape()), entry.get_dtype()
+            if got != shape:
+                wrong["mis-shaped"].append(f"{name} {shape}, got {got}")
+            if CODES.get(code) not in FLOATS:
+                wrong["mis-typed"].append(f"{name} {' or '.join(map(short, FLOATS))}, got {code}")
+    skipped = [pattern.replace("{layers}", str(cfg.layers)) for pattern in family.skipped]
+    for name in sorted(set(files) - known):
+        if cfg.tied and name == "lm_head.weight":
+            _check_tied(weights)
+        elif not any(re.fullmatch(pattern, weights._prefix + name) for pattern in skipped):
+            wrong["extra"].append(f"{name} {list(files[name].get_slice(name).get_shape())}")
+    said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
+    if said:
+        raise CheckpointError(f"open_hf: {weights.folder} must hold the model of its config.json, got{said}")
+
+
+def _check_tied(weights: HFWeights) -> None:
+    """A head that a checkpoint holds although it is tied must be what it is tied to."""
+    head = weights._files["lm_head.weight"].get_tensor("lm_head.weight")
+    embed = weights.read("embed.weight")
+    if head.shape != embed.shape or head.dtype is not embed.dtype or not torch.equal(head, embed):
+        fail("open_hf", "lm_head.weight", "that of the embedding, as config.json ties them", "another tensor", CheckpointError)
+
+
+def from_hf(
+    folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: Any = None, length: int | None = None
+) -> tuple[Any, DecoderConfig]:
+    """Params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its
+    logits. `dtype`: of the params, default as in the files. `length`: the longest sequence there will be, for scalings of rope that
+    depend on it (dynamic, longrope).
+
+    All files are looked through before a tensor is read. Raises `FileNotFoundError` for a file that is not there; `ValueError` or
+    `TypeError` for a family or a field of config.json that is not known or has a value that is not served; `CheckpointError` for a
+    file that is cut short or no safetensors file, and one that lists all tensors that are missing, extra, of another shape, or of a
+    dtype that ops do not compute in.
+    """
+    require_dtype("from_hf", dtype)
+    require_device("from_hf", device)
+    with open_hf(folder, length=length) as weights:
+        cfg = weights.cfg
+
+        def leaf(path: str, like: Tensor | None) -> Tensor | None:
+            return None if like is None else weights.read(path, dtype=dtype).to(device)
+
+        params = tree_map_with_path(leaf, decoder(cfg).abstract())
+    rounded = float(torch.tensor(cfg.embed_scale, dtype=params["embed"].weight.dtype))
+    return params, cfg if cfg.embed_scale == 1.0 else dataclasses.replace(cfg, embed_scale=rounded)
+
+
+def to_hf(
+    params: Any,
+    cfg: DecoderConfig,
+    folder: str | os.PathLike[str],
+    *,
+    fields: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Write a checkpoint of family `cfg.family`: config.json, with `fields` that change nothing here (such as "eos_token_id"), and
+    files of at most `shard_bytes`, or one tensor. The folder must be new or empty; it is there whole or not at all.
+
+    Raises before anything is written: `ValueError` for a config that the family cannot say or further fields that are not known,
+    `CheckpointError` for params that are not those of `decoder(cfg)`, `FileExistsError` for a folder that holds something.
+    """
+    require_type("to_hf", "cfg", cfg, DecoderConfig)
+    require_type("to_hf", "folder", folder, str, os.PathLike)
+    require_type("to_hf", "fields", fields, Mapping, type(None))
+    require_count("to_hf", shard_bytes=shard_bytes)
+    said, target = write_config(cfg), Path(os.path.realpath(folder))
+    for name in fields or {}:
+        if name not in IGNORED:
+            fail("to_hf", "fields", f"among {', '.join(IGNORED)}", repr(name))
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise FileExistsError(f"to_hf: folder must be new or empty, got {os.fspath(folder)!r}")
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"to_hf: folder must be in an existing one, got {os.fspath(folder)!r}")
+    given = _checked(params, cfg)
+    tensors = _tensors(given, cfg)
+    said = {**said, "torch_dtype": short(given["embed.weight"].dtype), **(fields or {})}
+    beside = target.with_name(f".{secrets.token_hex(8)}.part")
+    beside.mkdir()
+    try:
+        _write(tensors, beside, shard_bytes)
+        (beside / "config.json").write_text(json.dumps(said, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(beside, target)
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
+    """The leaves of params by path, after the check that they are those of `decoder(cfg)`, with or without a loss."""
+    if isinstance(params, dict) and params.get("loss", 0) is None:
+        params = {name: part for name, part in params.items() if name != "loss"}
+    wanted = {path: None if t is None else list(t.shape) for path, t in paths(decoder(cfg).abstract()).items()}
+    got = {path: list(t.shape) if isinstance(t, Tensor) else t for path, t in paths(params).items()}
+    wrong = [f"{path} {wanted.get(path)}, got {got.get(path)}" for path in {**wanted, **got} if wanted.get(path) != got.get(path)]
+    if wrong:
+        raise CheckpointError("to_hf: params must be those of decoder(cfg), got\n  " + "; ".join(wrong))
+    found = {path: t for path, t in paths(params).items() if t is not None}
+    for path, t in found.items():
+        if t.dtype not in FLOATS:
+            fail("to_hf", f"params.{path}", f"of {' or '.join(map(short, FLOATS))}", short(t.dtype), CheckpointError)
+    return found
+
+
+def _tensors(given: dict[str, Tensor], cfg: DecoderConfig) -> dict[str, Tensor]:
+    """The tensors of a checkpoint by name."""
+    found: dict[str, Tensor] = {}
+    for place in dict.fromkeys(places(cfg, family_of("to_hf", cfg.family)).values()):
+        if place.first:
+            continue
+        axis, per = place.axis, len(place.rule.names)
+        whole = torch.cat([given[path].detach() for path in place.paths], axis)
+        order = place.order(cfg)
+        whole = whole if order is None else whole.index_select(axis, order.argsort().to(whole.device))
+        parts = [part for one in (whole if place.split else (whole,)) for part in one.chunk(per, 0 if place.split else axis)]
+        for name, part in zip(place.names, parts, strict=True):
+            found[name] = (part.mT if place.rule.transposed and part.dim() > 1 else part).contiguous()
+    return found
+
+
+def _write(tensors: dict[str, Tensor], folder: Path, shard_bytes: int) -> None:
+    shards: list[dict[str, Tensor]] = [{}]
+    room = shard_bytes
+    for name in sorted(tensors):
+        size = tensors[name].numel() * tensors[name].itemsize
+        if shards[-1] and size > room:
+            shards.append({})
+            room = shard_bytes
+        shards[-1][name] = tensors[name]
+        room -= size
+    names = [SINGLE] if len(shards) == 1 else [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        save(shard, folder / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(t.numel() * t.itemsize for t in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": {key: n for n, s in zip(names, shards, strict=True) for key in s}}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,97 @@
+"""q, k and v of multi-head latent attention, out of what was projected.
+
+    kv_h = (own_h, v_h)        k_h = (shared, own_h)
+    d shared = sum over h of dk_h's first part        d kv_h = (dk_h's rest, dv_h)
+
+x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the part that turns; one float dtype.
+y is `(q, k, v)`: q itself, k [*, T, N, S + O], v [*, T, N, V], a view of kv. Kept: nothing. arXiv:2405.04434.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.errors import FLOATS, check, describe, fail, require
+from funcops.kernels import latent_split as kernels
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params
+from funcops.ops._tuples import parts_of
+from funcops.schema import Inputs, Residuals
+
+__all__ = [
+    "LatentSplitConfig",
+    "LatentSplitResiduals",
+    "latent_split",
+    "latent_split_bwd",
+    "latent_split_dgrad",
+    "latent_split_fwd",
+    "latent_split_init",
+    "latent_split_wgrad",
+]
+
+
+@config
+class LatentSplitConfig:
+    """`heads` (N), and the sizes in one: `shared` (S) and `own` (O) of a key, `value` (V)."""
+
+    heads: int = field(kw_only=False)
+    shared: int
+    own: int
+    value: int
+
+    def __post_init__(self) -> None:
+        for name in ("heads", "shared", "own", "value"):
+            require(getattr(self, name) >= 1, "LatentSplitConfig", name, "at least 1", getattr(self, name))
+
+
+class LatentSplitResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    """No tensor: what dy must be."""
+
+
+@forward(LatentSplitConfig)
+def latent_split_fwd(
+    params: None, x: tuple[Tensor, Tensor, Tensor], cfg: LatentSplitConfig, *, needs: Needs = Needs.ALL
+) -> tuple[tuple[Tensor, Tensor, Tensor], LatentSplitResiduals | None]:
+    """x: `(q, kv, shared)` -> `(q, k, v)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    q, kv, shared = parts_of("latent_split_fwd", x, "q", "kv", "shared")
+    check("latent_split_fwd", "x.0 (q)", q, (..., cfg.heads, cfg.shared + cfg.own), FLOATS)
+    rows = q.shape[:-2]
+    check("latent_split_fwd", "x.1 (kv)", kv, (*rows, cfg.heads, cfg.own + cfg.value), q.dtype, q)
+    check("latent_split_fwd", "x.2 (shared)", shared, (*rows, 1, cfg.shared), q.dtype, q)
+    own, v = kv.split((cfg.own, cfg.value), -1)
+    kept = LatentSplitResiduals.keep(cfg, needs, inputs=Inputs.of(x), shape=q.shape, dtype=q.dtype)
+    return (q, kernels.join_heads(shared, own), v), kept
+
+
+@dgrad_of(LatentSplitResiduals)
+def latent_split_dgrad(residuals: LatentSplitResiduals, dy: Any, cfg: LatentSplitConfig) -> tuple[Any, None]:
+    """dy: `(dq, dk, dv)`, a part that is None being zero -> `(dq, dkv, dshared)`. There is no weight gradient: pending is None."""
+    if not isinstance(dy, tuple) or len(dy) != 3:
+        fail("latent_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)
+    needs, rows, key = residuals.needs, residuals.shape[:-2], cfg.shared + cfg.own
+    for i, (part, size) in enumerate(zip(dy, (key, key, cfg.value), strict=True)):
+        if part is not None:
+            check("latent_split_dgrad", f"dy.{i}", part, (*rows, cfg.heads, size), residuals.dtype)
+    dq, dk, dv = dy
+    dkv = dshared = None
+    if needs.input(1) and not (dk is None and dv is None):
+        dkv = _joined(dk, dv, cfg)
+    if needs.input(2) and dk is not None:
+        dshared = kernels.sum_heads(dk[..., : cfg.shared])
+    return residuals.inputs.make((dq if needs.input(0) else None, dkv, dshared)), None
+
+
+def _joined(dk: Tensor | None, dv: Tensor | None, cfg: LatentSplitConfig) -> Tensor:
+    """d kv; a part that is None is zero."""
+    like = dv if dk is None else dk
+    assert like is not None
+    own = like.new_zeros((*like.shape[:-1], cfg.own)) if dk is None else dk[..., cfg.shared :]
+    values = like.new_zeros((*like.shape[:-1], cfg.value)) if dv is None else dv
+    return kernels.join_values(own, values)
+
+
+latent_split = make_op("latent_split", LatentSplitConfig, fwd=latent_split_fwd, dgrad=latent_split_dgrad)
+latent_split_init, latent_split_bwd, latent_split_wgrad = no_params(latent_split, latent_split_dgrad)

@@ -1,0 +1,122 @@
+"""Learned position embedding, added to what stands there.
+
+    y = x + w[positions]        dx = dy        dw_p = sum of dy over the places at position p
+
+x, y, dy, dx: [*, T, D]; w, dw: [P, D], of x's float dtype, `EmbeddingParams`; positions: [T] or [*, T], int64, without a gradient.
+x is `(x, positions)`. Kept: positions, an alias. dx is dy itself. A position outside [0, P) raises `IndexError` on the CPU; on CUDA
+it is a device-side assertion, as in PyTorch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.errors import FLOATS, check, check_rows, fail, require
+from funcops.kernels import embedding as kernels
+from funcops.kernels import pointwise
+from funcops.needs import Needs
+from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops._tuples import parts_of
+from funcops.ops.embedding import EmbeddingParams, check_embedding_into, embedding_gradients
+from funcops.schema import WGRAD, Inputs, Pending, Residuals, saved
+
+__all__ = [
+    "PositionEmbeddingConfig",
+    "PositionEmbeddingPending",
+    "PositionEmbeddingResiduals",
+    "position_embedding",
+    "position_embedding_bwd",
+    "position_embedding_dgrad",
+    "position_embedding_fwd",
+    "position_embedding_init",
+    "position_embedding_wgrad",
+]
+
+
+@config
+class PositionEmbeddingConfig:
+    """`positions` (P), the most there can be, and `dim` (D)."""
+
+    positions: int = field(kw_only=False)
+    dim: int = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        for name in ("positions", "dim"):
+            require(getattr(self, name) >= 1, "PositionEmbeddingConfig", name, "at least 1", getattr(self, name))
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.dim, self.dim
+
+
+class PositionEmbeddingResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    positions: Tensor = saved("[T] or [*, T]", alias="x.1", needed_by=WGRAD)
+
+
+class PositionEmbeddingPending(Pending):
+    positions: Tensor = saved("[T] or [*, T]", alias="residuals.positions", needed_by=WGRAD)
+    dy: Tensor = saved("[*, T, D]", alias="dy", needed_by=WGRAD)
+
+
+@init_of(PositionEmbeddingConfig)
+def position_embedding_init(
+    cfg: PositionEmbeddingConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> EmbeddingParams:
+    """Standard normal, as embedding draws it."""
+    return EmbeddingParams(random.normal(key, (cfg.positions, cfg.dim), dtype=dtype, device=device))
+
+
+@forward(PositionEmbeddingConfig, EmbeddingParams)
+def position_embedding_fwd(
+    params: EmbeddingParams, x: tuple[Tensor, Tensor], cfg: PositionEmbeddingConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, PositionEmbeddingResiduals | None]:
+    """x: `(x, positions)` -> y: [*, T, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    t, positions = parts_of("position_embedding_fwd", x, "x", "positions")
+    check_rows("position_embedding_fwd", "x.0", t, cfg.dim)
+    check("position_embedding_fwd", "x.0", t, (...,), FLOATS)
+    if t.dim() < 2:
+        fail("position_embedding_fwd", "x.0", f"[..., T, {cfg.dim}]", list(t.shape))
+    rows = t.shape[-2:-1] if getattr(positions, "ndim", 1) <= 1 else t.shape[:-1]
+    check("position_embedding_fwd", "x.1 (positions)", positions, rows, torch.int64, t)
+    check("position_embedding_fwd", "params.weight", params.weight, (cfg.positions, cfg.dim), t.dtype, t)
+    y = pointwise.add(t, kernels.embedding_fwd(params.weight, positions))
+    kept = PositionEmbeddingResiduals.keep(cfg, needs, positions=positions, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return y, kept
+
+
+@dgrad_of(PositionEmbeddingResiduals)
+def position_embedding_dgrad(
+    residuals: PositionEmbeddingResiduals, dy: Tensor, cfg: PositionEmbeddingConfig
+) -> tuple[Any, PositionEmbeddingPending | None]:
+    """`(dy, None)`; the pending weight gradient holds positions and dy, both aliases."""
+    check("position_embedding_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
+    needs = residuals.needs
+    pending = PositionEmbeddingPending.keep(cfg, needs, positions=residuals.positions, dy=dy)
+    return residuals.inputs.make((dy, None)) if needs.input(0) else residuals.nothing(), pending
+
+
+@wgrad_of(PositionEmbeddingPending, EmbeddingParams)
+def position_embedding_wgrad(
+    pending: PositionEmbeddingPending, cfg: PositionEmbeddingConfig, *, into: EmbeddingParams | None = None
+) -> EmbeddingParams:
+    """dw: [P, D]; added to `into` where that is given, as embedding's."""
+    dy, positions = pending.dy, pending.positions
+    if into is not None:
+        check_embedding_into("position_embedding_wgrad", dy, cfg.positions, into)
+    ids = positions.expand(dy.shape[:-1])
+    return embedding_gradients("position_embedding_wgrad", dy, ids, cfg.positions, -1, into)
+
+
+position_embedding = make_op(
+    "position_embedding",
+    PositionEmbeddingConfig,
+    init=position_embedding_init,
+    fwd=position_embedding_fwd,
+    dgrad=position_embedding_dgrad,
+    wgrad=position_embedding_wgrad,
+)
+position_embedding_bwd = both_halves(position_embedding, position_embedding_dgrad, position_embedding_wgrad)

@@ -1,0 +1,69 @@
+"""Good arguments of `funcops.models`, for `good_arguments.py`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from good_rows import ANY, Row
+
+from funcops import ExpertsConfig, RopeConfig, RouteConfig, chain, models, random
+
+SIZES = dict(vocab=8, dim=4, layers=2, heads=2, kv_heads=1, head_size=2, hidden=3, context=8)
+LLAMA = models.DecoderConfig(**SIZES, rope=RopeConfig(2), family="llama")
+
+
+def whole() -> dict[str, Any]:
+    """Every field of a DecoderConfig, each with a value that another than its own type is wrong for."""
+    named = dict(mlp="swiglu", norm="rms_norm", qk_norm="head", family="any")
+    numbers = dict(eps=1e-6, scale=0.5, softcap=2.0, embed_scale=2.0, logit_softcap=3.0)
+    flags = "zero_centered norm_before norm_after qkv_bias out_bias mlp_bias places sinks tied".split()
+    parts = dict(rope=RopeConfig(2), local_rope=RopeConfig(2), windows=(None, 3), latent=None, moe=None)
+    return {**SIZES, **named, **numbers, **dict.fromkeys(flags, True), **parts}
+
+
+def latent() -> dict[str, Any]:
+    return dict(kv_rank=3, rope_size=2, plain_size=2, value_size=2, q_rank=3, eps=1e-6)
+
+
+def sparse() -> dict[str, Any]:
+    return dict(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3), shared=2, gate_bias=True, dense=(0,))
+
+
+def params() -> Any:
+    return chain.init(models.decoder(LLAMA), key=random.key(0))
+
+
+def folder() -> Path:
+    path = Path("good checkpoint")
+    if not path.exists():
+        models.to_hf(params(), LLAMA, path)
+    return path
+
+
+def new_folder() -> Path:
+    path = Path("new checkpoint")
+    shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+ZERO = (0,)
+SOME = {(name, "'no such'"): "any name" for name in ("family",)}
+MODELS = {
+    "models.DecoderConfig": Row(whole, dict.fromkeys(SIZES, ZERO) | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO,
+        "scale": (0.0,), "softcap": (0.0,)}, {**SOME, ("family", "''"): "any name"}),
+    "models.LatentConfig": Row(latent, dict.fromkeys(("kv_rank", "rope_size", "q_rank"), ZERO)),
+    "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
+    "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
+    "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS},
+        {"ids": (IDS[0],)}, {("ids", "int64[2, 3]"): "one tensor may be anywhere"}),
+    "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
+    "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
+    "models.open_hf": Row(lambda: {"folder": folder(), "length": 4}),
+    "models.to_hf": Row(lambda: {"params": params(), "cfg": LLAMA, "folder": new_folder(), "fields": {"use_cache": True},
+        "shard_bytes": 1000}, {"fields": ({"no such": 1},), "shard_bytes": ZERO, "folder": (Path("no such") / "folder",)},
+        {("fields", "None"): ANY, ("fields", "[]"): "none"}),
+}  # fmt: skip

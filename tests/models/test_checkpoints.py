@@ -1,0 +1,230 @@
+"""Folders that hold no model that is served, wrong params, and what is read of those that do."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_hf import FAMILIES, edited, saved
+
+from funcops import CheckpointError, RopeConfig, chain, random, trees
+from funcops.models import DecoderConfig, decoder, from_hf, layer_paths, open_hf, to_hf
+
+
+@pytest.fixture
+def folder(tmp_path):
+    saved("qwen3", tmp_path / "hf")
+    return tmp_path / "hf"
+
+
+def rewritten(folder, change):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+NORM, UP = "model.layers.1.input_layernorm.weight", "model.layers.0.mlp.up_proj.weight"
+
+
+def missing(tensors):
+    del tensors[NORM], tensors[UP]
+
+
+def extra(tensors):
+    tensors["model.layers.2.mlp.up_proj.weight"] = torch.ones(2)
+
+
+def misshaped(tensors):
+    tensors[UP] = tensors[UP].T.contiguous()
+
+
+def mistyped(tensors):
+    tensors[NORM] = torch.ones(32, dtype=torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (missing, ["missing: ", f"{NORM} [32]", f"{UP} [40, 32]"]),
+        (extra, ["extra: model.layers.2.mlp.up_proj.weight [2]"]),
+        (misshaped, [f"mis-shaped: {UP} [40, 32], got [32, 40]"]),
+        (mistyped, [f"mis-typed: {NORM} float64 or float32 or bfloat16 or float16, got I8"]),
+    ],
+    ids=["missing", "extra", "misshaped", "mistyped"],
+)
+def test_tensors_that_are_not_the_models_are_listed(folder, change, said):
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError) as error:
+        from_hf(folder)
+    assert str(error.value).startswith(f"open_hf: {folder} must hold the model of its config.json, got")
+    assert all(one in str(error.value) for one in said)
+
+
+def test_a_file_that_is_cut_short_raises(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors must be a safetensors file, got"):
+        from_hf(folder)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model_type": "bert"}, r"model_type must be one of llama, .*, got 'bert'"),
+        ({"model_type": None}, r"model_type must be one of llama, .*, got None"),
+        ({"quantization_config": {}, "gizmo": 1}, r"fields must be known for family 'qwen3', got 'gizmo', 'quantization_config'"),
+        ({"hidden_act": "mish"}, r"hidden_act must be one of silu, .*, got 'mish'"),
+        ({"hidden_size": None}, "hidden_size must be there, got none"),
+        ({"hidden_size": "32"}, "hidden_size must be int, got '32'"),
+        ({"num_key_value_heads": 3}, "kv_heads must be a number that divides heads, 4, got 3"),
+        (
+            {"layer_types": ["full_attention", "linear_attention"]},
+            "layer_types must be of 'sliding_attention' and 'full_attention'",
+        ),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, "rope_type must be one of default, .*, got 'spiral'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "twist": 2}}, "'default' must be known, got 'twist'"),
+        ({"rope_theta": 7.0}, "rope_scaling must be what rope_parameters say, or absent"),
+    ],
+)
+def test_a_config_that_is_not_served_names_its_field(folder, fields, said):
+    edited(folder, **fields)
+    with pytest.raises((ValueError, TypeError), match=said) as error:
+        from_hf(folder)
+    assert "gizmo" not in fields or str(folder / "config.json") in str(error.value)
+
+
+def test_a_config_of_before_reads_the_same(folder):
+    _, cfg = from_hf(folder)
+    edited(folder, rope_parameters=None, rope_theta=100.0, rope_scaling={"type": "linear", "factor": 2.0}, torch_dtype="float32")
+    assert from_hf(folder)[1] == cfg
+
+
+def test_shards_and_their_index(tmp_path):
+    saved("qwen3", tmp_path / "hf", max_shard_size="20KB")
+    index = tmp_path / "hf" / "model.safetensors.index.json"
+    found = json.loads(index.read_text())
+    files = sorted(set(found["weight_map"].values()))
+    assert len(files) > 1
+    params, _ = from_hf(tmp_path / "hf")
+    saved("qwen3", tmp_path / "one")
+    assert all(torch.equal(a, b) for a, b in zip(trees.tensors(params), trees.tensors(from_hf(tmp_path / "one")[0]), strict=True))
+
+    def indexed(**changes):
+        index.write_text(json.dumps(found | {"weight_map": found["weight_map"] | changes}))
+
+    first = next(iter(found["weight_map"]))
+    other = next(file for file in files if file != found["weight_map"][first])
+    indexed(**{first: other})
+    with pytest.raises(CheckpointError, match=rf"index.json must say where tensors are, got\n  {first} in {other}"):
+        from_hf(tmp_path / "hf")
+    indexed(**{first: "../one/model.safetensors"})
+    with pytest.raises(CheckpointError, match="must be the name of a file of the folder for each tensor"):
+        from_hf(tmp_path / "hf")
+    indexed()
+    (tmp_path / "hf" / other).unlink()
+    with pytest.raises(FileNotFoundError, match=f"must be an existing file, got .*{other}"):
+        from_hf(tmp_path / "hf")
+
+
+def test_folders_without_files_raise(tmp_path, folder):
+    with pytest.raises(FileNotFoundError, match=r"folder must have the file config.json"):
+        from_hf(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"folder must have model.safetensors or model.safetensors.index.json"):
+        from_hf(folder)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"config.json must be a JSON file"):
+        from_hf(folder)
+
+
+def test_a_tied_head_in_the_file_must_be_the_embedding(tmp_path):
+    saved("mistral", tmp_path / "hf")
+    given, _ = from_hf(tmp_path / "hf")
+    assert given["head"].weight is None
+    rewritten(tmp_path / "hf", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    from_hf(tmp_path / "hf")
+    rewritten(tmp_path / "hf", lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
+    with pytest.raises(CheckpointError, match="lm_head.weight must be that of the embedding, as config.json ties them"):
+        from_hf(tmp_path / "hf")
+
+
+def test_gpt2_without_its_prefix_and_with_its_masks(tmp_path):
+    saved("gpt2", tmp_path / "hf")
+    want, _ = from_hf(tmp_path / "hf")
+
+    def bare(tensors):
+        found = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        tensors.clear()
+        tensors |= found | {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.1.attn.masked_bias": torch.ones(())}
+
+    rewritten(tmp_path / "hf", bare)
+    got, _ = from_hf(tmp_path / "hf")
+    assert all(torch.equal(a, b) for a, b in zip(trees.tensors(got), trees.tensors(want), strict=True))
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "gpt_oss" else pytest.mark.slow) for name in FAMILIES])
+def test_rows_of_a_leaf_are_read_alone(name, tmp_path):
+    saved(name, tmp_path / "hf")
+    params, _ = from_hf(tmp_path / "hf")
+    with open_hf(tmp_path / "hf") as weights:
+        for path, t in trees.paths(params).items():
+            assert (path in weights) == (t is not None)
+            if t is not None:
+                n = len(t)
+                for a, b in ((0, n), (0, 0), (n, n), (1, n - 1), (n // 2, n // 2 + 1)):
+                    got = weights.read(path, a, b)
+                    assert torch.equal(got, t[a:b]) and got.is_contiguous(), (path, a, b)
+        with pytest.raises(ValueError, match=r"HFWeights.read: rows must be within 0..48, got 3..49"):
+            weights.read("embed.weight", 3, 49)
+        with pytest.raises(ValueError, match=r"HFWeights.read: path must be one of .*embed.weight, .*, got 'no'"):
+            weights.read("no")
+
+
+def test_dtypes_on_load(folder):
+    params, cfg = from_hf(folder, dtype=torch.bfloat16)
+    assert {t.dtype for t in trees.tensors(params)} == {torch.bfloat16}
+    same, _ = from_hf(folder)
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(trees.tensors(params), trees.tensors(same), strict=True))
+    before = [t.clone() for t in trees.tensors(same)]
+    rewritten(folder, lambda tensors: [t.zero_() for t in tensors.values()])  # params are no view of the file
+    assert all(torch.equal(a, b) for a, b in zip(trees.tensors(same), before, strict=True))
+
+
+LLAMA = DecoderConfig(
+    vocab=8, dim=4, layers=2, heads=2, kv_heads=1, head_size=2, hidden=3, context=8, rope=RopeConfig(2), family="llama"
+)
+
+
+def test_what_a_family_has_not_is_not_written(tmp_path):
+    params = chain.init(decoder(LLAMA), key=random.key(0))
+    for change, said in (
+        (dict(qk_norm="head"), "cfg.qk_norm must be None, as of family 'llama' otherwise alike, got 'head'"),
+        (dict(windows=(None, 3)), "cfg.windows must be .*, as of family 'llama'"),
+        (dict(family=""), "model_type must be one of"),
+        (dict(mlp="gelu"), "hidden_act must be"),
+    ):
+        cfg = DecoderConfig(**{**{n: getattr(LLAMA, n) for n in LLAMA.__dataclass_fields__}, **change})
+        with pytest.raises(ValueError, match=said):
+            to_hf(params, cfg, tmp_path / "new")
+    with pytest.raises(CheckpointError, match=r"params must be those of decoder\(cfg\), got\n  norm.weight \[4\], got \[5\]"):
+        to_hf(trees.put(params, "norm.weight", torch.ones(5)), LLAMA, tmp_path / "new")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    with pytest.raises(FileExistsError, match="folder must be new or empty"):
+        to_hf(params, LLAMA, tmp_path / "full")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
+    to_hf(params, LLAMA, tmp_path / "new")
+    assert from_hf(tmp_path / "new")[1] == LLAMA
+
+
+def test_layers_that_differ_have_paths():
+    def of(*windows):
+        sizes = dict(vocab=8, dim=4, heads=2, kv_heads=1, head_size=2, hidden=3, context=8)
+        return layer_paths(DecoderConfig(**sizes, layers=len(windows), windows=windows, rope=RopeConfig(2)))
+
+    two = ["blocks.0.layer0", "blocks.0.layer1", "blocks.1.layer0", "blocks.1.layer1"]
+    assert of(None, None, None) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert of(2, None, 2, None) == two
+    assert of(2, None, 2, None, 2) == [*[path.replace("blocks", "blocks0") for path in two], "blocks1.0"]
+    assert of(2, None, None, None) == ["blocks0.0", "blocks1.0", "blocks1.1", "blocks1.2"]
