@@ -20,9 +20,8 @@ from funcops import (
     sink_attention,
 )
 from funcops.backend import backend
-from funcops.kernels import attend
 from funcops.kernels import attention as library
-from funcops.kernels.attend import attend_bwd, attend_fwd
+from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, scored_attention_bwd, scored_attention_fwd
 from funcops.testing.tolerances import assert_close
 
@@ -142,7 +141,7 @@ def test_float64_takes_no_kernel_that_has_none():
     for name, served in (("plain", "library"), ("shorter", ""), ("value", ""), ("window", ""), ("packed", ""), ("bias", "")):
         *given_here, score = given(name, torch.float64, 8)
         with FakeTensorMode():
-            assert attend._served(*(t if t is None else on_cuda(t) for t in given_here), score) == served
+            assert library._served(*(t if t is None else on_cuda(t) for t in given_here), score) == served
 
 
 def test_sinks_take_the_rows_that_there_are(monkeypatch):

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require
-from funcops.kernels.attend import attend_bwd, attend_fwd
+from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, read_here
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params

@@ -19,7 +19,7 @@ from torch import Tensor
 from funcops.accumulators import accumulate
 from funcops.backend import wide
 from funcops.errors import check, require
-from funcops.kernels.attend import attend_fwd
+from funcops.kernels.attention import attend_fwd
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import finish
