@@ -213,6 +213,8 @@ def test_what_a_family_has_not_is_not_written(tmp_path):
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(FileExistsError, match="folder must be new or empty"):
         to_hf(params, LLAMA, tmp_path / "full")
+    with pytest.raises(CheckpointError, match="a tensor with values of its own"):  # found when all the others are there
+        to_hf(trees.put(params, "norm.weight", torch.ones(4, device="meta")), LLAMA, tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
     to_hf(params, LLAMA, tmp_path / "new")
     assert from_hf(tmp_path / "new")[1] == LLAMA
