@@ -149,7 +149,20 @@ _ROOMS = [
     "trees",
 ]
 # one name a concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) is imported from here all the same
-_OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling", "Fitted", "Saving")
+_OF_AN_OPERATOR = (
+    "_init",
+    "_fwd",
+    "_bwd",
+    "_dgrad",
+    "_wgrad",
+    "Config",
+    "Params",
+    "Residuals",
+    "Pending",
+    "Scaling",
+    "Fitted",
+    "Saving",
+)
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
 __all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]
 
