@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES, edited, saved
 
 from funcops import CheckpointError, RopeConfig, chain, random, trees
-from funcops.models import DecoderConfig, decoder, from_hf, layer_paths, open_hf, to_hf
+from funcops.models import DecoderConfig, decoder, decoder_x, from_hf, layer_paths, open_hf, to_hf
 
 
 @pytest.fixture
@@ -189,6 +189,15 @@ def test_dtypes_on_load(folder):
     before = [t.clone() for t in trees.tensors(same)]
     rewritten(folder, lambda tensors: [t.zero_() for t in tensors.values()])  # params are no view of the file
     assert all(torch.equal(a, b) for a, b in zip(trees.tensors(same), before, strict=True))
+
+
+def test_a_routers_bias_keeps_its_bits_in_16(tmp_path):
+    saved("deepseek_v3", tmp_path / "hf")
+    params, cfg = from_hf(tmp_path / "hf", dtype=torch.bfloat16)
+    by_path = {path: t.dtype for path, t in trees.paths(params).items() if t is not None}
+    assert {path for path, dtype in by_path.items() if dtype is not torch.bfloat16} == {"blocks1.0.mlp.moe.routed.route.bias"}
+    y, _ = chain.fwd(params, decoder_x(cfg, torch.zeros(1, 3, dtype=torch.int64), torch.bfloat16), decoder(cfg))
+    assert y.main.dtype is torch.bfloat16 and y.main.isfinite().all()
 
 
 LLAMA = DecoderConfig(
