@@ -19,13 +19,15 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Rule:
     """`transposed`: the tensors are [in, out]. `stacked`: params are [E, rows, ...], the first dimension of the tensors too or, of
     names with `{e}`, one tensor each. `order`: the params' rows are the tensors' in another order, "evens_first" (of GPT-OSS, whose
-    gates alternate with what they multiply) or "turning_first" (of DeepSeek, whose heads end with what turns)."""
+    gates alternate with what they multiply) or "turning_first" (of DeepSeek, whose heads end with what turns).
+    `wide`: read in float32 where 16 bits are asked for, as Hugging Face keeps them."""
 
     paths: tuple[str, ...]
     names: tuple[str, ...]
     transposed: bool = False
     stacked: bool = False
     order: str = ""
+    wide: bool = False
 
 
 def rule(paths: str, names: str, *parts: str, **options: Any) -> list[Rule]:
@@ -107,7 +109,7 @@ DEEPSEEK = [
     *rule(f"{A}.qkv.q.up", f"{H}.self_attn.q_b_proj", order="turning_first"),
     *rule(f"{A}.qkv.q.proj", f"{H}.self_attn.q_proj", order="turning_first"),  # of models without a latent for q
     *routed(f"{B}.routed", f"{H}.mlp", "gate", "gate_proj up_proj", "down_proj"),
-    Rule((f"{B}.routed.route.bias",), (f"{H}.mlp.gate.e_score_correction_bias",)),
+    Rule((f"{B}.routed.route.bias",), (f"{H}.mlp.gate.e_score_correction_bias",), wide=True),
     *rule(f"{B}.shared.up", f"{H}.mlp.shared_experts.gate_proj {H}.mlp.shared_experts.up_proj"),
     *rule(f"{B}.shared.down", f"{H}.mlp.shared_experts.down_proj"),
 ]

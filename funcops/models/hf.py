@@ -133,7 +133,9 @@ class HFWeights:
         if not start <= stop <= count:
             fail("HFWeights.read", "rows", f"within 0..{count}", f"{start}..{stop}")
         found = self._experts(place, start, stop) if place.axis else self._read(place, place.first + start, place.first + stop)
-        return found.to(dtype) if dtype is not None and found.is_floating_point() else found
+        if dtype is not None and place.rule.wide:
+            dtype = torch.promote_types(dtype, torch.float32)
+        return found if dtype is None else found.to(dtype)
 
     def _read(self, place: Place, first: int, last: int) -> Tensor:
         order = place.order(self.cfg)
@@ -262,8 +264,8 @@ def from_hf(
     folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None, device: Any = None, length: int | None = None
 ) -> tuple[Any, DecoderConfig]:
     """Params and config of the checkpoint in a folder: `chain.fwd(params, decoder_x(cfg, ids, dtype), decoder(cfg))` gives its
-    logits. `dtype`: of the params, default as in the files. `length`: the longest sequence there will be, for scalings of rope that
-    depend on it (dynamic, longrope).
+    logits. `dtype`: of the params, default as in the files; the bias of a router stays in float32 at least. `length`: the longest
+    sequence there will be, for scalings of rope that depend on it (dynamic, longrope).
 
     All files are looked through before a tensor is read. Raises `FileNotFoundError` for a file that is not there; `ValueError` or
     `TypeError` for a family or a field of config.json that is not known or has a value that is not served; `CheckpointError` for a

@@ -67,7 +67,9 @@ def latent_split_fwd(
 
 
 @dgrad_of(LatentSplitResiduals)
-def latent_split_dgrad(residuals: LatentSplitResiduals, dy: Any, cfg: LatentSplitConfig) -> tuple[Any, None]:
+def latent_split_dgrad(
+    residuals: LatentSplitResiduals, dy: Any, cfg: LatentSplitConfig
+) -> tuple[tuple[Tensor, Tensor, Tensor], None]:
     """dy: `(dq, dk, dv)`, a part that is None being zero -> `(dq, dkv, dshared)`. There is no weight gradient: pending is None."""
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("latent_split_dgrad", "dy", "a tuple (dq, dk, dv)", describe(dy), TypeError)

@@ -91,7 +91,7 @@ def position_embedding_fwd(
 @dgrad_of(PositionEmbeddingResiduals)
 def position_embedding_dgrad(
     residuals: PositionEmbeddingResiduals, dy: Tensor, cfg: PositionEmbeddingConfig
-) -> tuple[Any, PositionEmbeddingPending | None]:
+) -> tuple[tuple[Tensor, None], PositionEmbeddingPending | None]:
     """`(dy, None)`; the pending weight gradient holds positions and dy, both aliases."""
     check("position_embedding_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.positions)
     needs = residuals.needs

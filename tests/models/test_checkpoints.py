@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tiny_hf import FAMILIES, edited, saved
 
 from funcops import CheckpointError, RopeConfig, chain, random, trees
-from funcops.models import DecoderConfig, decoder, from_hf, layer_paths, open_hf, to_hf
+from funcops.models import DecoderConfig, decoder, decoder_x, from_hf, layer_paths, open_hf, to_hf
 
 
 @pytest.fixture
@@ -191,6 +191,15 @@ def test_dtypes_on_load(folder):
     assert all(torch.equal(a, b) for a, b in zip(trees.tensors(same), before, strict=True))
 
 
+def test_a_routers_bias_keeps_its_bits_in_16(tmp_path):
+    saved("deepseek_v3", tmp_path / "hf")
+    params, cfg = from_hf(tmp_path / "hf", dtype=torch.bfloat16)
+    by_path = {path: t.dtype for path, t in trees.paths(params).items() if t is not None}
+    assert {path for path, dtype in by_path.items() if dtype is not torch.bfloat16} == {"blocks1.0.mlp.moe.routed.route.bias"}
+    y, _ = chain.fwd(params, decoder_x(cfg, torch.zeros(1, 3, dtype=torch.int64), torch.bfloat16), decoder(cfg))
+    assert y.main.dtype is torch.bfloat16 and y.main.isfinite().all()
+
+
 LLAMA = DecoderConfig(
     vocab=8, dim=4, layers=2, heads=2, kv_heads=1, head_size=2, hidden=3, context=8, rope=RopeConfig(2), family="llama"
 )
@@ -213,6 +222,8 @@ def test_what_a_family_has_not_is_not_written(tmp_path):
     (tmp_path / "full" / "file").write_text("")
     with pytest.raises(FileExistsError, match="folder must be new or empty"):
         to_hf(params, LLAMA, tmp_path / "full")
+    with pytest.raises(CheckpointError, match="a tensor with values of its own"):  # found when all the others are there
+        to_hf(trees.put(params, "norm.weight", torch.ones(4, device="meta")), LLAMA, tmp_path / "new")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["full"]
     to_hf(params, LLAMA, tmp_path / "new")
     assert from_hf(tmp_path / "new")[1] == LLAMA
