@@ -15,6 +15,14 @@ import torch
 from torch import Tensor
 
 from funcops.backend import kernel, wide
+from funcops.errors import require
+
+MOST_ROWS = 2**31 - 2**16  # and less than a tile more still fits the 32 bits of their numbers
+
+
+def check_row_count(where: str, name: str, rows: int) -> None:
+    """Numbers of rows are int32."""
+    require(rows <= MOST_ROWS, where, name, f"of at most {MOST_ROWS} rows", rows)
 
 
 @kernel(library=True)

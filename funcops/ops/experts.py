@@ -33,7 +33,7 @@ from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
 from funcops.kernels.grouped import grouped_product, grouped_wgrad
-from funcops.kernels.routing import gather_rows, sort_by_expert
+from funcops.kernels.routing import check_row_count, gather_rows, sort_by_expert
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.glu import GLUConfig
@@ -162,6 +162,7 @@ def _check_inputs(x: Any, cfg: ExpertsConfig) -> None:
         wanted = f"{[*tokens.shape[:-1], 'K']}, K in 1..{cfg.experts} (the experts)"
         fail("experts_fwd", "x.0 (weights)", wanted, list(weights.shape))
     check("experts_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, tokens)
+    check_row_count("experts_fwd", "x.2 (indices)", indices.numel())
 
 
 def _rows(t: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import grouped as kernels
-from funcops.kernels.routing import gather_rows
+from funcops.kernels.routing import check_row_count, gather_rows
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
@@ -139,6 +139,7 @@ def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Tensor | 
         if place.dim() < 1 or place.shape[:-1] != rows.shape[:-1] or place.shape[-1] < 1:
             fail("grouped_linear_fwd", "x.3 (place)", f"{[*rows.shape[:-1], 'K']}, K at least 1", list(place.shape))
         check("grouped_linear_fwd", "x.2 (token)", token, (place.numel(),), torch.int32, rows)
+    check_row_count("grouped_linear_fwd", f"x.0 ({names[0]})", len(rows) if token is None else len(token))
     return rows, offsets, token, place
 
 

@@ -77,6 +77,7 @@ def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tenso
     check(where, f"x.1 ({name})", x[1], (...,), torch.int32, x[0] if isinstance(x[0], Tensor) else None)
     if not x[1].dim() or not x[1].shape[-1]:
         fail(where, f"x.1 ({name})", "[..., K], K at least 1", list(x[1].shape))
+    kernels.check_row_count(where, f"x.1 ({name})", x[1].numel())
     return x
 
 

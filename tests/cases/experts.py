@@ -82,7 +82,12 @@ def _call(cfg=None, x=None, up=None):
 
 
 ROWS, ONE = torch.ones(5, 4), torch.zeros(5, 1, dtype=torch.int32)
+MANY = torch.ones(1, 1).expand(2**31, 1)
 ERRORS = [
+    Error(
+        call=_call(x=(MANY, MANY.expand(-1, 4), ONE[:1].expand(2**31, 1))),
+        match="experts_fwd: x.2 (indices) must be of at most 2147418112 rows, got 2147483648",
+    ),
     Error(call=lambda: ExpertsConfig(2, 0, 3), match="ExpertsConfig: dim must be at least 1, got 0"),
     Error(call=lambda: ExpertsConfig(2, 4, 3, kind="silu"), match="ExpertsConfig: kind must be one of glu"),
     Error(call=_call(x=ROWS), match="experts_fwd: x must be a tuple (weights, x, indices)", error=TypeError),

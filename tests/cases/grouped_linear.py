@@ -76,6 +76,10 @@ def _call(cfg=None, x=None, weight=None, offsets=(0, 1, 2)):
 
 TWO = torch.tensor((0, 1, 2), dtype=torch.int32)
 ERRORS = [
+    Error(
+        call=_call(x=(torch.ones(1, 4).expand(2**31, 4), TWO)),
+        match="grouped_linear_fwd: x.0 (rows) must be of at most 2147418112 rows, got 2147483648",
+    ),
     Error(call=lambda: GroupedLinearConfig(0, 4, 3), match="GroupedLinearConfig: experts must be at least 1, got 0"),
     Error(call=_call(x=torch.ones(2, 4)), match="grouped_linear_fwd: x must be a tuple (rows, offsets)", error=TypeError),
     Error(call=_call(x=(torch.ones(2, 2, 4), TWO)), match="grouped_linear_fwd: x.0 (rows) must be [N, 4], got [2, 2, 4]"),

@@ -57,6 +57,10 @@ def drawn(draw):
 
 X, TOP, TO_TWO = torch.ones(3, 4), torch.zeros(3, 2, dtype=torch.int32), PermuteConfig(2)
 ERRORS = [
+    Error(
+        call=lambda: permute_fwd(None, (X[:1].expand(2**30, -1), TOP[:1, :1].expand(2**30, 2)), TO_TWO),
+        match="permute_fwd: x.1 (indices) must be of at most 2147418112 rows, got 2147483648",
+    ),
     Error(call=lambda: PermuteConfig(0), match="PermuteConfig: experts must be at least 1, got 0"),
     Error(call=lambda: permute_fwd(None, X, TO_TWO), match="permute_fwd: x must be a tuple (x, indices)", error=TypeError),
     Error(call=lambda: permute_fwd(None, (X[:2], TOP), TO_TWO), match="permute_fwd: x.0 must be [3, D], as x.1 has tokens"),

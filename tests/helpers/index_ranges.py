@@ -2,10 +2,14 @@
 
 Grid and arguments are those of a launch, so every program index, range and loop variable has known bounds. An interval that
 leaves 32 bits in a 32-bit operation, or a 32-bit value of unknown size, is `WRONG`; it matters only where it reaches an
-address. 64-bit values of unknown size (what a kernel loads) are `ANY`.
+address. 64-bit values of unknown size (what a kernel loads) are `ANY`. What a kernel loads in 32 bits are numbers of rows or of
+experts: `MOST_ROWS` at most, as calls refuse more.
 """
 
+import math
 import re
+
+from funcops.kernels.routing import MOST_ROWS
 
 ANY, WRONG = "any", "wrong"
 LOW, HIGH = -(2**31), 2**31 - 1
@@ -71,7 +75,7 @@ def _evaluate(op, rest, names, env, grid, narrow):
         size = grid["xyz".index(rest.split()[0])]
         return (0, size - 1) if op == "tt.get_program_id" else (size, size)
     if op in ("tt.addptr", "tt.load"):
-        return WRONG if narrow and op == "tt.load" else ANY
+        return (0, MOST_ROWS) if narrow and op == "tt.load" else ANY
     given = [env.get(name, WRONG if narrow else ANY) for name in names]
     if op in ("tt.splat", "tt.expand_dims", "tt.broadcast", "tt.reshape", "arith.extsi", "arith.index_cast"):
         return given[0]
@@ -79,6 +83,8 @@ def _evaluate(op, rest, names, env, grid, narrow):
         return given[0] if isinstance(given[0], tuple) and LOW <= given[0][0] and given[0][1] <= HIGH else WRONG
     if op == "arith.select":
         given = given[1:]
+    if op in ("arith.minsi", "arith.maxsi"):
+        given = [(-math.inf, math.inf) if g == ANY else g for g in given]
     known = all(isinstance(g, tuple) for g in given)
     if op not in _ARITHMETIC or not known:
         return WRONG if narrow or WRONG in given else ANY

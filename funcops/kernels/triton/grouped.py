@@ -37,13 +37,14 @@ FEW = 64  # rows a group, for which a tile of 128 would be half empty
 def locate(tile, offsets_ptr, E, N, BLOCK_M: tl.constexpr, E_BLOCK: tl.constexpr):
     """Of a row tile: its group, the first of its rows, and the end of the group's. Group E: rows of none. An end of 0: no tile."""
     e = tl.arange(0, E_BLOCK)
-    first = tl.load(offsets_ptr + e, mask=e <= E, other=0)
-    last = tl.where(e == E, N, tl.load(offsets_ptr + e + 1, mask=e < E, other=0))
+    first = tl.load(offsets_ptr + e, mask=e <= E, other=0).to(tl.int64)
+    last = tl.where(e == E, N, tl.load(offsets_ptr + e + 1, mask=e < E, other=0).to(tl.int64))
     tiles = tl.where((e <= E) & (last > first), (last - first + BLOCK_M - 1) // BLOCK_M, 0)
     before = tl.cumsum(tiles, 0) - tiles
     mine = (tile >= before) & (tile < before + tiles)
     at = tl.where(mine, first + (tile - before) * BLOCK_M, 0)
-    return tl.sum(tl.where(mine, e, 0), 0), tl.sum(at, 0), tl.sum(tl.where(mine, last, 0), 0)
+    start = tl.minimum(tl.maximum(tl.sum(at, 0), 0), N).to(tl.int32)  # as it is: that it fits 32 bits is seen here
+    return tl.sum(tl.where(mine, e, 0), 0), start, tl.sum(tl.where(mine, last, 0), 0).to(tl.int32)
 
 
 @triton.jit
