@@ -74,7 +74,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Takes the place of `funcops.bench.plain.MLP`, norm and all; `bias` is a buffer, and `loss` that of the last call."""
+    """In the place of `funcops.bench.plain.MLP`, norm and all; `bias` is a buffer, `load` and `loss` are those of the last call."""
 
     def __init__(self, norm: nn.Module, dim: int, hidden: int, shared: int, by: Router):
         super().__init__()
@@ -87,11 +87,12 @@ class Mixture(nn.Module):
         if shared:
             self.shared = nn.Module()
             self.shared.up, self.shared.down = nn.Linear(dim, 2 * shared, bias=False), nn.Linear(shared, dim, bias=False)
+        self.load: Tensor | None = None
         self.loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         rows = self.norm(x).flatten(0, -2)
-        weights, _, self.loss = routed(self.gate(rows), self.route.bias, self.by)
+        weights, self.load, self.loss = routed(self.gate(rows), self.route.bias, self.by)
         y = mixture(rows, weights, self.experts.up.weight, self.experts.down.weight)
         if self.shared is not None:
             y = y + mlp(rows, self.shared.up.weight, self.shared.down.weight)

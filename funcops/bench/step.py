@@ -55,7 +55,7 @@ Step = Callable[[], Tensor]
 
 def plain_name(path: str) -> str:
     """The plain module's name for a path of ours."""
-    return path.replace(".qkv.", ".").replace(".proj.", ".")
+    return path.replace(".qkv.", ".").replace(".proj.", ".").replace(".moe.routed.", ".").replace(".moe.", ".")
 
 
 def funcops_step(
