@@ -31,7 +31,7 @@ def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, 
         tied=sizes.tied,
     )
     if sizes.experts:
-        router = Router(sizes.experts, sizes.top_k, score="sigmoid", scale=sizes.top_k)
+        router = Router(sizes.experts, sizes.top_k, score="sigmoid")
         for block in plain.blocks:
             block.mlp = Mixture(block.mlp.norm, sizes.dim, sizes.hidden, sizes.shared * sizes.hidden, router)  # type: ignore[assignment, union-attr]
     plain = plain.to(torch.float64)

@@ -24,7 +24,7 @@ ONE_PROCESS = {
     "graph": "communication is not captured",
     "experts": "a process sees the load of its own rows",
 }
-OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.01}  # what --experts sets where they are not given
+OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # what --experts sets where they are not given
 PIPED = {
     "tied": "the embedding and the head are of two stages",
     "delay_wgrad": "the schedule orders weight gradients",
@@ -135,7 +135,7 @@ def _add_experts(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--top-k", type=int, metavar="N", help="how many of them a token goes through (default: 2)")
     group.add_argument("--shared", type=int, metavar="N", help="how many more all tokens go through (default: none)")
     group.add_argument(
-        "--balance", type=float, metavar="RATE", help="how far a step moves the biases that even the load (default: 0.01)"
+        "--balance", type=float, metavar="RATE", help="how far a step moves the biases that even the load (default: 0.002)"
     )
 
 

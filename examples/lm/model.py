@@ -130,8 +130,7 @@ def block(sizes: Sizes) -> ChainConfig:
 def _mlp(sizes: Sizes) -> ChainConfig:
     dim, hidden = sizes.dim, sizes.hidden
     if sizes.experts:
-        scale = float(sizes.top_k)  # weights sum to it: together the experts of a token count as an MLP of all their hidden units
-        router = RouteConfig(sizes.experts, sizes.top_k, score="sigmoid", bias=True, scale=scale)
+        router = RouteConfig(sizes.experts, sizes.top_k, score="sigmoid", bias=True)
         return moe(MoEConfig(route=router, experts=ExpertsConfig(sizes.experts, dim, hidden), shared=sizes.shared * hidden))
     return ChainConfig(
         steps=(

@@ -42,7 +42,7 @@ def started(corpus, *given, out="nowhere"):
 def plain_model(args, params):
     model = PlainLlama(dim=16, n_layers=2, n_heads=2, n_kv_heads=args.kv_heads, hidden=6, context=8)
     for block in model.blocks:
-        block.mlp = Mixture(block.mlp.norm, 16, 6, 6 * args.shared, Router(4, args.top_k, score="sigmoid", scale=args.top_k))
+        block.mlp = Mixture(block.mlp.norm, 16, 6, 6 * args.shared, Router(4, args.top_k, score="sigmoid"))
     model.double().load_state_dict({plain_name(path): t.clone() for path, t in paths(params).items() if t is not None})
     return model
 
