@@ -72,7 +72,7 @@ def block_config(
     size, eps = dim // heads, 1e-5 if mixture is None else 1e-6
 
     def projection(n: int, turned: bool) -> ChainConfig:
-        steps = (
+        steps: tuple[Step, ...] = (
             Step("proj", linear, LinearConfig(dim, n * size, bias=False)),
             Step("heads", reshape, ReshapeConfig((n * size,), (n, size))),
         )

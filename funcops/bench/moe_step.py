@@ -1,5 +1,5 @@
-"""A whole training step of a decoder with experts: forward, backward, clipping, AdamW; against Hugging Face's Qwen3-MoE of the same sizes
-and weights, whose experts are a loop ("eager") or grouped products.
+"""A whole training step of a decoder with experts: forward, backward, clipping, AdamW; against Hugging Face's Qwen3-MoE of the same
+sizes and weights, whose experts are a loop ("eager") or grouped products.
 
 The steps take turns, in float32 on the CPU. A chain runs its norms twice, as it does by default.
 """
@@ -28,10 +28,11 @@ EXPERTS, CHOICES, HIDDEN = 8, 2, 256  # two experts are as wide as the MLP of `b
 ROUNDS = 15
 THEIRS = ("eager", "grouped_mm")
 NAMES = {  # theirs by ours
-    "embed.": "model.embed_tokens.", "blocks.": "model.layers.", "attn.norm.": "input_layernorm.", "attn.qkv.q.proj.": "self_attn.q_proj.",
-    "attn.qkv.k.proj.": "self_attn.k_proj.", "attn.qkv.v.proj.": "self_attn.v_proj.", "attn.qkv.q.norm.": "self_attn.q_norm.",
-    "attn.qkv.k.norm.": "self_attn.k_norm.", "attn.out.": "self_attn.o_proj.", "mlp.norm.": "post_attention_layernorm.",
-    "mlp.experts.up.weight": "mlp.experts.gate_up_proj", "mlp.experts.down.weight": "mlp.experts.down_proj", "head.": "lm_head.",
+    "embed.": "model.embed_tokens.", "blocks.": "model.layers.", "attn.norm.": "input_layernorm.",
+    "attn.qkv.q.proj.": "self_attn.q_proj.", "attn.qkv.k.proj.": "self_attn.k_proj.", "attn.qkv.v.proj.": "self_attn.v_proj.",
+    "attn.qkv.q.norm.": "self_attn.q_norm.", "attn.qkv.k.norm.": "self_attn.k_norm.", "attn.out.": "self_attn.o_proj.",
+    "mlp.norm.": "post_attention_layernorm.", "mlp.experts.up.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.down.weight": "mlp.experts.down_proj", "head.": "lm_head.",
 }  # fmt: skip
 
 
