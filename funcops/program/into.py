@@ -61,9 +61,9 @@ def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
     """Of params by path; None of those without a gradient."""
     if not torch.compiler.is_dynamo_compiling():
         params = abstract_params(op, cfg)
-    elif hasattr(cfg, "param_shapes"):
+    elif hasattr(cfg, "gradient_shapes"):
         id(cfg)  # the tracer guards on it
-        return dict(cfg.param_shapes())
+        return dict(cfg.gradient_shapes())
     else:
         params = op.init(cfg, key=None, device="meta")
     return shapes(params)

@@ -38,14 +38,14 @@ def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
     return {path: None if t is None or path in constant else tuple(t.shape) for path, t in paths(params).items()}
 
 
-def param_shapes(cfg: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+def gradient_shapes(cfg: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
     """The `shapes` of a combinator's params. A method of configs, as `program_while_tracing` is: a tracer runs it and takes
     what it gives for a constant, where it would trace every `init`, and warn of the cache above."""
     with reading():
         return tuple(shapes(cfg.abstract()).items())
 
 
-param_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+gradient_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:

@@ -129,4 +129,5 @@ def test_flags_of_experts_without_them_are_named(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         flags.parse([*TINY, "--dp", "2"])
-    assert "--experts: expected without --pp 1 --dp 2 --cp 1 --tp 1, got 4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "--experts: expected without --pp 1 --dp 2 --cp 1 --tp 1, as a process sees the load of its own rows, got 4" in said

@@ -10,9 +10,9 @@ from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, Lin
 from funcops.dist import Mesh
 from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.row_qlinear import row_op_of
-from funcops.recipes import Fp8Current
 from funcops.ops.experts import ExpertsParams
 from funcops.ops.grouped_linear import GroupedLinearParams
+from funcops.recipes import Fp8Current
 from funcops.testing import Case, DistCase, Placed
 from funcops.trees import tree_map
 

@@ -9,15 +9,15 @@ the other's backward:
     dispatch   x, w -> rows [n C]            dy -> rows [n C]
     combine    y = sum over ranks of rows    dx, dw = sum over ranks of rows
 
-What goes to a rank lies in C places, of T tokens that this rank has: all T by default, which is always enough, so that the sizes are
-known without a look at the routing, and a CUDA graph can hold it. Rows that are not used are zero, and no expert's. `capacity` makes
-C = ceil(capacity T): tokens of this rank beyond it are dropped there, the last first, and get neither that rank's part of y nor a
-gradient through it.
+What goes to a rank lies in C places, of T tokens that this rank has: all T by default, which is always enough, so that the sizes
+are known without a look at the routing, and a CUDA graph can hold it. Rows that are not used are zero, and no expert's. `capacity`
+makes C = ceil(capacity T): tokens of this rank beyond it are dropped there, the last first, and get neither that rank's part of y
+nor a gradient through it.
 
-x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], shared out along their first dimension; up: [E/n, 2I, H],
-down: [E/n, H, I], biases likewise. Kept: what the rank's `experts` keep of the rows that came, these rows, and where rows go. The
-gradients of weights are whole: they are of the tokens of all ranks. In the whole backward dx is on its way under the products of dw;
-`parallel_experts_dgrad` waits for it. TransformerEngine and Megatron-Core: token dispatcher; arXiv:2006.16668.
+x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], shared out along their first dimension; up:
+[E/n, 2I, H], down: [E/n, H, I], biases likewise. Kept: what the rank's `experts` keep of the rows that came, these rows, and where
+rows go. The gradients of weights are whole: they are of the tokens of all ranks. In the whole backward dx is on its way under the
+products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and Megatron-Core: token dispatcher; arXiv:2006.16668.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ __all__ = [
 
 @config
 class ParallelExpertsConfig:
-    """The fields of `ExpertsConfig`, of all experts, a multiple of the size of `axis`. `capacity`: of the tokens of a rank, the part
-    that another takes at most; None: all."""
+    """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that
+    another takes at most; None: all."""
 
     experts: int = field(kw_only=False)
     dim: int = field(kw_only=False)
@@ -170,7 +170,7 @@ def _own_indices(indices: Tensor, token: Tensor, cfg: ParallelExpertsConfig) -> 
 def parallel_experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelExpertsResiduals | None]:
-    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. As many tokens on every rank. Raises what `experts_fwd` does."""
+    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks have as many tokens."""
     check_experts_x("parallel_experts_fwd", x, cfg.dim, cfg.experts)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
     tokens = x[1]
