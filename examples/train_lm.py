@@ -24,17 +24,17 @@ from lm.check import largest_relative_error
 from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import CHECKPOINT, parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
-from lm.model import init, predictor, rotation
+from lm.model import init, main_of, predictor, rotation
 from lm.ranks import AXES, Ranks, leave, quiet, started
-from lm.results import Row, RunError, check_writable, load_run, plot, save_run, text_of
-from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
+from lm.results import Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of
+from lm.step import Settings, State, evaluate, loss_and_grads, train_step, working, written_step
 from torch import Tensor
 from tqdm import tqdm
 
 from funcops import WithExtras, chain, chain_fwd, dist
 from funcops.adapters.graphs import graphed
 from funcops.errors import size_of
-from funcops.low_precision import quantize_params, recipe_init
+from funcops.low_precision import recipe_init
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
@@ -62,6 +62,7 @@ def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Setting
         delay_wgrad=args.delay_wgrad,
         in_place=not args.compile,
         recipe=args.recipe,
+        balance=args.balance or 0.0,
     )
 
 
@@ -69,13 +70,13 @@ def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Tensor
     """`args.sample` bytes drawn at temperature 0.8, each from the last `context` bytes."""
     cfg = predictor(args.sizes, args.recipe)
     without_loss = {k: v for k, v in params.items() if k != "loss"}
-    compute = quantize_params(without_loss, cfg, scales, dtype=args.dtype, columns=False)
+    compute = working(without_loss, cfg, scales, args.dtype, columns=False)
     generator = torch.Generator().manual_seed(args.seed)
     ids = prompt
     for _ in range(args.sample):
         x = ids[-args.context :][None].to(args.device)
         table = rotation(x.shape[1], args.sizes, like=compute["embed"].weight)
-        logits, _ = chain_fwd(compute, WithExtras(x, {"rotation": table}), cfg, needs=Needs.NONE)
+        logits = main_of(chain_fwd(compute, WithExtras(x, {"rotation": table}), cfg, needs=Needs.NONE)[0])
         p = (logits[0, -1].float().cpu() / 0.8).softmax(-1)
         ids = torch.cat((ids, torch.multinomial(p, 1, generator=generator)))
     return ids[len(prompt) :]
@@ -127,7 +128,7 @@ class Run:
             return {}
         params = self.ranks.own(self.params)
         scales = recipe_init(self.s.model, params)
-        _, _, amaxes = loss_and_grads(params, *self.batch(), self.s, scales)
+        amaxes = loss_and_grads(params, *self.batch(), self.s, scales).amaxes
         return recipe_init(self.s.model, params, amaxes=amaxes)
 
     def batch(self) -> tuple[Tensor, Tensor]:
@@ -140,11 +141,12 @@ class Run:
         a, (x, labels) = self.args, self.batch()
         lr = warmup_cosine(self.done, peak=a.lr, warmup=a.warmup, total=a.steps)
         began = time.perf_counter()
-        self.params, self.state, loss, norm = self.step(x, labels, lr)
+        self.params, self.state, loss, norm, load = self.step(x, labels, lr)
         row = Row(self.done + 1, float(loss), None, lr, float(norm), self.seconds + time.perf_counter() - began)
+        row = row._replace(load=None if load is None else load.tolist())
         self.skipped = 0 if math.isfinite(row.norm) else self.skipped + 1
         if self.skipped:
-            where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales)[1]) or "the loss"
+            where = nonfinite(loss_and_grads(self.params, x, labels, self.s, self.state.scales).grads) or "the loss"
             if self.ranks.first:
                 tqdm.write(f"step {row.step} skipped: loss {row.loss}, not finite at {where}", file=sys.stderr)
         if self.skipped == MOST_SKIPPED:
@@ -198,9 +200,19 @@ class Run:
             tqdm.write(f"train_lm.py: step {self.done} is not saved: {error}", file=sys.stderr)
         try:
             plot(a.out, self.rows, self.baseline)
+            plot_load(a.out, self.rows)
         except (OSError, ImportError) as error:
-            tqdm.write(f"train_lm.py: loss.png is not written: {error}", file=sys.stderr)
+            drawn = "loss.png is" if a.experts is None else "loss.png or load.png is"
+            tqdm.write(f"train_lm.py: {drawn} not written: {error}", file=sys.stderr)
         return saved
+
+    def say_load(self) -> None:
+        """Where the choices went since the evaluation before this."""
+        since = [row for row in self.rows if row.load is not None and row.step > self.done - self.args.eval_every]
+        for i, layer in enumerate(shares(since) if since else ()):
+            unused = int((layer == 0).sum())
+            said = " ".join(f"{share:.2f}" for share in layer.tolist())
+            tqdm.write(f"  load of the experts of block {i}, 1 is even: {said}" + (f"; {unused} unused" if unused else ""))
 
 
 def kept_flags(args: Any) -> dict[str, str]:
@@ -225,6 +237,7 @@ def loop(run: Run) -> bool:
                     f"step {row.step}: training loss {row.loss:.4f}, held-out loss {row.val_loss:.4f}, "
                     f"{row.seconds:.1f} s of training"
                 )
+                run.say_load()
                 saved = run.done if run.save() else saved
     return saved == run.done or run.save()
 
@@ -257,7 +270,8 @@ def train(args: Any, ranks: Ranks) -> int:
     last = run.rows[-1]
     print(f"held-out loss {last.val_loss:.4f} nats per byte after {last.seconds:.1f} s of training (trigram {run.baseline:.3f})")
     if saved:
-        print(f"wrote {args.out / 'loss.png'}, {args.out / 'metrics.csv'} and {args.out / CHECKPOINT}")
+        pictures = f"{args.out / 'loss.png'}, " + ("" if args.experts is None else f"{args.out / 'load.png'}, ")
+        print(f"wrote {pictures}{args.out / 'metrics.csv'} and {args.out / CHECKPOINT}")
     if args.recipe is not None and ranks.alone:
         say_what_rounding_does(run.params, *run.batch(), run.s)
     if args.sample:

@@ -17,16 +17,17 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
-from funcops.errors import describe, fail, require_callable, require_dtype, require_type
+from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # of every node class: the names of leaves, of statics, and of what is neither
 T = TypeVar("T")
 
 
-def leaf(shape: str) -> Any:
-    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`."""
-    return dataclasses.field(default=None, metadata={"shape": shape})
+def leaf(shape: str, gradient: bool = True) -> Any:
+    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it ever has one."""
+    require_flag("leaf", gradient=gradient)
+    return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient})
 
 
 def static(default: Any = None) -> Any:
@@ -41,7 +42,19 @@ def tree(cls: type[T]) -> type[T]:
     made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show  # type: ignore[assignment]
     register(made)
+    constant = [f.name for f in dataclasses.fields(made) if not f.metadata.get("gradient", True)]  # type: ignore[arg-type]
+    if constant:
+        _constant[made] = constant
     return made
+
+
+_constant: dict[type, list[str]] = {}  # of classes, the leaves that never have a gradient
+
+
+def constant_paths(tree: Any) -> set[str]:
+    """The paths of leaves that never have a gradient, as the bias of a router."""
+    nodes = paths(tree, is_leaf=lambda node: type(node) in _constant)
+    return {f"{path}.{name}" if path else name for path, node in nodes.items() for name in _constant.get(type(node), ())}
 
 
 _stand_ins: set[type] = set()

@@ -3,6 +3,8 @@
 import asyncio
 import contextvars
 import importlib.util
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcops import ActivationConfig, activation, random
 from funcops.adapters.autograd import differentiable
 from funcops.backend import backend, gemm, kernel, select
+from funcops.backend.declare import Kernel
 from funcops.kernels.activation import activation_bwd
 
 
@@ -214,3 +217,26 @@ def test_triton_without_a_gpu_names_its_interpreter():
 
     with pytest.raises(RuntimeError, match="name must be 'torch' where there is no GPU .*TRITON_INTERPRET=1.*, got 'triton'"):
         launch._first_device()
+
+
+def test_threads_that_ask_at_once_define_an_operator_once():
+    def doubled_at_once(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    declared, found, interval = Kernel(doubled_at_once, (), False, False, True), [], sys.getswitchinterval()
+    together = threading.Barrier(8)
+
+    def ask():
+        together.wait()
+        found.append(declared.torch_operator())
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(found) == 8 and len(set(map(id, found))) == 1

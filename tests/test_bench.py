@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcops.bench import graph, memory, residuals, schedule, step
+from funcops.bench import graph, memory, moe_step, residuals, schedule, step
 from funcops.bench.measure import BenchError
 from funcops.bench.models import Sizes
 
@@ -50,6 +50,16 @@ def test_the_providers_of_a_step_do_the_same_work(dtype, rel):
     ours, plain = losses["funcops"], losses["torch eager"]
     assert ours == losses["funcops, save_all"] == losses["funcops, unfused"], "at this size the CPU fuses nothing"
     assert ours[-1] < ours[0] and ours == pytest.approx(plain, rel=rel)
+
+
+@pytest.mark.slow
+def test_the_providers_of_a_mixtures_step_do_the_same_work():
+    pytest.importorskip("transformers")
+    sizes = Sizes(dim=32, layers=2, heads=2, kv_heads=1, hidden=24, vocab=32, context=16, batch=2)
+    losses = {name: [float(one()) for _ in range(4)] for name, one in moe_step.steps(sizes, 4, 2).items()}
+    assert list(losses) == ["funcops", "transformers, eager", "transformers, grouped_mm"]
+    assert all(found == pytest.approx(losses["funcops"], rel=1e-5) for found in losses.values())
+    assert losses["funcops"][-1] < losses["funcops"][0]
 
 
 def test_a_step_on_a_device_ends_when_the_device_has(monkeypatch):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.bench.plain_moe import Mixture, Router
 from funcops.bench.step import plain_name
 from funcops.trees import paths
 from lm.step import Settings, loss_and_grads
@@ -28,12 +29,17 @@ def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, 
         hidden=sizes.hidden,
         context=args.context,
         tied=sizes.tied,
-    ).to(torch.float64)
+    )
+    if sizes.experts:
+        router = Router(sizes.experts, sizes.top_k, score="sigmoid")
+        for block in plain.blocks:
+            block.mlp = Mixture(block.mlp.norm, sizes.dim, sizes.hidden, sizes.shared * sizes.hidden, router)  # type: ignore[assignment, union-attr]
+    plain = plain.to(torch.float64)
     ours = {plain_name(path): t for path, t in paths(params).items() if t is not None}
     plain.load_state_dict(ours)
     want = plain(x, labels)
     want.backward()
-    loss, grads, _ = loss_and_grads(params, x, labels, s, {})
+    loss, grads, *_ = loss_and_grads(params, x, labels, s, {})
     worst = float((loss - want.detach()).abs() / want.detach().abs()), "loss"
     gradients = {plain_name(path): g for path, g in paths(grads).items() if g is not None}
     for name, parameter in plain.named_parameters():

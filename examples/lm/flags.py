@@ -19,7 +19,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8Delayed, "mxfp8": MXFP8, "nvfp4": NVFP4}
 
 
-ONE_PROCESS = {"check": "whole params are compared", "graph": "communication is not captured"}
+ONE_PROCESS = {
+    "check": "whole params are compared",
+    "graph": "communication is not captured",
+    "experts": "a process sees the load of its own rows",
+}
+OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # what --experts sets where they are not given
 PIPED = {
     "tied": "the embedding and the head are of two stages",
     "delay_wgrad": "the schedule orders weight gradients",
@@ -71,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
             group.add_argument(f"--{name}", type=kind, default=value, metavar="N", help=f"{text} (default: %(default)s)")
         if title == "model":
             group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
+            _add_experts(parser)
     group = parser.add_argument_group("processes, under torchrun: the product of these is their number")
     group.add_argument("--dp", type=int, metavar="N", help="data parallelism: each has other rows (default: what the others leave)")
     group.add_argument(
@@ -123,6 +129,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_experts(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("mixtures of experts, in the place of the MLPs")
+    group.add_argument("--experts", type=int, metavar="N", help="how many, of --hidden each (default: none, an MLP)")
+    group.add_argument("--top-k", type=int, metavar="N", help="how many of them a token goes through (default: 2)")
+    group.add_argument("--shared", type=int, metavar="N", help="how many more all tokens go through (default: none)")
+    group.add_argument(
+        "--balance", type=float, metavar="RATE", help="how far a step moves the biases that even the load (default: 0.002)"
+    )
+
+
+def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    for name, least in (("experts", 1), ("top_k", 1), ("shared", 1), ("balance", 0)):
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is None:
+            continue
+        if not least <= value < math.inf:
+            parser.error(f"{flag}: expected a finite number of at least {least}, got {value}")
+        if args.experts is None:
+            parser.error(f"{flag}: expected with --experts, got {value} without")
+    if args.experts is not None:
+        vars(args).update({name: value for name, value in OF_EXPERTS.items() if getattr(args, name) is None})
+        if args.recipe is not None:
+            parser.error(f"--recipe: expected without --experts {args.experts}, whose products are in no low precision")
+
+
+def _of_experts(args: argparse.Namespace) -> tuple[int, ...]:
+    return () if args.experts is None else (args.experts, args.top_k, args.shared)
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with `sizes`, `dtype`, `device` and `out` made into objects; a bad one ends the program with one line."""
     parser = _parser()
@@ -157,6 +192,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--sample: expected at least 0, got {args.sample}")
     if args.stop_at is not None and args.stop_at < 1:
         parser.error(f"--stop-at: expected at least 1, got {args.stop_at}")
+    _check_experts(parser, args)
     _check_out(parser, args)
     try:
         args.device = torch.device(args.device)
@@ -164,7 +200,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except (RuntimeError, AssertionError) as error:
         parser.error(f"--device: expected a device of this machine, got {args.device!r} ({str(error).splitlines()[0]})")
     try:
-        args.sizes = Sizes(args.dim, args.layers, args.heads, args.kv_heads, args.hidden, args.tied)
+        args.sizes = Sizes(args.dim, args.layers, args.heads, args.kv_heads, args.hidden, args.tied, *_of_experts(args))
         args.recipe = RECIPES[args.recipe]() if args.recipe else None
     except ValueError as error:
         parser.error(str(error))

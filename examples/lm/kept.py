@@ -10,13 +10,13 @@ from torch import Tensor
 
 from funcops import WithExtras, chain, fit, report, with_policy
 from funcops.errors import size_of
-from funcops.low_precision import Format, quantize_params, quantize_tensor
+from funcops.low_precision import Format, quantize_tensor
 from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast, paths
 from lm.model import left_out, model, rotation
 from lm.ranks import Ranks
-from lm.step import NEEDS, Settings, inputs
+from lm.step import NEEDS, Settings, inputs, working
 
 DEFAULT = "recompute_elementwise"
 
@@ -46,7 +46,7 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
 
 def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
+    compute = working(params, s.model, scales, s.dtype)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:

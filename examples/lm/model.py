@@ -2,6 +2,8 @@
 
     embed -> n_layers x [ x + attention(norm(x)), x + swiglu(norm(x)) ] -> norm -> head -> cross entropy
 
+With experts a mixture of them has swiglu's place, and the model gives their `load` and `loss` [n_layers] besides (`models.moe`).
+
 Two extras come from the caller: the rotation table [T, 1, 3K] of the rotary embedding, made once for all layers, and labels
 [B, T] for the loss.
 """
@@ -19,6 +21,7 @@ from funcops import (
     ChainConfig,
     CrossEntropyConfig,
     EmbeddingConfig,
+    ExpertsConfig,
     GLUConfig,
     LinearConfig,
     ParallelConfig,
@@ -26,8 +29,10 @@ from funcops import (
     ReshapeConfig,
     RMSNormConfig,
     RopeConfig,
+    RouteConfig,
     SkipConfig,
     Step,
+    WithExtras,
     attention,
     chain,
     cross_entropy,
@@ -45,6 +50,7 @@ from funcops import (
 )
 from funcops.dist import Axis, zigzag_positions
 from funcops.low_precision import Recipe, with_recipe
+from funcops.models import MoEConfig, moe
 from funcops.trees import tree_map_with_path
 
 VOCAB = 256
@@ -58,15 +64,20 @@ class Sizes:
     kv_heads: int = 1
     hidden: int = 512
     tied: bool = False
+    experts: int = 0  # of `hidden` each, in the place of the MLPs
+    top_k: int = 2
+    shared: int = 0  # experts that all tokens go through besides
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            if value < 1 and name != "tied":
+            if value < 1 and name not in ("tied", "experts", "shared"):
                 raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise ValueError(f"--dim: expected an even multiple of --heads {self.heads}, got {self.dim}")
         if self.heads % self.kv_heads:
             raise ValueError(f"--kv-heads: expected a divisor of --heads {self.heads}, got {self.kv_heads}")
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"--top-k: expected at most --experts {self.experts}, got {self.top_k}")
 
 
 def rotation(length: int, sizes: Sizes, like: Tensor, cp: Axis | None = None) -> Tensor:
@@ -110,16 +121,24 @@ def block(sizes: Sizes) -> ChainConfig:
         ),
         extras=("rotation",),
     )
-    mlp = ChainConfig(
+    norm, mlp = Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)), _mlp(sizes)
+    mlp = ChainConfig(steps=(norm, *mlp.steps), outputs=mlp.outputs)
+    steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
+    return ChainConfig(steps=steps, extras=("rotation",), outputs=mlp.outputs)
+
+
+def _mlp(sizes: Sizes) -> ChainConfig:
+    dim, hidden = sizes.dim, sizes.hidden
+    if sizes.experts:
+        router = RouteConfig(sizes.experts, sizes.top_k, score="sigmoid", bias=True)
+        return moe(MoEConfig(route=router, experts=ExpertsConfig(sizes.experts, dim, hidden), shared=sizes.shared * hidden))
+    return ChainConfig(
         steps=(
-            Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)),
-            Step("up", linear, LinearConfig(dim, 2 * sizes.hidden, bias=False)),
+            Step("up", linear, LinearConfig(dim, 2 * hidden, bias=False)),
             Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
-            Step("down", linear, LinearConfig(sizes.hidden, dim, bias=False)),
+            Step("down", linear, LinearConfig(hidden, dim, bias=False)),
         )
     )
-    steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
-    return ChainConfig(steps=steps, extras=("rotation",))
 
 
 ROLES = {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}  # over ranks, as funcops.dist.parallel takes them
@@ -138,15 +157,25 @@ def ties(sizes: Sizes) -> dict[str, str]:
     return {"head.weight": "embed.weight"} if sizes.tied else {}
 
 
+def outputs(sizes: Sizes) -> tuple[str, ...]:
+    return block(sizes).outputs
+
+
+def main_of(y: Any) -> Tensor:
+    """What a model of mixtures gives, without their load and loss."""
+    return y.main if isinstance(y, WithExtras) else y
+
+
 def predictor(sizes: Sizes, recipe: Recipe | None = None) -> ChainConfig:
     """Bytes [B, T] to logits [B, T, 256]; with a recipe the blocks' linear layers in low precision, and not the head."""
-    return _in(recipe, ChainConfig(steps=body(sizes), extras=("rotation",), ties=ties(sizes)))
+    return _in(recipe, ChainConfig(steps=body(sizes), extras=("rotation",), ties=ties(sizes), outputs=outputs(sizes)))
 
 
 def model(sizes: Sizes, recipe: Recipe | None = None) -> ChainConfig:
     """Bytes [B, T] and labels [B, T] to the mean loss, in nats per byte."""
     loss = Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))
-    return _in(recipe, ChainConfig(steps=(*body(sizes), loss), extras=("rotation", "labels"), ties=ties(sizes)))
+    steps, extras = (*body(sizes), loss), ("rotation", "labels")
+    return _in(recipe, ChainConfig(steps=steps, extras=extras, ties=ties(sizes), outputs=outputs(sizes)))
 
 
 def _in(recipe: Recipe | None, cfg: ChainConfig) -> ChainConfig:
@@ -167,7 +196,7 @@ def init(sizes: Sizes, *, seed: int, dtype: torch.dtype, device: Any) -> dict[st
     def draw(path: str, t: Tensor | None) -> Tensor | None:
         if t is None or t.dim() < 2:
             return None if t is None else t.to(device)
-        std = t.shape[1] ** -0.5
+        std = t.shape[-1] ** -0.5
         if path == "embed.weight":
             std = std if sizes.tied else 0.5
         elif path.endswith(("out.weight", "down.weight")):

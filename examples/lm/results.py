@@ -1,4 +1,4 @@
-"""What a run leaves behind: checkpoint, metrics.csv, loss.png."""
+"""What a run leaves behind: checkpoint, metrics.csv, loss.png; with experts load.csv and load.png."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcops.checkpoint import CheckpointError, load, read_metadata, save
@@ -27,6 +28,7 @@ class Row(NamedTuple):
     lr: float
     norm: float
     seconds: float
+    load: list[list[int]] | None = None  # by layer and expert: how many choices of the step went there
 
 
 def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row], settings: dict[str, Any]) -> None:
@@ -34,12 +36,19 @@ def save_run(folder: Path, params: Any, state: State, step: int, rows: list[Row]
     folder.mkdir(parents=True, exist_ok=True)
     metadata = {"step": str(step), "settings": json.dumps(settings, sort_keys=True), "rows": json.dumps(rows)}
     save(_kept(params, state), folder / "checkpoint.safetensors", metadata=metadata)
-    partial = folder / "metrics.csv.tmp"
+    _write(folder / "metrics.csv", Row._fields[:-1], [row[:-1] for row in rows])
+    if rows and rows[-1].load is not None:
+        counts = [(row.step, i, *layer) for row in rows for i, layer in enumerate(row.load or ())]
+        _write(folder / "load.csv", ("step", "layer", *(f"expert{e}" for e in range(len(counts[0]) - 2))), counts)
+
+
+def _write(path: Path, names: Any, rows: Any) -> None:
+    partial = path.with_name(f"{path.name}.tmp")
     with partial.open("w", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(Row._fields)
+        writer.writerow(names)
         writer.writerows(rows)
-    os.replace(partial, folder / "metrics.csv")
+    os.replace(partial, path)
 
 
 def load_run(folder: Path, params: Any, state: State, settings: dict[str, Any]) -> tuple[Any, State, int, list[Row]]:
@@ -103,13 +112,49 @@ def plot(folder: Path, rows: list[Row], baseline: float) -> None:
     axes.set(xlabel="step", ylabel="loss, nats per byte", title="Training of the language model")
     axes.grid(alpha=0.3)
     axes.legend()
-    partial = folder / "loss.png.tmp"
+    _draw(figure, folder / "loss.png")
+
+
+def _draw(figure: Any, path: Path) -> None:
+    from matplotlib import pyplot
+
+    partial = path.with_name(f"{path.name}.tmp")
     try:
         figure.savefig(partial, dpi=140, format="png")
-        os.replace(partial, folder / "loss.png")
+        os.replace(partial, path)
     finally:
         pyplot.close(figure)
         partial.unlink(missing_ok=True)
+
+
+def shares(rows: list[Row]) -> Tensor:
+    """Of these steps together, by layer and expert: the choices that went there, 1 for as many as each would get evenly."""
+    load = torch.tensor([row.load for row in rows], dtype=torch.float64).sum(0)
+    return load / load.mean(1, keepdim=True)
+
+
+def plot_load(folder: Path, rows: list[Row], most: int = 120) -> None:
+    """load.png: for each layer the share of each expert over time, in at most `most` columns; nothing without experts."""
+    rows = [row for row in rows if row.load is not None]
+    if not rows:
+        return
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    width = -(-len(rows) // most)
+    drawn = torch.stack([shares(rows[i : i + width]) for i in range(0, len(rows), width)], -1)  # [layers, experts, columns]
+    layers, experts, _ = drawn.shape
+    figure, axes = pyplot.subplots(layers, 1, figsize=(7, 0.8 + 1.3 * layers), layout="constrained", sharex=True, squeeze=False)
+    for i, axis in enumerate(axes[:, 0]):
+        edges = rows[0].step - 0.5, rows[-1].step + 0.5, experts - 0.5, -0.5
+        shown = axis.imshow(drawn[i].tolist(), aspect="auto", interpolation="nearest", cmap="RdBu_r", vmin=0, vmax=2, extent=edges)
+        axis.set(ylabel=f"layer {i}\nexpert")
+    axes[-1, 0].set(xlabel="step")
+    axes[0, 0].set(title="Load of the experts")
+    figure.colorbar(shown, ax=axes[:, 0], label="of an even share", extend="max")
+    _draw(figure, folder / "load.png")
 
 
 def text_of(ids: Tensor) -> str:

@@ -12,10 +12,10 @@ from funcops import ChainConfig, WithExtras, chain_fwd, donate
 from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.optim import AdamWConfig, AdamWState, adamw_update
+from funcops.optim import AdamWConfig, AdamWState, adamw_update, balance
 from funcops.precision import select_step
-from funcops.trees import cast, tensors
-from lm.model import Sizes, rotation
+from funcops.trees import at, cast, constant_paths, paths, put, tensors
+from lm.model import Sizes, main_of, rotation
 from lm.ranks import Ranks
 
 NEEDS = Needs(x=False)
@@ -35,6 +35,7 @@ class Settings(NamedTuple):
     delay_wgrad: bool
     in_place: bool
     recipe: Recipe | None = None
+    balance: float = 0.0  # how far a router's bias moves in a step
 
 
 class State(NamedTuple):
@@ -44,82 +45,106 @@ class State(NamedTuple):
     scales: Any
 
 
+class Gradients(NamedTuple):
+    loss: Tensor
+    grads: Any
+    amaxes: Any  # of a recipe with scales
+    load: Tensor | None  # [layers, experts]: how many tokens went where
+
+
+def working(params: Any, cfg: ChainConfig, scales: Any, dtype: torch.dtype, columns: bool = True) -> Any:
+    """The params that a step computes with; biases of routers stay as wide as they are, since a step moves them by little."""
+    work = quantize_params(params, cfg, scales, dtype=dtype, columns=columns)
+    for path in constant_paths(params):
+        work = put(work, path, at(params, path))
+    return work
+
+
+def balanced(params: Any, load: Tensor | None, rate: float) -> Any:
+    """The params after each router's bias has moved towards an even load (arXiv 2408.15664)."""
+    biases = [path for path, t in paths(params).items() if path.endswith("route.bias") and t is not None]
+    for path, counts in zip(biases, () if load is None else load, strict=True):
+        params = put(params, path, balance(at(params, path), counts, rate))
+    return params
+
+
 def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
     """x of the model: bytes, their labels, and the rotary table in the precision of `params`."""
     table = rotation(x.shape[1], s.sizes, params["embed"].weight, s.ranks.cp)
     return WithExtras(x, {"rotation": table, "labels": labels})
 
 
-def loss_and_grads(
-    params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False
-) -> tuple[Tensor, Any, Any]:
+def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False) -> Gradients:
     """The loss of these rows, the gradient of every parameter in the parameter's own dtype, of this rank's rows as a part of the
-    mean, and the amaxes of a recipe with scales. `reduce`: of a stage, gradients whose sum over ranks has begun."""
+    mean, and what else a step reads. `reduce`: of a stage, gradients whose sum over ranks has begun."""
     wide = torch.float64 if s.dtype is torch.float64 else torch.float32
     if s.ranks.stages is not None:
 
         def done(grads: Any) -> Any:
             return s.ranks.reduce_start(cast(grads, wide)) if reduce else cast(grads, wide)
 
-        return *s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}
-    compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
-    loss, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
-    dloss = torch.full_like(loss, 1 / s.ranks.shares)
+        return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}, None)
+    compute = params if s.ranks.zero == 3 else working(params, s.model, scales, s.dtype)
+    y, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
+    loss = main_of(y)
+    dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
+    if isinstance(y, WithExtras):
+        dy = WithExtras(dy, dict.fromkeys(y.extras))  # the routers' losses are left out: their biases even the load
     if s.delay_wgrad:
-        _, pending = s.op.dgrad(donate(residuals), dloss, s.model)
+        _, pending = s.op.dgrad(donate(residuals), dy, s.model)
         grads = s.op.wgrad(donate(pending), s.model)
     else:
-        grads, _ = s.op.bwd(donate(residuals), dloss, s.model)
+        grads, _ = s.op.bwd(donate(residuals), dy, s.model)
     grads, amaxes = split_amaxes(grads)
     amaxes = s.ranks.largest(amaxes)
-    return loss, cast(grads, wide), amaxes
+    return Gradients(loss, cast(grads, wide), amaxes, y.extras["load"] if isinstance(y, WithExtras) else None)
 
 
-def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> tuple[Any, State, Tensor, Tensor]:
-    """New params and state, the loss, and the norm of the gradients before clipping. Where that norm is not finite, params
-    and state stay as they are."""
-    loss, grads, amaxes = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
+Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
+
+
+def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s: Settings) -> Stepped:
+    """New params and state, the loss, the norm of the gradients before clipping, and the load of experts. Where that norm is not
+    finite, params and state stay as they are."""
+    loss, grads, amaxes, load = loss_and_grads(params, x, labels, s, state.scales, reduce=True)
     loss, grads = s.ranks.reduced(loss, grads)
     grads, norm = s.ranks.clip(grads, s.clip, in_place=s.in_place)
 
     def updated(in_place: bool) -> tuple[Any, State]:
         own = s.ranks.shards(params)
         new, moments = adamw_update(own, grads, state.optimiser, s.optimiser, lr=lr, decay=s.decay, in_place=in_place)
-        return s.ranks.gathered(new, params), State(
-            moments, recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales
-        )
+        scales = recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales
+        return balanced(s.ranks.gathered(new, params), load, s.balance), State(moments, scales)
 
     if not s.in_place:  # one graph: it cannot branch on a value
         (new, after), finite = updated(False), torch.isfinite(norm)
         if not state.scales:  # an empty dict, which a tracer of trees does not know
             params, moments = select_step(finite, (new, after.optimiser), (params, state.optimiser))
-            return params, State(moments, state.scales), loss, norm
+            return params, State(moments, state.scales), loss, norm, load
         params, state = select_step(finite, (new, after), (params, state))
     elif math.isfinite(float(norm)):
         params, state = updated(True)
-    return params, state, loss, norm
+    return params, state, loss, norm, load
 
 
-def written_step(
-    params: Any, state: State, x: Tensor, labels: Tensor, lr: Tensor, s: Settings
-) -> tuple[Any, State, Tensor, Tensor]:
+def written_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Tensor, s: Settings) -> Stepped:
     """`train_step` with the new params and state written over the old: for a graph, whose tensors stay where they are."""
-    new_params, new_state, loss, norm = train_step(params, state, x, labels, lr, s._replace(in_place=False))
+    new_params, new_state, loss, norm, load = train_step(params, state, x, labels, lr, s._replace(in_place=False))
     for old, new in zip(tensors((params, state)), tensors((new_params, new_state)), strict=True):
         old.copy_(new)
-    return params, state, loss, norm
+    return params, state, loss, norm, load
 
 
 def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, scales: Any = None) -> float:
     """The mean loss over windows, without residuals."""
     stages = s.ranks.stages
     whole = stages is None and s.ranks.zero < 3
-    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False) if whole else params
+    compute = working(params, s.model, scales, s.dtype, columns=False) if whole else params
     total = 0.0
     for i in range(0, len(x), batch):
         rows, counting = s.ranks.padded(x[i : i + batch], labels[i : i + batch])
         if stages is None:
-            loss, _ = chain_fwd(compute, inputs(compute, *rows, s), s.model, needs=Needs.NONE)
+            loss = main_of(chain_fwd(compute, inputs(compute, *rows, s), s.model, needs=Needs.NONE)[0])
         else:
             loss = stages.loss(params, *rows, s.dtype)
         total += float(loss) * counting if counting else 0.0

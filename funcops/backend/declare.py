@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import inspect
+import threading
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ from funcops.errors import require
 
 Implementation = Callable[..., Any]
 operators = torch.library.Library("funcops", "FRAGMENT")
+_defining = threading.Lock()  # an operator is defined once, whichever thread is the first to ask
 
 
 def tracing() -> bool:
@@ -79,13 +81,15 @@ class Kernel:
         """This kernel's Triton implementation as a `torch.library` operator."""
         if self._operator is None:
             require(self.triton_impl is not None, self.name, "backend 'triton'", "implemented", "no implementation")
-            self._operator = self._define(self.name, self.triton_impl)
+            with _defining:
+                self._operator = self._operator or self._define(self.name, self.triton_impl)
         return self._operator
 
     def torch_operator(self) -> Implementation:
         """The torch implementation likewise."""
         if self._torch_operator is None:
-            self._torch_operator = self._define(f"{self.name}_by_torch", self.torch_impl)
+            with _defining:
+                self._torch_operator = self._torch_operator or self._define(f"{self.name}_by_torch", self.torch_impl)
         return self._torch_operator
 
     def _define(self, name: str, implementation: Implementation | None) -> Implementation:

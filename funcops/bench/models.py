@@ -37,6 +37,7 @@ from funcops import (
     rope,
     skip,
 )
+from funcops.models import MoEConfig, moe
 
 
 class Sizes(NamedTuple):
@@ -64,22 +65,26 @@ def mlp_config(dim: int, hidden: int, recompute: bool = True) -> ChainConfig:
     )
 
 
-def block_config(dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True) -> ChainConfig:
-    """A Llama block; the extra `positions` may be their rotary table."""
-    size = dim // heads
+def block_config(
+    dim: int, heads: int, hidden: int, kv_heads: int | None = None, recompute: bool = True, mixture: MoEConfig | None = None
+) -> ChainConfig:
+    """A Llama block, or with a mixture of experts that of Qwen3-MoE; the extra `positions` may be their rotary table."""
+    size, eps = dim // heads, 1e-5 if mixture is None else 1e-6
 
     def projection(n: int, turned: bool) -> ChainConfig:
-        steps = (
+        steps: tuple[Step, ...] = (
             Step("proj", linear, LinearConfig(dim, n * size, bias=False)),
             Step("heads", reshape, ReshapeConfig((n * size,), (n, size))),
-            Step("rope", rope, RopeConfig(size), takes=("positions",)),
         )
-        return ChainConfig(steps=steps if turned else steps[:2], extras=("positions",) if turned else ())
+        if turned and mixture is not None:
+            steps = (*steps, Step("norm", rms_norm, RMSNormConfig(size, eps=eps)))
+        turn = Step("rope", rope, RopeConfig(size), takes=("positions",))
+        return ChainConfig(steps=(*steps, turn) if turned else steps, extras=("positions",) if turned else ())
 
     branches = tuple(Step(name, chain, projection(heads if name == "q" else kv_heads or heads, name != "v")) for name in "qkv")
     attn = ChainConfig(
         steps=(
-            Step("norm", rms_norm, RMSNormConfig(dim, eps=1e-5)),
+            Step("norm", rms_norm, RMSNormConfig(dim, eps=eps)),
             Step("qkv", parallel, ParallelConfig(branches=branches)),
             Step("mix", attention, AttentionConfig(causal=True)),
             Step("merge", reshape, ReshapeConfig((heads, size), (dim,))),
@@ -89,8 +94,11 @@ def block_config(dim: int, heads: int, hidden: int, kv_heads: int | None = None,
         recompute=recompute,
     )
     mlp = mlp_config(dim, hidden, recompute)
+    if mixture is not None:
+        of = moe(mixture)
+        mlp = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(dim, eps=eps)), *of.steps), outputs=of.outputs)
     steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
-    return ChainConfig(steps=steps, extras=("positions",))
+    return ChainConfig(steps=steps, extras=("positions",), outputs=mlp.outputs)
 
 
 def gpt2_block_config(dim: int, heads: int, hidden: int, p: float) -> ChainConfig:
@@ -127,14 +135,15 @@ def gpt2_block_config(dim: int, heads: int, hidden: int, p: float) -> ChainConfi
     )
 
 
-def decoder_config(sizes: Sizes) -> ChainConfig:
-    """Tokens [B, T] to the mean loss. Extras: `positions`, or their rotary table, and `labels` [B, T]."""
-    block = block_config(sizes.dim, sizes.heads, sizes.hidden, sizes.kv_heads)
+def decoder_config(sizes: Sizes, mixture: MoEConfig | None = None) -> ChainConfig:
+    """Tokens [B, T] to the mean loss, and beside it the routers' load and loss. Extras: `positions`, or their rotary table, and
+    `labels` [B, T]."""
+    block, eps = block_config(sizes.dim, sizes.heads, sizes.hidden, sizes.kv_heads, mixture=mixture), 1e-6 if mixture else 1e-5
     steps = (
         Step("embed", embedding, EmbeddingConfig(sizes.vocab, sizes.dim)),
         Step("blocks", repeat, RepeatConfig(chain, block, sizes.layers)),
-        Step("norm", rms_norm, RMSNormConfig(sizes.dim, eps=1e-5)),
+        Step("norm", rms_norm, RMSNormConfig(sizes.dim, eps=eps)),
         Step("head", linear, LinearConfig(sizes.dim, sizes.vocab, bias=False)),
         Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",)),
     )
-    return ChainConfig(steps=steps, extras=("positions", "labels"))
+    return ChainConfig(steps=steps, extras=("positions", "labels"), outputs=block.outputs)

@@ -55,7 +55,7 @@ Step = Callable[[], Tensor]
 
 def plain_name(path: str) -> str:
     """The plain module's name for a path of ours."""
-    return path.replace(".qkv.", ".").replace(".proj.", ".")
+    return path.replace(".qkv.", ".").replace(".proj.", ".").replace(".moe.routed.", ".").replace(".moe.", ".")
 
 
 def funcops_step(
@@ -257,10 +257,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=SECONDS, help="begin no compilation that would end later (default: %(default)s)"
     )
+    parser.add_argument("--mixture", action="store_true", help="a decoder with experts instead, against Hugging Face's Qwen3-MoE")
 
 
-def run(device: str = "cpu", seconds: float = SECONDS) -> Iterator[Row]:
+def run(device: str = "cpu", seconds: float = SECONDS, mixture: bool = False) -> Iterator[Row]:
     """The rows as they come."""
+    if mixture:
+        from funcops.bench import moe_step  # which imports this module
+
+        return moe_step.run()
     if device == "cuda" and not torch.cuda.is_available():
         raise NoDevice("--device: expected cpu, as there is no CUDA device, got cuda")
     if device == "cuda":

@@ -26,7 +26,7 @@ from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
-from funcops.program.values import param_shapes
+from funcops.program.values import gradient_shapes
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
@@ -96,7 +96,7 @@ class ChainConfig:
             params = put(params, path, None)
         return params
 
-    param_shapes = param_shapes
+    gradient_shapes = gradient_shapes
 
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
         """The config with `replace(name, op, cfg)` for each step's op and config."""

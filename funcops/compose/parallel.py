@@ -18,7 +18,7 @@ from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value, calls_below
-from funcops.program.values import param_shapes
+from funcops.program.values import gradient_shapes
 from funcops.residuals.nested import nested
 
 __all__ = [
@@ -69,7 +69,7 @@ class ParallelConfig:
         """See `funcops.program.values.abstract_params`."""
         return abstract_parts(self.branches)
 
-    param_shapes = param_shapes
+    gradient_shapes = gradient_shapes
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""

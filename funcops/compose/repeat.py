@@ -26,7 +26,7 @@ from funcops.needs import Needs, sub_mask
 from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
 from funcops.program.run import taken_apart
-from funcops.program.values import abstract_params, add, has_params, param_shapes
+from funcops.program.values import abstract_params, add, gradient_shapes, has_params
 from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
@@ -79,7 +79,7 @@ class RepeatConfig:
         layers = (abstract_params(self.op, self.cfg),) * self.times
         return _stack(layers) if self.stacked else layers
 
-    param_shapes = param_shapes
+    gradient_shapes = gradient_shapes
 
     def with_parts(self, replace: Replace) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""

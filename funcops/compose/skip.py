@@ -21,7 +21,7 @@ from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
-from funcops.program.values import abstract_params, param_shapes
+from funcops.program.values import abstract_params, gradient_shapes
 
 __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
 
@@ -47,7 +47,7 @@ class SkipConfig:
         """See `funcops.program.values.abstract_params`."""
         return abstract_params(self.op, self.cfg)
 
-    param_shapes = param_shapes
+    gradient_shapes = gradient_shapes
 
     def with_parts(self, replace: Replace) -> SkipConfig:
         """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""

@@ -46,6 +46,7 @@ from funcops.dist.ops.context_attention import *
 from funcops.dist.ops.copy_to import *
 from funcops.dist.ops.gather import *
 from funcops.dist.ops.gather_same import *
+from funcops.dist.ops.parallel_experts import *
 from funcops.dist.ops.row_linear import *
 from funcops.dist.ops.row_qlinear import *
 from funcops.dist.ops.scatter_sum import *

@@ -23,7 +23,7 @@ from funcops.errors import describe, fail, require, require_device, require_dtyp
 from funcops.marks import version
 from funcops.op import Op
 from funcops.program.values import abstract_params, parts_of
-from funcops.trees import leaves, paths, tree_map_with_path
+from funcops.trees import at, leaves, paths, tree_map_with_path
 
 PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # of a leaf's path and its shape
 
@@ -137,7 +137,7 @@ def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, 
         return
     if not hasattr(cfg, "with_parts"):
         for name, spec in getattr(cfg, "specs", {}).items():
-            leaf = getattr(params, name)
+            leaf = at(params, name)
             if leaf is not None:
                 yield _inside(path, name), Spec(spec.axis, spec.dim + dims, parts=spec.parts), (cfg.axis,)
         return

@@ -24,6 +24,7 @@ from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
 from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.context_attention import context_attention
+from funcops.dist.ops.parallel_experts import parallel_experts
 from funcops.dist.ops.row_linear import row_linear
 from funcops.dist.ops.row_qlinear import row_op_of
 from funcops.dist.ops.sharded_dropout import ShardedDropoutConfig, Shared, sharded_dropout
@@ -36,6 +37,7 @@ from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, embedding
+from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.ops.qlinear import QLinearConfig, op_of
@@ -62,6 +64,7 @@ def parallel(
         "vocab"    an embedding, or a linear cross entropy, whose vocabulary it shares out, or a cross entropy of what a column
                    layer gives: ids and labels are then the same on all ranks of `axis`
         "context"  an attention over the tokens that "cp" shares out
+        "expert"   experts that "ep" shares out
         a function (op, cfg) -> (op, cfg), of one that leaves its x shared out as it is
 
     Outputs are this rank's, of its rows. Rows are shared out along dimension 0 over "dp" and then `axis`, and along dimension 1,
@@ -251,6 +254,7 @@ ROLES: dict[str, dict[type, _Role]] = {
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),
         CrossEntropyConfig: _Role(cross_entropy, vocab_cross_entropy, 1),
     },
+    "expert": {ExpertsConfig: _Role(experts, parallel_experts, None, axis="ep")},
     "context": {AttentionConfig: _Role(attention, context_attention, None, axis="cp")},
 }
 

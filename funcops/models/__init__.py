@@ -1,12 +1,13 @@
 """Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, and `from_hf` and `to_hf`
-read and write the checkpoints of Hugging Face's."""
+read and write the checkpoints of Hugging Face's. `moe` is the chain of a mixture of experts alone."""
 
 from funcops.models.decoder import DecoderConfig as DecoderConfig
 from funcops.models.decoder import LatentConfig as LatentConfig
-from funcops.models.decoder import MoEConfig as MoEConfig
 from funcops.models.decoder import decoder as decoder
 from funcops.models.decoder import decoder_x as decoder_x
 from funcops.models.decoder import layer_paths as layer_paths
 from funcops.models.hf import from_hf as from_hf
 from funcops.models.hf import open_hf as open_hf
 from funcops.models.hf import to_hf as to_hf
+from funcops.models.mixture import MoEConfig as MoEConfig
+from funcops.models.mixture import moe as moe

@@ -21,14 +21,12 @@ from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.step import Step
 from funcops.configs import config
 from funcops.errors import check, fail, require, require_dtype, require_number, require_type
+from funcops.models.mixture import MoEConfig, moe
 from funcops.ops.activation import KINDS as ACTIVATIONS
 from funcops.ops.activation import ActivationConfig, activation
-from funcops.ops.add import AddConfig, add
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.embedding import EmbeddingConfig, embedding
-from funcops.ops.experts import ExpertsConfig, experts
-from funcops.ops.fork import ForkConfig, fork
 from funcops.ops.glu import KINDS as GATED
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.latent_split import LatentSplitConfig, latent_split
@@ -38,13 +36,12 @@ from funcops.ops.position_embedding import PositionEmbeddingConfig, position_emb
 from funcops.ops.reshape import ReshapeConfig, reshape
 from funcops.ops.rms_norm import RMSNormConfig, rms_norm
 from funcops.ops.rope import RopeConfig, rope, rope_table
-from funcops.ops.route import RouteConfig, route
 from funcops.ops.scale import ScaleConfig, scale
 from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 from funcops.ops.softcap import SoftcapConfig, softcap
 from funcops.trees import WithExtras
 
-__all__ = ["DecoderConfig", "LatentConfig", "MoEConfig", "decoder", "decoder_x", "layer_paths"]
+__all__ = ["DecoderConfig", "LatentConfig", "decoder", "decoder_x", "layer_paths"]
 
 
 @config
@@ -65,29 +62,6 @@ class LatentConfig:
             value = getattr(self, name)
             require(value is None or value >= 1, "LatentConfig", name, "at least 1", value)
         require_number("LatentConfig", 0, eps=self.eps)
-
-
-@config
-class MoEConfig:
-    """A mixture of experts in the place of an MLP: how tokens are routed, and the experts. `shared`: the hidden size of an MLP that
-    every token goes through besides, 0 for none; `gate_bias`: of the router's linear layer; `dense`: the layers that have an MLP
-    all the same."""
-
-    route: RouteConfig
-    experts: ExpertsConfig
-    shared: int = 0
-    gate_bias: bool = False
-    dense: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        require_type("MoEConfig", "route", self.route, RouteConfig)
-        require_type("MoEConfig", "experts", self.experts, ExpertsConfig)
-        same = self.route.experts == self.experts.experts
-        require(same, "MoEConfig", "experts.experts", f"{self.route.experts}, as of route", self.experts.experts)
-        require(self.route.jitter == 0, "MoEConfig", "route.jitter", "0 (a decoder takes no key)", self.route.jitter)
-        require(self.shared >= 0, "MoEConfig", "shared", "at least 0", self.shared)
-        right = isinstance(self.dense, tuple) and all(type(i) is int and i >= 0 for i in self.dense)
-        require(right, "MoEConfig", "dense", "a tuple of numbers of layers", self.dense)
 
 
 @config
@@ -174,6 +148,8 @@ class DecoderConfig:
                 self.rope is not None and self.qk_norm is None, where, "latent", "None without rope, or with qk_norm", self.latent
             )
         if self.moe is not None:
+            jitter = self.moe.route.jitter
+            require(jitter == 0, where, "moe.route.jitter", "0 (a decoder takes no key)", jitter)
             require(self.moe.experts.dim == self.dim, where, "moe.experts.dim", f"{self.dim}, as dim", self.moe.experts.dim)
             layers = all(0 <= i < self.layers for i in self.moe.dense) and len(set(self.moe.dense)) < self.layers
             require(layers, where, "moe.dense", f"some of layers 0..{self.layers - 1}, and not all", self.moe.dense)
@@ -300,7 +276,7 @@ def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:
 
 def block(cfg: DecoderConfig, kind: Kind) -> ChainConfig:
     """One layer: attention and MLP, each added to its x."""
-    attn, mlp = _attention(cfg, kind), _experts(cfg) if kind.sparse else _mlp(cfg, cfg.hidden, cfg.mlp_bias)
+    attn, mlp = _attention(cfg, kind), moe(cfg.moe) if kind.sparse and cfg.moe is not None else _mlp(cfg, cfg.hidden, cfg.mlp_bias)
     steps = (Step("attn", skip, SkipConfig(chain, _normed(cfg, attn))), Step("mlp", skip, SkipConfig(chain, _normed(cfg, mlp))))
     return ChainConfig(steps=steps, extras=steps[0].cfg.extras, outputs=steps[1].cfg.outputs)
 
@@ -389,19 +365,3 @@ def _mlp(cfg: DecoderConfig, hidden: int, bias: bool) -> ChainConfig:
     act = Step("act", glu, GLUConfig(kind=cfg.mlp, gate="first")) if gated else Step("act", activation, ActivationConfig(cfg.mlp))
     up = Step("up", linear, LinearConfig(cfg.dim, 2 * hidden if gated else hidden, bias=bias))
     return ChainConfig(steps=(up, act, Step("down", linear, LinearConfig(hidden, cfg.dim, bias=bias))))
-
-
-def _experts(cfg: DecoderConfig) -> ChainConfig:
-    moe = cfg.moe
-    assert moe is not None
-    steps = (
-        Step("in", fork, ForkConfig(), gives=("tokens",)),
-        Step("gate", linear, LinearConfig(cfg.dim, moe.route.experts, bias=moe.gate_bias)),
-        Step("route", route, moe.route, gives=("indices", "load", "loss")),
-        Step("experts", experts, moe.experts, takes=("tokens", "indices")),
-    )
-    routed = ChainConfig(steps=steps, outputs=("load", "loss"))
-    if not moe.shared:
-        return routed
-    both = ParallelConfig(branches=(Step("routed", chain, routed), Step("shared", chain, _mlp(cfg, moe.shared, False))))
-    return ChainConfig(steps=(Step("moe", parallel, both), Step("sum", add, AddConfig())), outputs=("load", "loss"))

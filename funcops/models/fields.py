@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from funcops.errors import fail, require, require_type
-from funcops.models.decoder import DecoderConfig, LatentConfig, MoEConfig
+from funcops.models.decoder import DecoderConfig, LatentConfig
 from funcops.models.families import FAMILIES, IGNORED, Family
+from funcops.models.mixture import MoEConfig
 from funcops.models.rope_fields import legacy, read_rope, write_rope
 from funcops.ops.experts import ExpertsConfig
 from funcops.ops.route import RouteConfig

@@ -140,29 +140,29 @@ def experts_init(
     return ExpertsParams(up, grouped_linear_init(cfg.down, key=keys[1], device=device, dtype=dtype))
 
 
-def _check_params(params: ExpertsParams, cfg: ExpertsConfig, like: Tensor) -> None:
+def check_experts_params(where: str, params: ExpertsParams, cfg: ExpertsConfig, like: Tensor) -> None:
     for name, layer in (("up", cfg.up), ("down", cfg.down)):
         own = getattr(params, name)
         if type(own) is not GroupedLinearParams:
-            fail("experts_fwd", f"params.{name}", "GroupedLinearParams", describe(own), TypeError)
-        check("experts_fwd", f"params.{name}.weight", own.weight, (cfg.experts, *layer.weight_shape), like.dtype, like)
+            fail(where, f"params.{name}", "GroupedLinearParams", describe(own), TypeError)
+        check(where, f"params.{name}.weight", own.weight, (cfg.experts, *layer.weight_shape), like.dtype, like)
         if cfg.bias:
-            check("experts_fwd", f"params.{name}.bias", own.bias, (cfg.experts, layer.out_features), like.dtype, like)
+            check(where, f"params.{name}.bias", own.bias, (cfg.experts, layer.out_features), like.dtype, like)
         elif own.bias is not None:
-            require(False, "experts_fwd", f"params.{name}.bias", "None (cfg.bias is False)", "a tensor")
+            require(False, where, f"params.{name}.bias", "None (cfg.bias is False)", "a tensor")
 
 
-def _check_inputs(x: Any, cfg: ExpertsConfig) -> None:
+def check_experts_x(where: str, x: Any, dim: int, experts: int) -> None:
     if not isinstance(x, tuple) or len(x) != 3:
-        fail("experts_fwd", "x", "a tuple (weights, x, indices)", describe(x), TypeError)
+        fail(where, "x", "a tuple (weights, x, indices)", describe(x), TypeError)
     weights, tokens, indices = x
-    check("experts_fwd", "x.1 (x)", tokens, (..., cfg.dim), FLOATS)
-    check("experts_fwd", "x.0 (weights)", weights, (...,), tuple({tokens.dtype: 0, wide(tokens.dtype): 0}), tokens)
-    if weights.shape[:-1] != tokens.shape[:-1] or weights.dim() < 1 or not 1 <= weights.shape[-1] <= cfg.experts:
-        wanted = f"{[*tokens.shape[:-1], 'K']}, K in 1..{cfg.experts} (the experts)"
-        fail("experts_fwd", "x.0 (weights)", wanted, list(weights.shape))
-    check("experts_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, tokens)
-    check_row_count("experts_fwd", "x.2 (indices)", indices.numel())
+    check(where, "x.1 (x)", tokens, (..., dim), FLOATS)
+    check(where, "x.0 (weights)", weights, (...,), tuple({tokens.dtype: 0, wide(tokens.dtype): 0}), tokens)
+    if weights.shape[:-1] != tokens.shape[:-1] or weights.dim() < 1 or not 1 <= weights.shape[-1] <= experts:
+        wanted = f"{[*tokens.shape[:-1], 'K']}, K in 1..{experts} (the experts)"
+        fail(where, "x.0 (weights)", wanted, list(weights.shape))
+    check(where, "x.2 (indices)", indices, weights.shape, torch.int32, tokens)
+    check_row_count(where, "x.2 (indices)", indices.numel())
 
 
 def _rows(t: Tensor) -> Tensor:
@@ -180,9 +180,16 @@ def experts_fwd(
 ) -> tuple[Tensor, ExpertsResiduals | None]:
     """The weighted sum of each token's experts. x: `(weights, x, indices)` -> y: [*, H]. Raises `ValueError` or `TypeError` for a
     wrong shape, dtype or device, and on the CPU `IndexError` for an index outside 0..E."""
-    _check_inputs(x, cfg)
+    check_experts_x("experts_fwd", x, cfg.dim, cfg.experts)
+    check_experts_params("experts_fwd", params, cfg, x[1])
+    return computed(params, x, cfg, needs)
+
+
+def computed(
+    params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig, needs: Needs
+) -> tuple[Tensor, ExpertsResiduals | None]:
+    """`experts_fwd` of params and x that were looked at, of however many choices."""
     weights, tokens, indices = x
-    _check_params(params, cfg, tokens)
     up, down = params.up, params.down
     order, _, offsets, place = sort_by_expert(_rows(indices), cfg.experts)
     z, scaled = kernels.experts_up(_rows(tokens), up.weight, up.bias, _rows(weights), order, offsets, *cfg.gated)
@@ -235,11 +242,17 @@ def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsP
     of_up = dz, x, p.offsets, None, p.order, p.choices, None
     of_down = dy, scaled, p.offsets, p.order, None, p.choices, s
     if into is not None:
-        layers = zip((cfg.up, cfg.down), (dz, dy), (x, scaled), biases, strict=True)
-        check_into("experts_wgrad", into, ExpertsParams(*[_wanted(*layer) for layer in layers]))
+        check_experts_into("experts_wgrad", p, cfg, into)
     up, down = (None, None) if into is None else (into.up, into.down)
     made = ExpertsParams(_gradients(of_up, up, biases[0]), _gradients(of_down, down, biases[1]))
     return made if into is None else into
+
+
+def check_experts_into(where: str, p: ExpertsPending, cfg: ExpertsConfig, into: ExpertsParams) -> None:
+    """Before anything is added, or sent."""
+    biases = [cfg.bias and p.needs.param(f"{name}.bias") for name in ("up", "down")]
+    layers = zip((cfg.up, cfg.down), (p.dz, p.dy), (p.x, p.scaled), biases, strict=True)
+    check_into(where, into, ExpertsParams(*[_wanted(*layer) for layer in layers]))
 
 
 def _wanted(layer: GroupedLinearConfig, dy: Tensor | None, x: Tensor | None, bias: bool) -> GroupedLinearParams:

@@ -113,7 +113,7 @@ class RouteConfig:
 
 @tree
 class RouteParams:
-    bias: Tensor | None = leaf("[E]")
+    bias: Tensor | None = leaf("[E]", gradient=False)
 
 
 class RouteResiduals(Residuals, static=("inputs", "shape", "dtype")):

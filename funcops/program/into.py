@@ -15,7 +15,7 @@ from funcops.errors import FLOATS, check, fail, in_step
 from funcops.formats import unscaled
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.program.values import abstract_params
+from funcops.program.values import abstract_params, shapes
 from funcops.residuals.nested import Nested
 from funcops.schema import Donated, Saved
 from funcops.trees import WithExtras, fake, paths, structure, tensors, tree_map_tensors
@@ -58,15 +58,15 @@ def check_into_tree(where: str, into: Any, op: Op, cfg: Any, node: Any, dy: Any 
 
 
 def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
-    """Of params by path."""
+    """Of params by path; None of those without a gradient."""
     if not torch.compiler.is_dynamo_compiling():
         params = abstract_params(op, cfg)
-    elif hasattr(cfg, "param_shapes"):
+    elif hasattr(cfg, "gradient_shapes"):
         id(cfg)  # the tracer guards on it
-        return dict(cfg.param_shapes())
+        return dict(cfg.gradient_shapes())
     else:
         params = op.init(cfg, key=None, device="meta")
-    return {path: None if t is None else t.shape for path, t in paths(params).items()}
+    return shapes(params)
 
 
 def _check_kinds(where: str, dy: Any) -> None:

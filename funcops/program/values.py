@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcops.memo import reading
 from funcops.op import Op
-from funcops.trees import paths, tensors, tree_map
+from funcops.trees import constant_paths, paths, tensors, tree_map
 
 
 def add(a: Any, b: Any) -> Any:
@@ -32,14 +32,20 @@ def abstract_params(op: Op, cfg: Any) -> Any:
     return cfg.abstract() if hasattr(cfg, "abstract") else op.init(cfg, key=None, device="meta")
 
 
-def param_shapes(cfg: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
-    """The shapes of a combinator's params by path. A method of configs, as `program_while_tracing` is: a tracer runs it and takes
+def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
+    """By path; None of what is absent, or never has a gradient."""
+    constant = constant_paths(params)
+    return {path: None if t is None or path in constant else tuple(t.shape) for path, t in paths(params).items()}
+
+
+def gradient_shapes(cfg: Any) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+    """The `shapes` of a combinator's params. A method of configs, as `program_while_tracing` is: a tracer runs it and takes
     what it gives for a constant, where it would trace every `init`, and warn of the cache above."""
     with reading():
-        return tuple([(path, None if t is None else tuple(t.shape)) for path, t in paths(cfg.abstract()).items()])
+        return tuple(shapes(cfg.abstract()).items())
 
 
-param_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+gradient_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def parts_of(cfg: Any) -> list[tuple[Any, Op, Any]]:

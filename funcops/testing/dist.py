@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from funcops.dist.mesh import Axis, Mesh
-from funcops.errors import describe, fail, require, require_callable, require_count, require_number, require_type
+from funcops.errors import describe, fail, require, require_callable, require_count, require_flag, require_number, require_type
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.residuals.donate import donate
@@ -77,7 +77,8 @@ class DistCase:
     """`cfg(axis)` is the op's config on an axis; `x(draw)` and `params(draw)` make what is whole; `reference(params, x)` is plain
     differentiable PyTorch for y (its last argument the number of ranks where it takes three). The placements of x, y and params are
     trees of their structure, with a `Placed` for each tensor. `twin(axis)`: another config that must give the same bits.
-    `near(axis)`: one that must give the same within the tolerance, as sums in another order do."""
+    `near(axis)`: one that must give the same within the tolerance, as sums in another order do. `buffers`: a rank keeps more than
+    its part of what one rank keeps, as it has room for all that may come."""
 
     cfg: Callable[[Axis], Any]
     x: Callable[[Draw], Any]
@@ -88,6 +89,7 @@ class DistCase:
     placed_params: Any = None
     twin: Callable[[Axis], Any] | None = None
     near: Callable[[Axis], Any] | None = None
+    buffers: bool = False
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -95,6 +97,7 @@ class DistCase:
         for name in ("params", "twin", "near"):
             if getattr(self, name) is not None:
                 require_callable("DistCase", **{name: getattr(self, name)})
+        require_flag("DistCase", buffers=self.buffers)
         require_type("DistCase", "name", self.name, str)
 
     def __str__(self) -> str:
@@ -183,7 +186,7 @@ def _check(op: Op, case: DistCase, n: int, single: int, tolerance: float) -> Non
     if params is not None:
         _close(_join(dparamss, case.placed_params, True), dparams, tolerance, "dparams")
     shared = all(p is None or p.kind == "shard" for p in (*leaves(case.placed_x), *leaves(case.placed_params)))
-    for nbytes_of_rank in kept:
+    for nbytes_of_rank in () if case.buffers else kept:
         assert nbytes_of_rank * n == single if shared else nbytes_of_rank <= single, (
             f"{nbytes_of_rank} bytes kept, {single} by one rank"
         )

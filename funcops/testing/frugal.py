@@ -147,7 +147,7 @@ def _computed_again(full: Any, parts: dict[Any, Needs]) -> set[str]:
                 f"{name}.{field}" for field in fields if AGAIN in fields[field].needed_by and getattr(node, field) is not None
             }
         else:
-            found |= places
+            found |= places if before.name in cfg.recomputed else places & held(full)  # what is recomputed is not in `full`
     return found
 
 

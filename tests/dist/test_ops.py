@@ -114,7 +114,9 @@ WRONG |= dict.fromkeys(("in_features", "out_features", "num_embeddings", "vocab"
 WRONG |= {"label_smoothing": (1.0, -0.1, "0", None), "z_loss": (-1.0, float("inf"), None), "reduction": ("avg", None)}
 WRONG |= {"ignore_index": WRONG["by"], "padding_idx": (-1, 1e9, "0"), "causal": WRONG["bias"], "scale": (0.0, float("nan"), "1")}
 WRONG |= {"recipe": (None, "fp8_current")}
-WRONG |= {"comm": ("p2p", None)}
+WRONG |= {"comm": ("p2p", None), "kind": ("silu", None), "capacity": (0.0, 1.5, "1"), "softcap": (0.0, -1.0, "1")}
+WRONG |= dict.fromkeys(("limit", "alpha", "offset"), ("1", None))
+WRONG |= dict.fromkeys(("experts", "hidden"), WRONG["vocab"])
 
 
 @pytest.mark.parametrize("name", PLAIN)

@@ -260,7 +260,10 @@ MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
 BAD = {
     "parallel: rules must be globs over steps that no other matches before (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
     "parallel: rules must be globs over steps that no other matches before (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
-    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'context', or a function, got 'rows'": (MLP, {**BOTH, "up": "rows"}),
+    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'expert', 'context', or a function, got 'rows'": (
+        MLP,
+        {**BOTH, "up": "rows"},
+    ),
     "parallel: rules must be with a row layer behind every column layer, got none behind up": (chained(UP), {"up": "column"}),
     "parallel: down, a row layer, must be where x has its features shared out, behind a column layer, "
     "got shared out by rows alone": (

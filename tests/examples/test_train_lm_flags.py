@@ -65,6 +65,7 @@ def test_every_flag_has_a_text_a_default_and_a_group(action):
         ("--device", "cpu"), ("--dtype", "bfloat16"),
         ("--recipe", "fp8_delayed"), ("--delay-wgrad",), ("--policy", "minimal"), ("--policy", "compress_fp8"),
         ("--policy", "offload_block_inputs"), ("--budget", 1), ("--stop-at", 1), ("--out", "here"),
+        ("--experts", 3, "--top-k", 1, "--shared", 2, "--balance", 0),
     ],
     ids=str,
 )  # fmt: skip
@@ -83,7 +84,7 @@ def test_every_flag_is_tried():
 
 
 # what else a flag takes, and what it does not take, than a number of at least 1
-ZERO = ("--warmup", "--sample", "--weight-decay", "--seed", "--zero")
+ZERO = ("--warmup", "--sample", "--weight-decay", "--seed", "--zero", "--balance")
 NUMBERS = [action for action in ACTIONS if action.type in (int, float)]
 
 

@@ -146,7 +146,7 @@ OTHER = {
     "dim": 32, "layers": 1, "heads": 1, "kv-heads": 2, "hidden": 8, "context": 4, "batch": 3, "steps": 7, "warmup": 1,
     "eval-every": 2,
     "lr": 0.01, "weight-decay": 0.2, "clip": 1, "seed": 1, "dtype": "float32", "text": "other.txt",
-    "recipe": "fp8_block",
+    "recipe": "fp8_block", "experts": 2,
 }  # fmt: skip
 FREE = {"sample": 7, "delay-wgrad": None, "policy": "minimal", "stop-at": 4, "graph": None}
 FREE |= {
@@ -196,7 +196,7 @@ def test_every_flag_is_compared_or_known_to_change_no_number():
         for name in vars(parse([*TINY, "--out", "nowhere"]))
         if name not in ("device", "check", "sizes", "out", "resume", "force", "mesh")
     }
-    assert named == {name.replace("-", "_") for name in (*OTHER, *FREE, "tied", "compile", "budget")}
+    assert named == {name.replace("-", "_") for name in (*OTHER, *FREE, "tied", "compile", "budget", "top-k", "shared", "balance")}
 
 
 def kept_bytes(run):

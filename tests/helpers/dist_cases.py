@@ -10,6 +10,8 @@ from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, Lin
 from funcops.dist import Mesh
 from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.row_qlinear import row_op_of
+from funcops.ops.experts import ExpertsParams
+from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.recipes import Fp8Current
 from funcops.testing import Case, DistCase, Placed
 from funcops.trees import tree_map
@@ -230,6 +232,44 @@ def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None
     )
 
 
+def parallel_experts(rows, choices, dim, hidden, bias, some=8, **options):
+    """8 experts, of which the first `some` are chosen."""
+    count = 8
+
+    def x(d):
+        indices = d.rand(8 * rows[0], *rows[1:], some).argsort(-1)[..., :choices].to(torch.int32)
+        return d.rand(*indices.shape), d.randn(*indices.shape[:-1], dim), indices
+
+    def params(d):
+        up, down = (GroupedLinearParams(d.randn(count, o, i)) for o, i in ((2 * hidden, dim), (dim, hidden)))
+        if bias:
+            up.bias, down.bias = d.randn(count, 2 * hidden), d.randn(count, dim)
+        return ExpertsParams(up, down)
+
+    def reference(params, x, n):
+        """Every expert computes every token."""
+        weights, tokens, indices = x
+        total = torch.zeros_like(tokens)
+        for e in range(count):
+            up, down = ((p.weight[e], p.bias[e] if bias else None) for p in (params.up, params.down))
+            gate, value = F.linear(tokens, *up).chunk(2, -1)
+            total = total + F.linear(F.silu(gate) * value, *down) * (weights * (indices == e)).sum(-1, keepdim=True)
+        return total
+
+    part = GroupedLinearParams(SHARD, SHARD if bias else None)
+    return DistCase(
+        cfg=lambda axis: dist.ParallelExpertsConfig(count, dim, hidden, axis=axis, bias=bias, **options),
+        x=x,
+        params=params,
+        reference=reference,
+        placed_x=(SHARD, SHARD, SHARD),
+        placed_y=SHARD,
+        placed_params=ExpertsParams(part, part),
+        buffers=True,
+        name=f"{rows}-{choices}-{dim}-{hidden}-bias={bias}-{some}-{options}",
+    )
+
+
 def all_cases():
     """A small case of each op, and what a `Case` must know of it besides."""
     for op, case in collectives(1, 1, 1, 0):
@@ -245,6 +285,7 @@ def all_cases():
     options = {"label_smoothing": 0.1, "z_loss": 0.01}
     yield dist.vocab_cross_entropy, vocab_cross_entropy((4,), 1, **options), {}
     yield dist.vocab_linear_cross_entropy, vocab_linear_cross_entropy((1,), 3, 1, True, 80, **options), {}
+    yield dist.parallel_experts, parallel_experts((1, 3), 3, 3, 2, True), {}
     yield dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring"), {}
 
 

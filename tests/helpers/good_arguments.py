@@ -197,7 +197,8 @@ OWN = {  # by "module.name", or "name" of funcops itself
     "trees.fake": Row(lambda: {"t": x(), "dtype": torch.float32}, accepts={
         **{("t", value): "of any kind" for value in ("complex64[2, 4]", "float32[3, 5]", "float32[2, 4]")},
         ("dtype", "torch.int64"): "any dtype"}),
-    "trees.leaf": Row(lambda: {"shape": "[*]"}, accepts={"shape": "words"}),
+    "trees.leaf": Row(lambda: {"shape": "[*]", "gradient": False}, accepts={"shape": "words"}),
+    "trees.constant_paths": Row(lambda: {"tree": tree()}, accepts={"tree": ANY}),
     "trees.static": Row(lambda: {"default": None}, accepts={"default": "any value"}),
     "trees.tree_map": Row(lambda: {"fn": doubled, "tree": {"a": 1}, "is_leaf": lambda leaf: False}, accepts={"tree": ANY}),
     "trees.tree_map_tensors": Row(lambda: {"fn": doubled, "tree": tree()}, accepts={"tree": ANY}),

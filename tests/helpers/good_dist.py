@@ -18,7 +18,7 @@ def tree() -> dict[str, Any]:
 
 def dist_case() -> dict[str, Any]:
     return {"cfg": dist.GatherConfig, "x": lambda d: d.randn(4), "reference": lambda params, x, n: 1.0 * x, "params": None,
-            "placed_x": testing.Placed("shard"), "placed_y": testing.Placed("replicate")}  # fmt: skip
+            "buffers": True, "placed_x": testing.Placed("shard"), "placed_y": testing.Placed("replicate")}  # fmt: skip
 
 
 CHAIN = ChainConfig(steps=(Step("up", linear, LinearConfig(4, 6)), Step("down", linear, LinearConfig(6, 4))))

@@ -1,0 +1,75 @@
+"""A mixture of experts as a chain: each token goes through the K experts of E that a router chooses, and all of them, with
+`shared`, through one more MLP.
+
+    l = x W_gate^T      w, i = route(l)      y_t = sum over k of w_tk expert_{i_tk}(x_t)  +  shared(x_t)
+
+What the router gives besides, `load` and `loss`, leaves the chain by name (`ChainConfig(outputs=)`).
+"""
+
+from __future__ import annotations
+
+from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.parallel import ParallelConfig, parallel
+from funcops.compose.step import Step
+from funcops.configs import config
+from funcops.errors import require, require_type
+from funcops.ops.add import AddConfig, add
+from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.fork import ForkConfig, fork
+from funcops.ops.glu import GLUConfig, glu
+from funcops.ops.linear import LinearConfig, linear
+from funcops.ops.route import RouteConfig, route
+
+__all__ = ["MoEConfig", "moe"]
+
+ROUTED = ("load", "loss")
+
+
+@config
+class MoEConfig:
+    """How tokens are routed, and the experts. `shared`: the hidden size of an MLP that every token goes through besides, with the
+    experts' gated unit, 0 for none; `gate_bias`: of the router's linear layer; `dense`: of a decoder, the layers that have an MLP
+    in the place of a mixture."""
+
+    route: RouteConfig
+    experts: ExpertsConfig
+    shared: int = 0
+    gate_bias: bool = False
+    dense: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_type("MoEConfig", "route", self.route, RouteConfig)
+        require_type("MoEConfig", "experts", self.experts, ExpertsConfig)
+        same = self.route.experts == self.experts.experts
+        require(same, "MoEConfig", "experts.experts", f"{self.route.experts}, as of route", self.experts.experts)
+        require(self.shared >= 0, "MoEConfig", "shared", "at least 0", self.shared)
+        plain = self.shared == 0 or not self.experts.bias
+        require(plain, "MoEConfig", "shared", "0 beside experts with biases, which the shared MLP has not", self.shared)
+        right = isinstance(self.dense, tuple) and all(type(i) is int and i >= 0 for i in self.dense)
+        require(right, "MoEConfig", "dense", "a tuple of numbers of layers", self.dense)
+
+
+def moe(cfg: MoEConfig) -> ChainConfig:
+    """The chain of a mixture: x, y: [*, H], and with y `load` [E] and `loss` [] of the router (`route`). With jitter it takes the
+    extra `key`. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its `up` and `down` in
+    `moe.shared`. Raises `TypeError` for what is no config."""
+    require_type("moe", "cfg", cfg, MoEConfig)
+    keys = ("key",) if cfg.route.jitter else ()
+    steps = (
+        Step("in", fork, ForkConfig(), gives=("tokens",)),
+        Step("gate", linear, LinearConfig(cfg.experts.dim, cfg.route.experts, bias=cfg.gate_bias)),
+        Step("route", route, cfg.route, takes=keys, gives=("indices", *ROUTED)),
+        Step("experts", experts, cfg.experts, takes=("tokens", "indices")),
+    )
+    routed = ChainConfig(steps=steps, extras=keys, outputs=ROUTED)
+    if not cfg.shared:
+        return routed
+    both = ParallelConfig(branches=(Step("routed", chain, routed), Step("shared", chain, _shared(cfg))))
+    return ChainConfig(steps=(Step("moe", parallel, both), Step("sum", add, AddConfig())), extras=keys, outputs=ROUTED)
+
+
+def _shared(cfg: MoEConfig) -> ChainConfig:
+    of, dim = cfg.experts, cfg.experts.dim
+    gated = GLUConfig(kind=of.kind, gate="first", limit=of.limit, alpha=of.alpha, offset=of.offset)
+    up = Step("up", linear, LinearConfig(dim, 2 * cfg.shared, bias=False))
+    return ChainConfig(steps=(up, Step("act", glu, gated), Step("down", linear, LinearConfig(cfg.shared, dim, bias=False))))
