@@ -4,7 +4,7 @@
     python examples/residual_microscope.py --layers 2 --dim 256 --context 512 --table
 
 Runs a small Llama forward and backward under each policy of `funcops.POLICIES`, and asks `report` for what it kept. Draws a block
-twice: the bytes of each step by field, under the default policy, and the bytes of each policy by step. Prints what each policy keeps
+twice: the bytes of each step by field, under the default policy, and of each policy by step. Prints what each policy keeps
 of the whole model, and how far its furthest gradient is from that of `save_all`.
 """
 

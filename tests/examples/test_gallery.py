@@ -33,6 +33,18 @@ def test_a_blank_picture_is_seen(tmp_path):
         check_picture(tmp_path / "blank.png")
 
 
+def test_the_page_has_every_example_with_its_command_and_its_picture():
+    page = PAGE.read_text()
+    for program in (ROOT / "examples").glob("*.py"):
+        assert f"| [`{program.name}`](../examples/{program.name}) |" in page, program.name
+        assert re.search(rf"^```bash\npython examples/{program.name}( .*)?\n```$", page, re.M), program.name
+    pictures = {PAGE.parent / path for path in re.findall(r"^!\[.+\]\((.+)\)$", page, re.M)}
+    assert pictures == set((ROOT / "docs" / "gallery").iterdir())
+    for picture in pictures:
+        assert picture.stat().st_size < 60_000
+        check_picture(picture)
+
+
 def test_residual_microscope(tmp_path):
     flags = "--dim 16 --layers 2 --context 8 --table".split()
     said = run("residual_microscope.py", *flags, "--plot", tmp_path / "plot.png")
