@@ -77,7 +77,7 @@ def step_of(model: ChainConfig) -> Callable[..., Any]:
 
 
 def batch(step: int, rows: int, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    keys = random.split(random.fold_in(random.key(1, device=device), step), 3)
+    keys = [random.fold_in(random.key(i, device=device), step) for i in range(3)]
     x = random.normal(keys[0], (rows, FEATURES))
     labels = (random.uniform(keys[1], (rows,)) * CLASSES).long()
     return x, labels, keys[2], torch.tensor(1e-3, device=device)

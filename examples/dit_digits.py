@@ -176,7 +176,8 @@ def draw(digits: Digits, images: Tensor, losses: list[float], path: Path) -> Non
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.4), layout="constrained")
-    left, right = figure.subfigures(1, 2, width_ratios=(1, 1.3))
+    halves: Any = figure.subfigures(1, 2, width_ratios=(1, 1.3))
+    left, right = halves
     axes = left.add_subplot()
     axes.semilogy(losses, linewidth=0.6)
     axes.set_xlabel("step")

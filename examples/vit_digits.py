@@ -106,7 +106,8 @@ def draw(digits: Digits, result: Result, path: Path) -> None:
     said = result.logits.argmax(-1)
     wrong = (said != digits.held_out_labels).nonzero().flatten().tolist()[:16]
     figure = Figure(figsize=(8, 2.8), layout="constrained")
-    left, right = figure.subfigures(1, 2)
+    halves: Any = figure.subfigures(1, 2)
+    left, right = halves
     axes = left.add_subplot()
     axes.semilogy(result.losses, linewidth=0.8)
     axes.set_xlabel("step")
