@@ -1,6 +1,11 @@
-"""Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, and `from_hf` and `to_hf`
-read and write the checkpoints of Hugging Face's."""
+"""Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, `decode` and `generate`
+go on with a text, and `from_hf` and `to_hf` read and write the checkpoints of Hugging Face's."""
 
+from funcops.models.cache import Cache as Cache
+from funcops.models.cache import KVCache as KVCache
+from funcops.models.cache import cache_init as cache_init
+from funcops.models.decode import decode as decode
+from funcops.models.decode import generate as generate
 from funcops.models.decoder import DecoderConfig as DecoderConfig
 from funcops.models.decoder import LatentConfig as LatentConfig
 from funcops.models.decoder import MoEConfig as MoEConfig
@@ -10,3 +15,5 @@ from funcops.models.decoder import layer_paths as layer_paths
 from funcops.models.hf import from_hf as from_hf
 from funcops.models.hf import open_hf as open_hf
 from funcops.models.hf import to_hf as to_hf
+from funcops.models.sampling import SamplingConfig as SamplingConfig
+from funcops.models.sampling import sample as sample
