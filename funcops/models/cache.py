@@ -21,8 +21,8 @@ from funcops.compose.chain import ChainConfig
 from funcops.compose.step import Step
 from funcops.configs import config
 from funcops.errors import DonatedError, check, describe, fail, require, require_count, require_device, require_dtype, require_type
-from funcops.kernels.attention import attend_fwd
-from funcops.kernels.scored_attention import Score, alibi_slopes
+from funcops.kernels.attention import masked_fwd
+from funcops.kernels.scored_attention import alibi_slopes
 from funcops.marks import Gone
 from funcops.models.decoder import DecoderConfig, layer_paths
 from funcops.needs import Needs
@@ -215,8 +215,8 @@ def cached_attention_fwd(
     _write(keys, k, at)
     _write(values, v, at)
     mask = _mask(where, at, q, bias, of.alibi)
-    score = Score(False, 0, of.softcap or 0.0, False, of.score(q.shape[3]).scale)
-    y, lse = attend_fwd(q, keys.transpose(1, 2), values.transpose(1, 2), mask, None, score)
+    scale = of.score(q.shape[3]).scale
+    y, lse = masked_fwd(q, keys.transpose(1, 2), values.transpose(1, 2), mask, of.softcap or 0.0, scale)
     if type(of) is SinkAttentionConfig:
         sinks: Any = params.sinks
         check(where, "params.sinks", sinks, (q.shape[2],), tuple(dict.fromkeys((q.dtype, lse.dtype))), q)
