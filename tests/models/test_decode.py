@@ -19,10 +19,12 @@ from funcops import (
     attention,
     chain,
     donate,
+    lora,
     random,
     sink_attention,
     trees,
 )
+from funcops.backend import backend
 from funcops.graphs import check_capturable
 from funcops.models import (
     Cache,
@@ -39,7 +41,7 @@ from funcops.models import (
     sample,
 )
 from funcops.models.cache import CachedParams, slots, slots_of, with_cache
-from funcops.testing.tolerances import DECODING
+from funcops.testing.tolerances import DECODING, assert_close
 
 B, T, H, K, D, V = 2, 19, 4, 2, 6, 5
 OPTIONS = {
@@ -147,6 +149,17 @@ def test_logits_are_those_of_one_forward(name):
         torch.testing.assert_close(logits[row, -1], alone[0, -1], rtol=0, atol=DECODING)
 
 
+def test_triton_reads_a_ring():
+    """With a cap, for which no library kernel is."""
+    cfg = dataclasses.replace(LLAMA, layers=1, softcap=2.0, windows=(3,))
+    params, cache = given(cfg, torch.float32), cache_init(cfg, 3, context=17, chunk=7)
+    want = whole(trees.cast(params, torch.float64), cfg)
+    with backend("triton"):
+        for start, stop in ((0, 7), (7, 14), (14, 15)):
+            logits, cache = decode(params, donate(cache), IDS[:, start:stop], cfg)
+            assert_close(logits, want[:, start:stop].float(), dtype=torch.float32)
+
+
 def test_a_cache_stays_where_it_is_and_is_written_to_where_it_is_given_away():
     cfg, ids = MODELS["windows, sinks, a cap, experts"], IDS[:, :5]
     params, cache = given(cfg), cache_init(MODELS["windows, sinks, a cap, experts"], 3, chunk=7, dtype=torch.float64)
@@ -225,6 +238,17 @@ def test_a_stream_is_the_likeliest_token_after_each_prompt(name):
         for _ in range(4):
             ids = torch.cat((ids, whole(params, cfg, ids)[:, -1:].argmax(-1)), 1)
         assert torch.equal(got[row], ids[0, n:])
+
+
+def test_a_stream_of_a_model_with_adapters():
+    model = lora.with_lora(decoder(LLAMA), 2, ["*.q.proj", "*.v.proj"])
+    params = trees.tree_map_tensors(lambda t: t + 0.1, chain.init(model, key=random.key(0), dtype=torch.float64))
+    got = torch.stack(list(generate(params, LLAMA, IDS, 4, model=model)), 1)
+    ids = IDS
+    for _ in range(4):
+        y, _ = chain.fwd(params, decoder_x(LLAMA, ids, torch.float64), model, needs=Needs.NONE)
+        ids = torch.cat((ids, y[:, -1:].argmax(-1)), 1)
+    assert torch.equal(got, ids[:, 17:])
 
 
 def test_a_stream_is_of_its_key():
