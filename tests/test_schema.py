@@ -91,7 +91,7 @@ def test_donation_empties_and_is_used_once():
         linear_bwd(cell, DY, CFG)
     with pytest.raises(DonatedError, match="donate: residuals must be unused"):
         donate(residuals)
-    with pytest.raises(TypeError, match="donate: kept must be residuals or pending of an op, got 3.0"):
+    with pytest.raises(TypeError, match="donate: kept must be residuals or pending of an op, or a cache, got 3.0"):
         donate(3.0)
     assert donate(None) is None
 

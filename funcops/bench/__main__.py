@@ -12,6 +12,7 @@ from funcops.bench.measure import BenchError, NoDevice, print_table, write_csv, 
 
 BENCHES = {
     "aot": "every Triton kernel compiled for GPUs that are not there",
+    "decode": "tokens one at a time, beside Hugging Face's generate with its static cache",
     "graph": "a training step of a small model on this GPU: eager, graphed, and torch.compile",
     "kernels": "every kernel on this GPU, against torch and Liger-Kernel",
     "launch": "host time of a Triton launch, the driver stubbed",

@@ -290,3 +290,13 @@ def _served(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor], cu_seqlens:
     if by == "flash":
         return "flash" if window else "library"
     return "library" if by == "efficient" and not (window or shorter) else ""
+
+
+def masked_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float, scale: float) -> tuple[Tensor, Tensor]:
+    """y and logsumexp [B, H, T] where `mask`, of q's dtype and as a bias is, says who sees what; there is no backward. On the CPU
+    by aten's flash kernel, if it can."""
+    if softcap or not q.is_cpu or q.shape[3] != v.shape[3] or nothing_to_see(q, k):
+        return scored_attention_fwd(q, k, v, mask, None, *Score(False, 0, softcap, False, scale))  # type: ignore[no-any-return]
+    heads = _heads(q), _heads(k), _heads(v)
+    out, lse = torch._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, False, attn_mask=mask, scale=scale)
+    return out.transpose(1, 2), lse

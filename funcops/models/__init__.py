@@ -1,6 +1,11 @@
-"""Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, and `from_hf` and `to_hf`
-read and write the checkpoints of Hugging Face's. `moe` is the chain of a mixture of experts alone."""
+"""Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, `decode` and `generate` go on with a text, and
+`from_hf` and `to_hf` read and write the checkpoints of Hugging Face's. `moe` is the chain of a mixture of experts alone."""
 
+from funcops.models.cache import Cache as Cache
+from funcops.models.cache import KVCache as KVCache
+from funcops.models.cache import cache_init as cache_init
+from funcops.models.decode import decode as decode
+from funcops.models.decode import generate as generate
 from funcops.models.decoder import DecoderConfig as DecoderConfig
 from funcops.models.decoder import LatentConfig as LatentConfig
 from funcops.models.decoder import decoder as decoder
@@ -11,3 +16,5 @@ from funcops.models.hf import open_hf as open_hf
 from funcops.models.hf import to_hf as to_hf
 from funcops.models.mixture import MoEConfig as MoEConfig
 from funcops.models.mixture import moe as moe
+from funcops.models.sampling import SamplingConfig as SamplingConfig
+from funcops.models.sampling import sample as sample

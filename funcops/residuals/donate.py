@@ -9,7 +9,8 @@ from funcops.schema import Donated
 
 
 def donate(kept: Any) -> Any:
-    """Empty `kept` (residuals or pending) into a one-shot cell that the next backward takes.
+    """Empty `kept` (residuals or pending) into a one-shot cell that the next backward takes; or a cache of `funcops.models` into
+    one that the next `decode` takes.
 
     Each leaf is dropped as soon as the backward has read it. Any later use of `kept`, or a second use of the cell, raises
     `DonatedError`. None and a cell are returned as they are. Raises `TypeError` for anything else.
@@ -17,7 +18,7 @@ def donate(kept: Any) -> Any:
     if kept is None or type(kept) is Donated:
         return kept
     if not hasattr(kept, "give"):
-        fail("donate", "kept", "residuals or pending of an op", describe(kept), TypeError)
+        fail("donate", "kept", "residuals or pending of an op, or a cache", describe(kept), TypeError)
     if not kept.fresh():
         kept.complain("donate")
     return Donated(kept.give())

@@ -110,3 +110,6 @@ def _largest(t: Tensor) -> float:
 # Whole models against Hugging Face's, whose sums have another order: logits of a few layers in float32, and gradients in float64,
 # where its casts to float32 are taken to float64.
 HF_LOGITS, HF_GRADIENTS = 1e-5, 1e-8
+
+# Decoding in float64 against one forward of the whole: the same sums, some keys in another order.
+DECODING = 1e-12

@@ -52,6 +52,24 @@ def new_folder() -> Path:
 IDS = torch.zeros(2, 3, dtype=torch.int64)
 ZERO = (0,)
 SOME = {(name, "'no such'"): "any name" for name in ("family",)}
+ONE = torch.zeros(2, 1, dtype=torch.int64)
+COUNTS = torch.ones(2, dtype=torch.int64)
+
+
+def cache() -> Any:
+    return models.cache_init(LLAMA, 2, chunk=3, dtype=torch.float32)
+
+
+def decoding() -> dict[str, Any]:
+    return {"params": params(), "cache": cache(), "ids": ONE, "cfg": LLAMA, "counts": COUNTS, "model": models.decoder(LLAMA)}
+
+
+def generating() -> dict[str, Any]:
+    sampling = models.SamplingConfig(temperature=1.0)
+    return {"params": params(), "cfg": LLAMA, "ids": ONE, "tokens": 2, "key": random.key(0), "sampling": sampling,
+            "lengths": COUNTS, "chunk": 3, "model": models.decoder(LLAMA)}  # fmt: skip
+
+
 MODELS = {
     "models.DecoderConfig": Row(whole, dict.fromkeys(SIZES, ZERO) | {"windows": ((3,), (None, 0), ("a", 1)), "kv_heads": ZERO,
         "scale": (0.0,), "softcap": (0.0,)}, {**SOME, ("family", "''"): "any name"}),
@@ -61,6 +79,13 @@ MODELS = {
     "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS},
         {"ids": (IDS[0],)}, {("ids", "int64[2, 3]"): "one tensor may be anywhere"}),
+    "models.SamplingConfig": Row(lambda: {"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {"top_k": ZERO, "top_p": (0.0, 1.5)}),
+    "models.cache_init": Row(lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},
+        dict.fromkeys(("batch", "context", "chunk"), ZERO)),
+    "models.decode": Row(decoding, {"ids": (ONE[0], ONE[:, :0])}),
+    "models.generate": Row(generating, {"tokens": ZERO, "chunk": ZERO, "lengths": (0 * COUNTS,)}),
+    "models.sample": Row(lambda: {"logits": torch.ones(2, 5), "key": random.key(0), "cfg": models.SamplingConfig(temperature=1.0)},
+        {"logits": (torch.ones(5), torch.ones(2, 0))}, {("logits", "float32[3, 5]"): "rows of any number"}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
     "models.open_hf": Row(lambda: {"folder": folder(), "length": 4}),

@@ -241,13 +241,14 @@ def _differences(first: list[Step], second: list[Step]) -> list[Fault]:
 def _replayed(fn: Callable[..., Any], trees: Any, other: Any) -> list[Fault]:
     """Record on one set of values, replay on another, and compare with the function itself."""
     statics = clones(trees)
+    held = tensors(statics)  # a tree that the function gives away has them no more
     with torch.no_grad():
         try:
             recording, result = recorder.record(lambda: fn(*statics), recorder.Pool(), tensors)
         except CaptureError as error:
             return [Fault(BAKED, user_line(), str(error))]
         given = clones(other)
-        for static, value in zip(tensors(statics), tensors(other), strict=True):
+        for static, value in zip(held, tensors(other), strict=True):
             static.copy_(value)
         recording.replay()
         want = fn(*given)

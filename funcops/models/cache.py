@@ -1,0 +1,300 @@
+"""What decoding keeps: keys and values of the positions before, and attention that reads them.
+
+A layer's cache has R slots; position p is in slot p mod R. A layer that sees all positions has a slot for each of the `context`;
+one with a window of W has a ring of W + chunk - 1: a chunk is written before it attends, and its first row still sees W positions.
+Which position a slot holds follows from how many there are: of n, the last p < n with p mod R = slot, none where that is below 0.
+
+    write k, v at slots        s_ij = score(q_i, k_j), -inf where the position of slot j is after i, or W or more before it, or none
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.backend.declare import watched
+from funcops.compose.chain import ChainConfig
+from funcops.compose.step import Step
+from funcops.configs import config
+from funcops.errors import DonatedError, check, describe, fail, require, require_count, require_device, require_dtype, require_type
+from funcops.kernels.attention import masked_fwd
+from funcops.kernels.scored_attention import alibi_slopes
+from funcops.marks import Gone
+from funcops.models.decoder import DecoderConfig, layer_paths
+from funcops.needs import Needs
+from funcops.op import forward, init_of, make_op
+from funcops.ops.attention import AttentionConfig, attention, check_parts, check_qkv
+from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention, sink_attention_init
+from funcops.trees import has, leaf, static, tree
+
+__all__ = ["Cache", "KVCache", "cache_init", "cached_attention", "with_cache"]
+
+CACHE = "cache"  # the extra input of cached attention
+
+
+@tree
+class KVCache:
+    """Keys and values of a layer, in R slots."""
+
+    k: Tensor = leaf("[B, K, R, D]")
+    v: Tensor = leaf("[B, K, R, V]")
+
+
+@tree
+class Cache:
+    """Of each layer, by its path, keys and values; and of each sequence, how many positions they are of. `context`: how many there
+    can be; `chunk`: how many tokens are taken at once."""
+
+    layers: dict[str, KVCache]
+    lengths: Tensor = leaf("[B]")
+    context: int = static(0)
+    chunk: int = static(0)
+
+    def fresh(self) -> bool:
+        return type(self.lengths) is not Gone
+
+    def complain(self, where: str) -> None:
+        raise DonatedError(f"{where}: cache must be unused, got a Cache given away with donate()")
+
+    def give(self) -> Cache:
+        """Another with what this one has, which is then gone from here: see `donate`."""
+        made = dataclasses.replace(self)
+        self.layers, self.lengths = Gone("cache.layers"), Gone("cache.lengths")  # type: ignore[assignment]
+        return made
+
+
+def cache_init(
+    cfg: DecoderConfig, batch: int, *, context: int | None = None, chunk: int = 256, dtype: torch.dtype | None = None,
+    device: Any = None,
+) -> Cache:  # fmt: skip
+    """An empty cache for `batch` sequences of up to `context` positions (default: the config's), of which up to `chunk` are taken
+    at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are learned."""
+    where = "cache_init"
+    require_type(where, "cfg", cfg, DecoderConfig)
+    context = cfg.context if context is None else context
+    require_count(where, batch=batch, context=context, chunk=chunk)
+    require_dtype(where, dtype)
+    require_device(where, device)
+    if cfg.places:
+        require(context <= cfg.context, where, "context", f"at most {cfg.context}, as many positions as are learned", context)
+    chunk, layers = min(chunk, context), {}
+    for path, shapes in shapes_of(cfg, batch, context, chunk).items():
+        layers[path] = KVCache(*[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes])
+    return Cache(layers, torch.zeros(batch, dtype=torch.int64, device=device), context=context, chunk=chunk)
+
+
+def slots_of(window: int | None, context: int, chunk: int) -> int:
+    return context if window is None else min(context, window + chunk - 1)
+
+
+@functools.lru_cache(maxsize=64)
+def shapes_of(cfg: DecoderConfig, batch: int, context: int, chunk: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+    """Of each layer the shapes of k and v. Not to be changed."""
+    heads, k, v = cfg.kv_heads, cfg.head_size, cfg.head_size
+    if cfg.latent is not None:
+        heads, k, v = cfg.heads, cfg.latent.rope_size + cfg.latent.plain_size, cfg.latent.value_size
+    found: dict[str, tuple[tuple[int, ...], ...]] = {}
+    for i, path in enumerate(layer_paths(cfg)):
+        slots = slots_of(cfg.kind(i).window, context, chunk)
+        found[path] = ((batch, heads, slots, k), (batch, heads, slots, v))
+    return found
+
+
+def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
+    """Every check but that of how many positions there are."""
+    require_type(where, "cache", cache, Cache)
+    check(where, "cache.lengths", cache.lengths, (batch,), torch.int64)
+    wanted = shapes_of(cfg, batch, cache.context, cache.chunk)
+    if not isinstance(cache.layers, dict) or cache.layers.keys() != wanted.keys():
+        fail(where, "cache.layers", f"those of {', '.join(wanted)}", describe(cache.layers))
+    like = None
+    for path, shapes in wanted.items():
+        layer = cache.layers[path]
+        require_type(where, f"cache.layers.{path}", layer, KVCache)
+        for name, t, shape in zip("kv", (layer.k, layer.v), shapes, strict=True):
+            check(where, f"cache.layers.{path}.{name}", t, shape, None if like is None else like.dtype, cache.lengths)
+            like = t
+
+
+def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None) -> None:
+    """Whether so many tokens more have a place. On the CPU their number is read; a device says so itself, while it computes."""
+    if cache.lengths.is_cpu and watched():
+        return
+    after = cache.lengths + (tokens if counts is None else counts)
+    if not cache.lengths.is_cpu:
+        torch._assert_async((after <= cache.context).all(), f"{where}: cache must be of a longer context than {cache.context}")
+        return
+    needed = int(after.max())
+    require(needed <= cache.context, where, "cache", f"of a context of at least {needed}", f"one of {cache.context}")
+
+
+class Slots(NamedTuple):
+    """Where tokens are written in caches of R slots, and which of them they see."""
+
+    rows: Tensor  # [B, 1]
+    at: Tensor  # [B, T]
+    new: Tensor | None  # [B, T], which tokens there are; None: all
+    held: Tensor  # [B, R], the position that a slot holds after they are written
+    away: Tensor  # [B, T, R], how far before a token it is
+    mask: Tensor  # [B, 1, T, R], 0 or -inf
+
+
+def slots(
+    cache: Cache, tokens: int, counts: Tensor | None, dtype: torch.dtype, windows: tuple[int | None, ...]
+) -> dict[int | None, Slots]:  # fmt: skip
+    """By window, for tokens that come after what the cache has."""
+    lengths = cache.lengths.unsqueeze(1)
+    step = torch.arange(tokens, device=lengths.device)
+    position, last = lengths + step, lengths + ((tokens if counts is None else counts.unsqueeze(1)) - 1)
+    rows, new = torch.arange(len(lengths), device=lengths.device).unsqueeze(1), None if counts is None else position <= last
+    found = {}
+    for window in dict.fromkeys(windows or (None,)):
+        count = slots_of(window, cache.context, cache.chunk)
+        held = last - (last - torch.arange(count, device=lengths.device)) % count
+        away = position.unsqueeze(2) - held.unsqueeze(1)
+        hidden = (away < 0) | (held < 0).unsqueeze(1)
+        if window is not None:
+            hidden = hidden | (away >= window)
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf")).unsqueeze(1)
+        found[window] = Slots(rows, position % count, new, held, away, mask)
+    return found
+
+
+@config
+class CachedAttentionConfig:
+    """`of`: the attention that it is."""
+
+    of: AttentionConfig
+
+    def __post_init__(self) -> None:
+        where = "with_cache"
+        require_type(where, "attention", self.of, AttentionConfig)
+        require(self.of.causal, where, "attention.causal", "True: what comes later is not there yet", self.of.causal)
+        require(not self.of.packed, where, "attention.packed", "False: sequences have a row each", self.of.packed)
+
+
+@tree
+class CachedParams:
+    """A layer's cache, and the sinks where attention has them."""
+
+    k: Tensor | None = leaf("[B, K, R, D]")
+    v: Tensor | None = leaf("[B, K, R, V]")
+    sinks: Tensor | None = leaf("[H]")
+
+
+@init_of(CachedAttentionConfig)
+def cached_attention_init(
+    cfg: CachedAttentionConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> CachedParams:
+    """The sinks alone: `cache_init` makes a cache."""
+    if type(cfg.of) is not SinkAttentionConfig:
+        return CachedParams(None, None, None)
+    return CachedParams(None, None, sink_attention_init(cfg.of, device=device, dtype=dtype).sinks)
+
+
+@forward(CachedAttentionConfig, CachedParams)
+def cached_attention_fwd(
+    params: CachedParams, x: tuple[Any, dict[int | None, Slots]], cfg: CachedAttentionConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, None]:
+    """x: `(attention's x, slots)` -> y [B, T, H, V]. k and v of x are written into the cache in place. A bias has a last
+    dimension of the context. It keeps nothing, and has no backward."""
+    where, (given, by_window), of = "cached_attention_fwd", x, cfg.of
+    if needs:
+        fail(where, "needs", "Needs.NONE: a cache that is written to has no gradient", needs)
+    q, k, v, *rest = check_parts(where, given, of.parts)
+    check_qkv(where, q, k, v, of.causal)
+    bias = rest[0] if rest else None
+    at, keys, values = by_window[of.window], params.k, params.v
+    assert keys is not None and values is not None
+    for name, new, held in (("x.1 (k)", k, keys), ("x.2 (v)", v, values)):
+        check(where, f"{name}, as the cache,", new, (held.shape[0], at.at.shape[1], held.shape[1], held.shape[3]), held.dtype, held)
+    _write(keys, k, at)
+    _write(values, v, at)
+    mask = _mask(where, at, q, bias, of.alibi)
+    scale = of.score(q.shape[3]).scale
+    y, lse = masked_fwd(q, keys.transpose(1, 2), values.transpose(1, 2), mask, of.softcap or 0.0, scale)
+    if type(of) is SinkAttentionConfig:
+        sinks: Any = params.sinks
+        check(where, "params.sinks", sinks, (q.shape[2],), tuple(dict.fromkeys((q.dtype, lse.dtype))), q)
+        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        y = (y * torch.exp(lse - total).transpose(1, 2).unsqueeze(-1)).to(q.dtype)
+    return y, None
+
+
+def _write(cache: Tensor, new: Tensor, at: Slots) -> None:
+    """[B, T, K, D] into [B, K, R, D]; where there is no token, what is there stays."""
+    held = cache.transpose(1, 2)
+    if at.new is not None:
+        new = torch.where(at.new[:, :, None, None], new, held[at.rows, at.at])
+    held.index_put_((at.rows, at.at), new)
+
+
+def _mask(where: str, at: Slots, q: Tensor, bias: Tensor | None, alibi: bool) -> Tensor:
+    mask = at.mask
+    if alibi:
+        slopes = alibi_slopes(q.shape[2], q.device, mask.dtype)[:, None, None]
+        mask = mask - slopes * at.away.abs().unsqueeze(1)
+    if bias is None:
+        return mask
+    check(where, "x.3 (bias)", bias, (...,), q.dtype, q)
+    batch, heads, tokens = q.shape[0], q.shape[2], q.shape[1]
+    shape = bias.shape
+    if len(shape) != 4 or shape[0] not in (1, batch) or shape[1] not in (1, heads) or shape[2] != tokens:
+        fail(where, "x.3 (bias)", f"[{batch} or 1, {heads} or 1, {tokens}, context]", list(shape))
+    held = at.held.clamp(0, shape[3] - 1)[:, None, None, :].expand(batch, shape[1], tokens, -1)
+    return mask + bias.expand(batch, -1, -1, -1).gather(3, held)
+
+
+def _no_backward(kept: Any, *_: Any, **__: Any) -> Any:
+    fail("cached_attention_bwd", "residuals", "those of another op: a cache that is written to has no gradient", describe(kept))
+
+
+cached_attention = make_op(
+    "cached_attention", CachedAttentionConfig, init=cached_attention_init, fwd=cached_attention_fwd, dgrad=_no_backward,
+    wgrad=_no_backward, bwd=_no_backward,
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def with_cache(cfg: Any) -> Any:
+    """The config of a combinator with every attention reading a cache: its params are then `CachedParams`, and there is one more
+    extra input, "cache", what `slots` gives. Raises `ValueError` for attention that is not causal, or packed."""
+    if type(cfg) is ChainConfig:
+        steps = tuple(_cached(step) for step in cfg.steps)
+        reads = any(CACHE in step.names for step in steps)
+        return dataclasses.replace(cfg, steps=steps, extras=(*cfg.extras, CACHE) if reads else cfg.extras)
+    if hasattr(cfg, "with_parts"):
+        return cfg.with_parts(lambda name, op, part: (op, with_cache(part)))
+    return cfg
+
+
+def _cached(step: Step) -> Step:
+    if step.op is attention or step.op is sink_attention:
+        return dataclasses.replace(step, op=cached_attention, cfg=CachedAttentionConfig(of=step.cfg), takes=(*step.takes, CACHE))
+    return step.with_op(step.op, with_cache(step.cfg))
+
+
+def with_caches(where: str, params: Any, cache: Cache) -> Any:
+    """The params of `with_cache(decoder(cfg))`: those of the decoder, with each layer's cache in its attention."""
+    nested: dict[str, Any] = {}
+    for path, layer in cache.layers.items():
+        if not has(params, f"{path}.attn.mix"):
+            fail(where, "params", f"those of a decoder, with {path}.attn.mix", describe(params), TypeError)
+        *outer, last = f"{path}.attn.mix".split(".")
+        inner = nested
+        for name in outer:
+            inner = inner.setdefault(name, {})
+        inner[last] = layer
+    return _placed(params, nested)
+
+
+def _placed(given: Any, caches: Any) -> Any:
+    if type(caches) is KVCache:
+        return CachedParams(caches.k, caches.v, getattr(given, "sinks", None))
+    if isinstance(given, tuple):
+        return tuple([_placed(part, caches[str(i)]) for i, part in enumerate(given)])
+    return {**given, **{name: _placed(given[name], part) for name, part in caches.items()}}

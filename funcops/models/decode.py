@@ -1,0 +1,164 @@
+"""Decoding: tokens in, logits and the cache out; and a stream of tokens that a model goes on with."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.backend.declare import watched
+from funcops.compose.chain import ChainConfig, chain
+from funcops.errors import FLOATS, DonatedError, check, describe, fail, require, require_count, require_type
+from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
+from funcops.models.decoder import DecoderConfig, decoder, decoder_x
+from funcops.models.sampling import SamplingConfig, sample
+from funcops.needs import Needs
+from funcops.schema import Donated
+from funcops.trees import WithExtras, at, paths, tree_map_tensors
+
+__all__ = ["decode", "generate"]
+
+_chain_of = functools.lru_cache(maxsize=64)(decoder)
+
+
+def decode(
+    params: Any, cache: Any, ids: Tensor, cfg: DecoderConfig, *, counts: Tensor | None = None, model: ChainConfig | None = None
+) -> tuple[Tensor, Cache]:
+    """The next tokens of each sequence, ids [B, T] -> logits [B, T, vocab] and the cache with them in it: those of the whole
+    sequence, from the T on. T is 1, or up to the cache's chunk.
+
+    `cache`: is not written to, unless it is given as `donate(cache)`: then in place, and what is returned has the same tensors.
+    `counts` [B], int64: how many tokens of each row there are, the first ones; what logits of the others are means nothing.
+    `model`: the chain, where it is not `decoder(cfg)` but made of that, by `with_lora` for one.
+
+    Nothing waits for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the cache's, and
+    for one that is too short (on a device: a device-side assertion), `DonatedError` for one that was given away.
+    """
+    where = "decode"
+    require_type(where, "cfg", cfg, DecoderConfig)
+    require_type(where, "model", model, ChainConfig, type(None))
+    check(where, "ids", ids, (...,), torch.int64)
+    if ids.dim() != 2:
+        fail(where, "ids", "[B, T]", list(ids.shape))
+    held = _looked_at(where, cache)
+    check_cache(where, held, cfg, ids.shape[0])
+    batch, tokens = ids.shape
+    expected = f"[{batch}, T] with T from 1 to the cache's chunk, {held.chunk}"
+    require(1 <= tokens <= held.chunk, where, "ids", expected, list(ids.shape))
+    check(where, "ids", ids, (...,), torch.int64, held.lengths)
+    _check_counts(where, counts, ids, held)
+    check_room(where, held, tokens, counts)
+    placed = with_caches(where, params, held)
+    mine = cache.take(where) if type(cache) is Donated else tree_map_tensors(torch.clone, cache)
+    return _step(placed if mine is held else with_caches(where, params, mine), mine, ids, cfg, counts, model)
+
+
+def _step(
+    placed: Any, cache: Cache, ids: Tensor, cfg: DecoderConfig, counts: Tensor | None, model: ChainConfig | None
+) -> tuple[Tensor, Cache]:
+    """`decode` of a cache that is written to, which `placed` has in the params."""
+    tokens, dtype = ids.shape[1], next(iter(cache.layers.values())).k.dtype
+    positions = cache.lengths.unsqueeze(1) + torch.arange(tokens, device=ids.device)
+    if counts is not None:  # rows that are no tokens have a position too, one that there is
+        positions = torch.minimum(positions, (cache.lengths + counts - 1).clamp_min(0).unsqueeze(1))
+    x = decoder_x(cfg, ids, dtype, positions=positions)
+    given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, dtype, cfg.windows)})
+    y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg)), needs=Needs.NONE)
+    cache.lengths.add_(tokens if counts is None else counts)
+    return y.main if type(y) is WithExtras else y, cache
+
+
+def _looked_at(where: str, cache: Any) -> Any:
+    """The cache, given away or not, which is not taken yet."""
+    if type(cache) is Donated:
+        if cache._node is None:
+            raise DonatedError(f"{where}: cache must be unused, got one that was given away with donate() and taken already")
+        return cache._node
+    if type(cache) is Cache and not cache.fresh():
+        cache.complain(where)
+    return cache
+
+
+def _check_counts(where: str, counts: Any, ids: Tensor, cache: Cache) -> None:
+    if counts is None:
+        return
+    check(where, "counts", counts, ids.shape[:1], torch.int64, cache.lengths)
+    if counts.is_cpu and not watched():
+        found, most = counts.tolist(), ids.shape[1]
+        require(all(0 <= n <= most for n in found), where, "counts", f"from 0 to {most}, as ids has", found)
+
+
+def generate(
+    params: Any, cfg: DecoderConfig, ids: Tensor, tokens: int, *, key: Tensor | None = None,
+    sampling: SamplingConfig | None = None, lengths: Tensor | None = None, chunk: int = 256, model: ChainConfig | None = None,
+) -> Iterator[Tensor]:  # fmt: skip
+    """The next `tokens` tokens after prompts ids [B, T], one after another: each [B], int64, as soon as it is there.
+
+    `sampling`: how they are drawn, by default the likeliest; from `key`, folded by their number. `lengths` [B], int64: of prompts
+    that are shorter than T, which begin their rows. Prompts are taken in chunks of `chunk`. `model`: as `decode` has it. Nothing
+    waits for a device until a token is looked at; who has enough stops taking.
+
+    Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value.
+    """
+    where, sampling = "generate", SamplingConfig() if sampling is None else sampling
+    require_type(where, "cfg", cfg, DecoderConfig)
+    require_type(where, "sampling", sampling, SamplingConfig)
+    require_type(where, "model", model, ChainConfig, type(None))
+    require_count(where, tokens=tokens, chunk=chunk)
+    check(where, "ids", ids, (...,), torch.int64)
+    if ids.dim() != 2 or 0 in ids.shape:
+        fail(where, "ids", "[B, T] of at least one token", list(ids.shape))
+    if sampling.temperature > 0 or key is not None:
+        random.check_key(where, key)
+        check(where, "key", key, (2,), torch.int64, ids)
+    if lengths is not None:
+        check(where, "lengths", lengths, ids.shape[:1], torch.int64, ids)
+        if lengths.is_cpu and not watched():
+            most, found = ids.shape[1], lengths.tolist()
+            require(all(1 <= n <= most for n in found), where, "lengths", f"from 1 to {most}, as ids has", found)
+    _check_params(where, params, model or _chain_of(cfg), ids)
+    dtype = at(params, "embed.weight").dtype
+    cache = cache_init(cfg, ids.shape[0], context=ids.shape[1] + tokens - 1, chunk=chunk, dtype=dtype, device=ids.device)
+    placed = with_caches(where, params, cache)
+    return _stream(placed, cfg, ids, tokens, key, sampling, lengths, cache, model)
+
+
+def _check_params(where: str, params: Any, model: ChainConfig, ids: Tensor) -> None:
+    """What ops would say of params one by one, while the stream runs."""
+    given, wanted = paths(params), paths(model.abstract())
+    if given.keys() != wanted.keys():
+        odd = sorted(given.keys() ^ wanted.keys())[0]
+        fail(where, "params", f"those of a decoder, with {', '.join(wanted)}", f"{describe(params)} (see {odd!r})", TypeError)
+    for path, want in wanted.items():
+        if want is not None:
+            t = given[path]
+            check(where, f"params.{path}", t, tuple(want.shape), FLOATS if want.is_floating_point() else want.dtype, ids)
+
+
+def _stream(
+    placed: Any, cfg: DecoderConfig, ids: Tensor, tokens: int, key: Tensor | None, sampling: SamplingConfig,
+    lengths: Tensor | None, cache: Cache, model: ChainConfig | None,
+) -> Iterator[Tensor]:  # fmt: skip
+    last: Any = None
+    for start in range(0, ids.shape[1], cache.chunk):
+        part = ids[:, start : start + cache.chunk]
+        counts = None if lengths is None else (lengths - start).clamp(0, part.shape[1])
+        logits, cache = _step(placed, cache, part, cfg, counts, model)
+        last = logits[:, -1] if counts is None else _last(logits, counts, last)
+    for i in range(tokens):
+        token = sample(last, None if key is None else random.fold_in(key, i), sampling)
+        yield token
+        if i + 1 < tokens:
+            logits, cache = _step(placed, cache, token.unsqueeze(1), cfg, None, model)
+            last = logits[:, -1]
+
+
+def _last(logits: Tensor, counts: Tensor, before: Tensor | None) -> Tensor:
+    """Of each row the logits of its last token, which may be one of a chunk before."""
+    place = (counts - 1).clamp_min(0)[:, None, None].expand(-1, 1, logits.shape[2])
+    found = logits.gather(1, place).squeeze(1)
+    return found if before is None else torch.where((counts > 0).unsqueeze(1), found, before)

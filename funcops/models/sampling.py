@@ -1,0 +1,61 @@
+"""Which token comes next: the likeliest, or one drawn by Philox from a key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.configs import config
+from funcops.errors import FLOATS, check, fail, require, require_number, require_type
+
+__all__ = ["SamplingConfig", "sample"]
+
+
+@config
+class SamplingConfig:
+    """`temperature`: what logits are divided by; 0 takes the likeliest token. `top_k`: only the k likeliest. `top_p`: of those the
+    fewest likeliest that have a probability of p together (arXiv:1904.09751). The lower id goes first among equals."""
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        where = "SamplingConfig"
+        require_number(where, 0, temperature=self.temperature)
+        require(self.top_k is None or self.top_k >= 1, where, "top_k", "None or at least 1", self.top_k)
+        require(self.top_p is None or 0 < self.top_p <= 1, where, "top_p", "None, or above 0 and at most 1", self.top_p)
+
+
+def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
+    """Of each row of logits [B, V] a token [B], int64, by one uniform number from `key`: the first whose cumulated probability is
+    above it. The key is not used, and may be None, where the temperature is 0. Raises `ValueError` or `TypeError` for a wrong shape
+    or dtype, or without a key."""
+    where = "sample"
+    require_type(where, "cfg", cfg, SamplingConfig)
+    check(where, "logits", logits, (...,), FLOATS)
+    if logits.dim() != 2 or logits.shape[1] == 0:
+        fail(where, "logits", "[B, V]", list(logits.shape))
+    if cfg.temperature > 0 or key is not None:
+        random.check_key(where, key)
+        check(where, "key", key, (2,), torch.int64, logits)
+    if cfg.temperature == 0:
+        return logits.argmax(1)
+    assert key is not None
+    p, order = torch.softmax(logits.to(torch.float64) / cfg.temperature, 1), None
+    if cfg.top_k is not None or cfg.top_p is not None:
+        p, order = torch.sort(p, dim=1, descending=True, stable=True)
+        before = p.cumsum(1) - p
+        if cfg.top_k is not None and cfg.top_k < p.shape[1]:
+            p = p.masked_fill(torch.arange(p.shape[1], device=p.device) >= cfg.top_k, 0.0)
+        if cfg.top_p is not None:
+            mass = p.sum(1, keepdim=True)
+            p = p.masked_fill(before >= cfg.top_p * mass, 0.0)
+    total = p.cumsum(1)
+    u = random.uniform(key, (p.shape[0], 1), dtype=torch.float64)
+    whole = total[:, -1:].contiguous()
+    place = torch.searchsorted(total, u * whole, right=True)
+    last = torch.searchsorted(total, whole)  # the last token that has any probability
+    place = torch.minimum(place, last)
+    return (place if order is None else order.gather(1, place)).squeeze(1)
