@@ -132,7 +132,7 @@ from funcops.trees import WithExtras as WithExtras
 from funcops.vjp import value_and_grad as value_and_grad
 from funcops.vjp import vjp as vjp
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ROOMS = [
     "checkpoint",
