@@ -17,7 +17,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     mixtures         route, permute, grouped_linear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
-Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
+Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
 What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
