@@ -1,5 +1,5 @@
-"""What MkDocs calls while it builds the site: pages that lie elsewhere in the repository or are generated, links to them, and docstrings
-whose text is plain, made Markdown.
+"""What MkDocs calls while it builds the site: pages that lie elsewhere in the repository or are generated, links to them, and
+docstrings whose text is plain, made Markdown.
 
 The start page is the README, with its figures first: what is said once cannot differ.
 """
@@ -41,7 +41,9 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 def on_files(files: Any, config: Any) -> Any:
     for source, target in MOVED.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, target, content=placed(ordered(text) if source == "README.md" else text, source, target)))
+        files.append(
+            File.generated(config, target, content=placed(ordered(text) if source == "README.md" else text, source, target))
+        )
     for path in sorted((ROOT / "examples").rglob("*.py")):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), content=path.read_text(encoding="utf-8")))
     for page in reference.pages():
@@ -100,6 +102,8 @@ class Plain(griffe.Extension):
         """An op is what its functions are, each shown below it, not the call that ties them up."""
         if str(attr.value).startswith("make_op("):
             attr.value, attr.annotation = None, "Op"
+        elif str(attr.value) == "field(kw_only=False)":
+            attr.value = None
 
     def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
         """What a config computes from its fields is no field."""

@@ -1,5 +1,6 @@
-"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Nothing is listed here: the groups are those of
-`help(funcops)`, an operator's file says what belongs to it, and a room (`funcops.optim` and so on) what it takes in by name."""
+"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Nothing is listed here: the groups
+are those of `help(funcops)`, an operator's file says what belongs to it, and a room (`funcops.optim` and so on) what it takes in
+by name."""
 
 from __future__ import annotations
 
@@ -7,10 +8,12 @@ import ast
 import importlib
 import inspect
 import re
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import funcops
 
@@ -115,7 +118,7 @@ def _room(name: str) -> Page:
 
 
 def exported(name: str) -> list[str]:
-    """`__all__`; else what the module imports `as` itself or by a star, and the functions and classes that it defines. No modules."""
+    """`__all__`; else what the module imports `as` itself or by a star, and its own functions and classes. No modules."""
     module = importlib.import_module(name)
     found = list(getattr(module, "__all__", ()))
     if not found:
@@ -138,12 +141,44 @@ def markdown(page: Page) -> str:
         if section.home:
             lines += [f"## {section.title}", "", *_docstring(section.home)]
         level = 3 if section.home else 2
-        lines += [line for name in section.names for line in (f"::: {name}", "    options:", f"      heading_level: {level}", "")]
+        lines += [line for name in section.names for line in _entry(name, level)]
     return "\n".join(lines)
 
 
+def _entry(name: str, level: int) -> list[str]:
+    """A name that a module has too, such as `funcops.report`, is looked up where it is defined, and shown as itself."""
+    found, anchor = defined(name), []
+    if found != name:
+        anchor = [f'<a id="{name}"></a>', ""]
+    options = [
+        f"      heading_level: {level}",
+        *([f"      heading: {name}", f"      toc_label: {name.rpartition('.')[2]}"] if anchor else []),
+    ]
+    return [*anchor, f"::: {found}", "    options:", *options, ""]
+
+
+def value_of(name: str) -> Any:
+    home, _, word = name.rpartition(".")
+    return getattr(importlib.import_module(home), word)
+
+
+def defined(name: str) -> str:
+    """The dotted name, or that of the definition where a module on the way to it has the same name."""
+    value, word = value_of(name), name.rpartition(".")[2]
+    home = _home(value) if isinstance(value, funcops.Op) else getattr(value, "__module__", None) or ""
+    taken = name in sys.modules or home.rpartition(".")[2] == word
+    return f"{home}.{word}" if taken and home.startswith("funcops") else name
+
+
 def _docstring(module: str) -> list[str]:
-    return [f"::: {module}", "    options:", "      members: false", "      show_root_heading: false", "      show_root_toc_entry: false", ""]
+    return [
+        f"::: {module}",
+        "    options:",
+        "      members: false",
+        "      show_root_heading: false",
+        "      show_root_toc_entry: false",
+        "",
+    ]
 
 
 def index() -> str:

@@ -2,9 +2,10 @@
 
     python tests/release.py       a line for each; exit status 1 where one of them fails, or where none was tried
 
-With each Python, in an environment where the wheel and its dependencies are alone: every module imports without extras, the README's
-snippet and `python -m funcops.bench residuals` run, and, once pytest is there, the first tests of the source archive pass against the
-installed wheel. Where pip would install torch for CUDA a Python is not tried without `--cuda`, and the line says so.
+With each Python, in an environment where the wheel and its dependencies are alone: every module imports without extras, the
+README's snippet and `python -m funcops.bench residuals` run, and, once pytest is there, the first tests of the source archive
+pass against the installed wheel. Where pip would install torch for CUDA a Python is not tried without `--cuda`, and the line says
+so.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def run(*command: object, cwd: Path, env: dict[str, str] | None = None) -> str:
 
 
 def archives(folder: Path) -> tuple[Path, Path]:
-    """The wheel and the source archive, in the folder: of a copy of what git knows or would add, and nothing else of the checkout."""
+    """The wheel and the source archive, in the folder: of a copy of what git knows or would add, and nothing else."""
     tree = folder / "tree"
     for name in filter(None, run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")):
         if (ROOT / name).is_file():
@@ -84,7 +85,7 @@ def unpacked(source: Path, folder: Path) -> Path:
 
 
 def tried(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: bool) -> str:
-    """What to say of it. Raises `NotTried` where torch cannot be had, and `AssertionError` with what a program that failed has said."""
+    """What to say of it. Raises `NotTried` where torch cannot be had, `AssertionError` with what a failed program said."""
     inside = interpreters.clean(version, python, envs)
     interpreters.put(version, envs, cuda, str(wheel))
     env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "TRITON"))}

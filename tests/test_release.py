@@ -1,4 +1,5 @@
-"""The version stands in one place, and where it is said again it is the same; what is tried before a release fails where it should."""
+"""The version stands in one place, and where it is said again it is the same; what is tried before a release fails where it
+should."""
 
 import subprocess
 import sys
@@ -27,7 +28,9 @@ def test_an_install_that_is_a_checkout_is_no_install(tmp_path):
     assert done.returncode and "is not what was installed" in done.stderr
 
 
-@pytest.mark.parametrize(("outcome", "status"), [("good", 0), (AssertionError("it broke"), 1), (None, 1)], ids=["good", "bad", "none"])
+@pytest.mark.parametrize(
+    ("outcome", "status"), [("good", 0), (AssertionError("it broke"), 1), (None, 1)], ids=["good", "bad", "none"]
+)
 def test_the_exit_status(monkeypatch, capsys, tmp_path, outcome, status):
     """Of one Python: good, failed, and not tried, of which none may be green."""
     wheel, source = tmp_path / f"funcops-{funcops.__version__}-py3-none-any.whl", tmp_path / "source"

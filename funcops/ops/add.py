@@ -39,7 +39,8 @@ def add_kept(cfg: AddConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> AddResid
 def add_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AddResiduals | None]:
-    """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast."""
+    """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast. Raises `ValueError` or `TypeError` unless both are float
+    tensors of one shape, dtype and device."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
     a, b = x

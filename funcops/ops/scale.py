@@ -45,7 +45,7 @@ def scale_kept(cfg: ScaleConfig, needs: Needs, x: Tensor) -> ScaleResiduals | No
 
 @forward(ScaleConfig)
 def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ScaleResiduals | None]:
-    """`y = c x`. x: [*] -> y: [*]."""
+    """`y = c x`. x: [*] -> y: [*]. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check("scale_fwd", "x", x, (...,), FLOATS)
     return kernels.scale(x, cfg.factor), scale_kept(cfg, needs, x)
 
