@@ -188,7 +188,8 @@ def index() -> str:
         links = ", ".join(
             f"[`{name.rpartition('.')[2]}`]({page.path.partition('/')[2]}#{name})"
             for section in page.sections
-            for name in (section.names[:1] if section.home else section.names)
+            for name in section.names
+            if not section.home or isinstance(value_of(name), funcops.Op)
         )
         lines.append(f"| [{page.title}]({page.path.partition('/')[2]}) | {links} |")
     return "\n".join(lines) + "\n"
