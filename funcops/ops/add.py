@@ -3,6 +3,12 @@
     y = a + b        da = db = dy
 
 a, b, y, dy: [*] of one shape and float dtype. Kept: nothing. da and db are dy itself.
+
+>>> import torch
+>>> from funcops import AddConfig, add_bwd, add_fwd
+>>> y, residuals = add_fwd(None, (torch.ones(2), torch.ones(2)), AddConfig())
+>>> y, add_bwd(residuals, torch.ones(2), AddConfig())[1]
+(tensor([2., 2.]), (tensor([1., 1.]), tensor([1., 1.])))
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
     y = c x        dx = c dy
 
 x, y, dy, dx: [*] of one float dtype. Kept: nothing.
+
+>>> import torch
+>>> from funcops import ScaleConfig, scale_bwd, scale_fwd
+>>> y, residuals = scale_fwd(None, torch.ones(2), ScaleConfig(3.0))
+>>> y, scale_bwd(residuals, torch.ones(2), ScaleConfig(3.0))[1]
+(tensor([3., 3.]), tensor([3., 3.]))
 """
 
 from __future__ import annotations
