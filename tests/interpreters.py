@@ -168,7 +168,7 @@ def _run(*command: str, stop: Callable[[str], str | None] | None = None) -> None
     """Until a line says why to stop."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
-        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PIP_QUIET": "0"},  # pip takes what lies there for installed
+        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PIP_QUIET": "0"},  # which pip takes for installed
     )  # fmt: skip
     assert process.stdout is not None
     lines = []
