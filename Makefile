@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train train-parallel test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants clean
+.PHONY: help train train-parallel test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants docs release-check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -18,6 +18,8 @@ help:
 	@echo "make traffic set up, then count the bytes that changed kernels move, and write docs/benchmarks/traffic.csv"
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
+	@echo "make docs    build the site, of docs/ and the docstrings, into site/: strict, any warning fails"
+	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has"
 	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
 
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -112,5 +114,16 @@ check: $(VENV)/.dev
 mutants: $(VENV)/.test
 	$(PY) tests/mutants/run.py $(ARGS)
 
+release-check: $(VENV)/.test
+	$(PY) tests/release.py $(ARGS)
+
+$(VENV)/.docs: $(VENV)/.ready
+	@echo "installing MkDocs, Material and mkdocstrings into $(VENV): 0.1 GB"
+	$(PIP) -e '.[docs]'
+	@touch $@
+
+docs: $(VENV)/.docs
+	$(PY) -m mkdocs build --strict --quiet $(ARGS)
+
 clean:
-	rm -rf $(VENV) .interpreters
+	rm -rf $(VENV) .interpreters site

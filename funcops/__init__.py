@@ -17,7 +17,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     mixtures         route, permute, grouped_linear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
-Ops of ops           remat, with_policy, op_from_torch (TorchConfig)
+Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
 What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
@@ -132,7 +132,7 @@ from funcops.trees import WithExtras as WithExtras
 from funcops.vjp import value_and_grad as value_and_grad
 from funcops.vjp import vjp as vjp
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _ROOMS = [
     "checkpoint",

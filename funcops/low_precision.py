@@ -155,7 +155,8 @@ def quantize_params(
 
 def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
-    Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too."""
+    Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too.
+    Raises `ValueError` or `TypeError` for what is no key, int64[2]."""
     check("with_keys", "key", key, (2,), torch.int64)
     _check_config("with_keys", cfg)
     for path, inner in _low(cfg)[0].items():
@@ -229,7 +230,7 @@ def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
 
 def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
-    uint32, for `split_amaxes`."""
+    uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` for what is no float dtype."""
     require_dtype("gradients_like", dtype)
     return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 

@@ -92,7 +92,13 @@ class Op(NamedTuple):
     fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
     or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet
     run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once.
-    `ahead`: what it can begin before its turn."""
+    `ahead`: what it can begin before its turn.
+
+    Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
+    params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be as y was), and
+    for an `into` that is not as the gradients are; `DonatedError` and `StaleResidualError` for residuals that were given away or
+    changed.
+    """
 
     name: str
     config: type

@@ -56,11 +56,15 @@ class LossScaleConfig:
 
 @tree
 class LossScale:
+    """The state of loss scaling: what the loss is multiplied by, and how many good steps there were in a row since it changed."""
+
     scale: Tensor = leaf("[], float32")
     good_steps: Tensor = leaf("[], int32")
 
 
 def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
+    """The scale of the first step, `cfg.initial`. Raises `TypeError` for another config, `ValueError` or `TypeError` for what is
+    no device."""
     require_type("loss_scale_init", "cfg", cfg, LossScaleConfig)
     require_device("loss_scale_init", device)
     scale = torch.tensor(cfg.initial, dtype=torch.float32, device=device)
@@ -69,6 +73,8 @@ def loss_scale_init(cfg: LossScaleConfig, *, device: Any = None) -> LossScale:
 
 def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -> LossScale:
     """The scale for the next step; `ok` is a 0-d bool, from `all_finite`. No host sync. A scale never grows to infinity.
+
+    Raises `ValueError` or `TypeError` for a config, a scale or an `ok` that is none.
 
     >>> scale = loss_scale_init(LossScaleConfig(initial=8.0))
     >>> loss_scale_update(scale, torch.tensor(False), LossScaleConfig()).scale
@@ -91,7 +97,8 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 
 
 def unscale(grads: T, loss_scale: LossScale) -> T:
-    """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below."""
+    """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below. Raises
+    `TypeError` or `ValueError` for what is no loss scale."""
     require_type("unscale", "loss_scale", loss_scale, LossScale)
     check("unscale", "loss_scale.scale", loss_scale.scale, (), torch.float32)
     by = loss_scale.scale.reciprocal()
@@ -132,6 +139,8 @@ def nonfinite(grads: Any) -> str | None:
 
 def select_step(ok: Tensor, new: T, old: T) -> T:
     """`new` where the 0-d bool `ok` holds, else `old`: trees of params and state, leaf by leaf, without a host sync.
+
+    Raises `ValueError` or `TypeError`, which names the leaf, for trees of which one is not as the other.
 
     >>> select_step(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}

@@ -40,7 +40,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def key(seed: int, *, device: Any = None) -> Tensor:
-    """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given."""
+    """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given.
+    Raises `TypeError` for a seed that is no int, `ValueError` for one outside that range."""
     require_type("random.key", "seed", seed, int)
     require_device("random.key", device)
     require(-(2**63) <= seed < 2**64, "random.key", "seed", "from -2^63 to 2^64 - 1", seed)
@@ -48,7 +49,7 @@ def key(seed: int, *, device: Any = None) -> Tensor:
 
 
 def path_id(name: str) -> int:
-    """A stable 63-bit number for a name, to fold into a key."""
+    """A stable 63-bit number for a name, to fold into a key. Raises `TypeError` for a name that is no string."""
     require_type("random.path_id", "name", name, str)
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -82,7 +83,8 @@ def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
 
 
 def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
-    """`n` independent keys, int64[n, 2]; of None (no key, on the meta device) a list of None."""
+    """`n` independent keys, int64[n, 2]; of None (no key, on the meta device) a list of None. Raises `ValueError` for n below
+    1."""
     require_count("random.split", n=n)
     if key is None:
         return [None] * n
@@ -90,7 +92,8 @@ def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
 
 
 def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox 4x32-10 on 32-bit words held in int64 tensors (or ints): four words out for four words of counter."""
+    """Philox 4x32-10 on 32-bit words held in int64 tensors (or ints): four words out for four words of counter. Raises
+    `TypeError` for words that are no tuples of two and of four."""
     for name, words, count in (("key", key, 2), ("counter", counter, 4)):
         if not isinstance(words, tuple) or len(words) != count:
             fail("random.philox", name, f"a tuple of {count}", describe(words), TypeError)
@@ -104,7 +107,8 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Te
 
 
 def bits(key: Tensor, n: int) -> Tensor:
-    """`n` random 32-bit words, int64[n] in [0, 2**32)."""
+    """`n` random 32-bit words, int64[n] in [0, 2**32). Raises `ValueError` or `TypeError` for what is no key, `ValueError` for
+    a negative n."""
     check("random.bits", "key", key, (2,), torch.int64)
     require_count("random.bits", 0, n=n)
     block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
@@ -163,7 +167,8 @@ def normal(
     dtype: torch.dtype | None = None,
     device: Any = None,
 ) -> Tensor:
-    """Normal by Box-Muller, two words for two values."""
+    """Normal by Box-Muller, two words for two values. Raises `ValueError` or `TypeError` for what is no key, or a mean or std
+    that is no number (a std also below 0)."""
     dtype = _check_draw("random.normal", shape, dtype, device, mean=mean, std=std)
     require_number("random.normal", mean=mean)
     require_number("random.normal", 0, std=std)
@@ -243,7 +248,7 @@ def put_off(
 ) -> contextlib.AbstractContextManager[list[tuple[Tensor, Any] | None]]:
     """In its block `uniform` and `normal` draw nothing: they give tensors on the meta device. The list has these, in order, and for
     each what draws it: `part(ranges)` gives the (start, length) pairs `ranges` along each dimension, in the bits of the whole.
-    `takes`: of a draw's place in that order, whether it is put off."""
+    `takes`: of a draw's place in that order, whether it is put off. Raises `TypeError` where `takes` is no function."""
     require_callable("random.put_off", takes=takes)
     return _putting_off(takes)
 
@@ -259,7 +264,7 @@ def _putting_off(takes: Callable[[int], bool]) -> Iterator[list[tuple[Tensor, An
 
 def bits_of(key: Tensor, shape: Sequence[int], ranges: Sequence[Ranges]) -> Tensor:
     """The words of a part of a tensor of `shape`, of which `bits` gives all: the (start, length) pairs `ranges` along each
-    dimension, laid end to end."""
+    dimension, laid end to end. Raises `ValueError` or `TypeError` for what is no key or no shape."""
     check("random.bits_of", "key", key, (2,), torch.int64)
     require_type("random.bits_of", "shape", shape, tuple, list)
     require_count("random.bits_of", 0, **{f"shape.{i}": size for i, size in enumerate(shape)})

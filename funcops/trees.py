@@ -37,7 +37,8 @@ def static(default: Any = None) -> Any:
 
 @dataclass_transform(field_specifiers=(leaf, static))
 def tree(cls: type[T]) -> type[T]:
-    """Class decorator: a slotted dataclass whose fields are leaves or subtrees, registered as a pytree node."""
+    """Class decorator: a slotted dataclass whose fields are leaves or subtrees, registered as a pytree node. Raises `TypeError`
+    for what is no class."""
     require_type("tree", "cls", cls, type)
     made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show  # type: ignore[assignment]
@@ -62,7 +63,7 @@ _stand_ins: set[type] = set()
 
 def stands_in(cls: type[T]) -> type[T]:
     """Class decorator of a node that counts as the one leaf that it stands for. It has `zero_gradient(dtype)`, where gradients of
-    that leaf are summed, and `cast(dtype)`, what `cast` makes of it."""
+    that leaf are summed, and `cast(dtype)`, what `cast` makes of it. Raises `TypeError` for what is no class."""
     require_type("stands_in", "cls", cls, type)
     _stand_ins.add(cls)
     return cls
@@ -97,7 +98,8 @@ class Aside:
 
 def register(cls: type, aside: str = "") -> None:
     """Make a dataclass a pytree node of both libraries. Fields whose metadata says "hidden" are left out. `aside`: an attribute, an
-    `Aside`, that a node hands to the one rebuilt of its leaves, as an argument of that name."""
+    `Aside`, that a node hands to the one rebuilt of its leaves, as an argument of that name. Raises `TypeError` for what is no
+    dataclass."""
     if not isinstance(cls, type) or not dataclasses.is_dataclass(cls):
         fail("register", "cls", "a dataclass", describe(cls) if not isinstance(cls, type) else cls.__name__, TypeError)
     require_type("register", "aside", aside, str)
@@ -126,7 +128,8 @@ def register_node(
     rebuild: Callable[[Iterable[Any], Any], Any],
     entries: Callable[[Any], tuple[Any, ...]],
 ) -> None:
-    """Register any class as a pytree node of optree and torch; `entries` names its children in paths."""
+    """Register any class as a pytree node of optree and torch; `entries` names its children in paths. Raises `TypeError` for
+    what is no class, and where one of the others is no function."""
     require_type("register_node", "cls", cls, type)
     require_callable("register_node", children=children, context=context, rebuild=rebuild, entries=entries)
     _register(cls, lambda node: (children(node), context(node), entries(node)), rebuild)
@@ -148,7 +151,7 @@ def _register(cls: type, flatten: Callable[[Any], tuple[Any, Any, Any]], rebuild
 
 
 def show(node: Any) -> str:
-    """`LinearParams(weight=float32[4, 3], bias=None)`."""
+    """`LinearParams(weight=float32[4, 3], bias=None)`. Raises `TypeError` for what is no node with named fields."""
     if type(node) not in FIELDS:
         fail("show", "node", "a node of a tree with named fields", describe(node), TypeError)
     hidden = ("static", "hidden")
@@ -161,7 +164,8 @@ def _show(value: Any) -> str:
 
 
 def replace(node: T, **changes: Any) -> T:
-    """A copy of a tree node with some fields changed; the node itself stays as it is."""
+    """A copy of a tree node with some fields changed; the node itself stays as it is. Raises `TypeError` for what is no node
+    with named fields, `ValueError` for a field that it lacks."""
     if type(node) not in FIELDS:
         fail("replace", "node", "a node of a tree with named fields", describe(node), TypeError)
     known = [f.name for f in dataclasses.fields(node) if f.init]  # type: ignore[arg-type]
@@ -172,7 +176,7 @@ def replace(node: T, **changes: Any) -> T:
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
-    """All leaves, None included, and nodes of which `is_leaf` says so."""
+    """All leaves, None included, and nodes of which `is_leaf` says so. Raises `TypeError` where `is_leaf` is no function."""
     if is_leaf is not None:
         require_callable("leaves", is_leaf=is_leaf)
     return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
@@ -186,6 +190,8 @@ def tensors(tree: Any) -> list[Tensor]:
 def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """Every leaf by its dotted path, in the tree's order; the path of a bare leaf is "". `is_leaf` says which nodes are leaves.
 
+    Raises `TypeError` where `is_leaf` is no function.
+
     >>> paths({"a": (1, None)})
     {'a.0': 1, 'a.1': None}
     """
@@ -196,7 +202,8 @@ def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[st
 
 
 def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`, and nodes of which `is_leaf` says so."""
+    """Apply `fn` leaf by leaf to trees of one structure. None leaves reach `fn`, and nodes of which `is_leaf` says so. Raises
+    `TypeError` where `fn` is no function."""
     if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
         require_callable("tree_map", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
@@ -204,13 +211,13 @@ def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any
 
 
 def tree_map_tensors(fn: Callable[..., Any], tree: T, *rest: Any) -> T:
-    """As `tree_map`, leaving alone every leaf that is no tensor."""
+    """As `tree_map`, leaving alone every leaf that is no tensor. Raises `TypeError` where `fn` is no function."""
     require_callable("tree_map_tensors", fn=fn)
     return tree_map(lambda x, *others: fn(x, *others) if isinstance(x, Tensor) else x, tree, *rest)
 
 
 def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
-    """As `tree_map`; `fn` gets the leaf's dotted path first."""
+    """As `tree_map`; `fn` gets the leaf's dotted path first. Raises `TypeError` where `fn` is no function."""
     if not callable(fn) or not (is_leaf is None or callable(is_leaf)):
         require_callable("tree_map_with_path", fn=fn, is_leaf=is_leaf or fn)
     given: Any = tree
@@ -225,7 +232,7 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Cal
 
 def cast(tree: T, dtype: torch.dtype) -> T:
     """The tree with every floating tensor in `dtype`; a tensor that already has it is the same object. What is quantised stays,
-    and so do scales."""
+    and so do scales. Raises `TypeError` for what is no floating dtype."""
     require_type("cast", "dtype", dtype, torch.dtype)
     if not dtype.is_floating_point:
         fail("cast", "dtype", "a floating dtype", dtype, TypeError)
@@ -258,7 +265,7 @@ def _copied_at_once(t: Tensor) -> bool:
 
 def fake(t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Of t's shape, strides and device (the CPU for one on the meta device), uninitialised: for shapes alone,
-    under FakeTensorMode."""
+    under FakeTensorMode. Raises `TypeError` for what is no tensor or no dtype."""
     require_type("fake", "t", t, Tensor)
     require_dtype("fake", dtype, floating=False)
     device = "cpu" if t.is_meta else t.device
@@ -271,6 +278,7 @@ def nothing_like(tree: T) -> T:
 
 
 def same_structure(a: Any, b: Any) -> bool:
+    """Whether two trees have the same nodes, keys and static fields; their leaves may differ."""
     wanted, got = structure(a), structure(b)
     return _alike(wanted, got) if torch.compiler.is_dynamo_compiling() else wanted == got
 
@@ -283,6 +291,7 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def structure(tree: Any) -> Any:
+    """The tree without its leaves, as optree's PyTreeSpec: equal where two trees have the same nodes, keys and static fields."""
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
@@ -293,7 +302,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def unflatten(spec: Any, values: Iterable[Any]) -> Any:
-    """A tree of that structure with these leaves."""
+    """A tree of that structure with these leaves. Raises `TypeError` for what `flatten` did not give as a structure."""
     if not (torch.compiler.is_dynamo_compiling() or isinstance(spec, optree.PyTreeSpec)):  # the compiler has structures of its own
         fail("unflatten", "spec", "a structure of `flatten`", describe(spec), TypeError)
     return _unflatten("unflatten", spec, values)
@@ -328,7 +337,8 @@ def nbytes(tree: Any) -> int:
 
 
 def at(tree: Any, path: str) -> Any:
-    """The leaf or subtree at a dotted path; `ValueError` names the paths there are when there is none."""
+    """The leaf or subtree at a dotted path; `ValueError` names the paths there are when there is none. Raises `TypeError` for a
+    path that is no string."""
     require_type("at", "path", path, str)
     node, rest = tree, path
     try:
@@ -357,7 +367,8 @@ def _key(tree: dict[Any, Any], path: str) -> tuple[Any, str]:
 
 
 def has(tree: Any, path: str) -> bool:
-    """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree."""
+    """Whether there is a leaf or subtree at a dotted path: one walk down it, whatever else is in the tree. Raises `TypeError`
+    for a path that is no string."""
     require_type("has", "path", path, str)
     node, rest = tree, path
     while rest or node is tree:

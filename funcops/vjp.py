@@ -70,7 +70,7 @@ def sum_gradient(where: str, name: str, output: Any, each: float = 1.0) -> Tenso
 def vjp(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
     """`(y, pullback)`, where `pullback(dy)` is `(dparams, dx)` and may be called again: it holds the residuals.
 
-    As `jax.vjp`, of both params and x.
+    As `jax.vjp`, of both params and x. Raises `TypeError` for what is no op, and what its forward raises.
     """
     require_type("vjp", "op", op, Op)
     y, residuals = op.fwd(params, x, cfg, needs=needs)

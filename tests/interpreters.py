@@ -130,11 +130,21 @@ def environment(version: str, python: str, envs: Path, cuda: bool) -> str:
 
 
 def _install(version: str, python: str, envs: Path, cuda: bool) -> None:
-    inside = str(envs / version / "bin" / "python")
-    _run(python, "-m", "venv", "--clear", "--without-pip", str(envs / version))  # this Python's pip installs there
     listed = re.search(r"^dependencies = \[\n(.*?)^\]", PROJECT, re.S | re.M)
     assert listed is not None
-    wanted = [*re.findall(r'^    "(.*)",$', listed[1], re.M), *NEEDED]
+    clean(version, python, envs)
+    put(version, envs, cuda, *re.findall(r'^    "(.*)",$', listed[1], re.M), *NEEDED)
+
+
+def clean(version: str, python: str, envs: Path) -> str:
+    """The Python of a new environment in which nothing is installed, not pip either: this Python's pip installs there."""
+    _run(python, "-m", "venv", "--clear", "--without-pip", str(envs / version))
+    return str(envs / version / "bin" / "python")
+
+
+def put(version: str, envs: Path, cuda: bool, *wanted: str) -> None:
+    """Install what is wanted, with its dependencies, into an environment; `NotTried` where torch would come for CUDA."""
+    inside = str(envs / version / "bin" / "python")
     pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--disable-pip-version-check", "--progress-bar", "off")
     _run(*pip, "-c", "constraints.txt", *wanted, stop=None if cuda else gigabytes)
 
@@ -158,7 +168,7 @@ def _run(*command: str, stop: Callable[[str], str | None] | None = None) -> None
     """Until a line says why to stop."""
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, start_new_session=True,
-        env={**os.environ, "PIP_QUIET": "0"},
+        env={**{k: v for k, v in os.environ.items() if k != "PYTHONPATH"}, "PIP_QUIET": "0"},  # which pip takes for installed
     )  # fmt: skip
     assert process.stdout is not None
     lines = []

@@ -115,3 +115,9 @@ def test_a_python_that_is_not_there_is_named(monkeypatch):
     assert interpreters.tried("3.99", None, frozenset(), argparse.Namespace()) == (True, False, "none on this machine")
     (own,) = interpreters.found().items()
     assert own == (f"{sys.version_info[0]}.{sys.version_info[1]}", (sys.executable, sys.stdlib_module_names))
+
+
+def test_what_lies_on_pythonpath_is_not_installed(monkeypatch, tmp_path):
+    """pip would find a checkout's metadata there, and install no wheel of that version."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    interpreters._run(sys.executable, "-S", "-c", f"import sys; raise SystemExit({str(tmp_path)!r} in sys.path)")

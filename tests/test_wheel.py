@@ -3,14 +3,13 @@ no extra and no GPU."""
 
 import importlib.metadata
 import re
-import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+import release
 
 ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.slow
@@ -57,22 +56,11 @@ else:
 """
 
 
-def run(*command, cwd):
-    done = subprocess.run(list(map(str, command)), cwd=cwd, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The folder with the sdist, and the wheel that is built from it."""
     folder = tmp_path_factory.mktemp("built")
-    tree = folder / "tree"
-    for name in filter(None, run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", cwd=ROOT).split("\0")):
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, tree / name)
-    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, cwd=tree)
+    release.archives(folder)
     return folder
 
 
@@ -90,14 +78,23 @@ def test_what_is_in_them(built):
     assert sorted(needed) == ["optree", "torch", "triton", "typing_extensions"]
     with tarfile.open(source) as file:
         unpacked = {name.partition("/")[2] for name in file.getnames()}
-    kept = {"Makefile", "constraints.txt", "CHANGELOG.md", "tests/conftest.py", "tests/cases/linear.py", "docs/kernels.md"}
+    kept = {
+        "Makefile",
+        "constraints.txt",
+        "CITATION.cff",
+        "mkdocs.yml",
+        "tests/conftest.py",
+        "tests/cases/linear.py",
+        "docs/kernels.md",
+    }
     assert sources | kept <= unpacked
 
 
 def test_it_imports_where_there_is_torch_and_no_more(built, tmp_path):
     """`only` holds what the wheel's dependencies consist of, less Triton."""
     (wheel,) = built.glob("*.whl")
-    run(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", tmp_path / "target", wheel, cwd=tmp_path)
+    pip = sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"
+    release.run(*pip, "--target", tmp_path / "target", wheel, cwd=tmp_path)
     only = tmp_path / "only"
     only.mkdir()
     wanted, seen = ["torch", "optree"], {"triton"}
@@ -114,7 +111,7 @@ def test_it_imports_where_there_is_torch_and_no_more(built, tmp_path):
             if not (only / top).exists():
                 (only / top).symlink_to(found.locate_file(top).resolve())
     warnings = "-W", "error", "-W", "ignore:Failed to initialize NumPy"  # torch's own, which does without
-    said = run(sys.executable, "-I", "-S", *warnings, "-c", PROGRAM, tmp_path / "target", only, cwd=tmp_path)
+    said = release.run(sys.executable, "-I", "-S", *warnings, "-c", PROGRAM, tmp_path / "target", only, cwd=tmp_path)
     version, file, *without = said.splitlines()
     assert file == str(tmp_path / "target/funcops/__init__.py") and wheel.name.startswith(f"funcops-{version}-")
     rooms = ("funcops.kernels.triton.", "funcops.backend.", "funcops.bench.")

@@ -2,9 +2,10 @@
 
     h_0 = x        h_i = step_i(h_{i-1})        y = h_n
 
-The backward walks the steps in reverse. Its params, residuals and pending are dicts by step name. A step may take named
-extra inputs (x is then `(main, *takes)`) and give named extra outputs (y is `(main, *gives)`); where a name is taken more
-than once, its gradients are summed. Steps before the first that needs a gradient keep nothing, and that step skips its dgrad.
+x and y have the shapes of the first step's x and the last step's y. The backward walks the steps in reverse. Its params,
+residuals and pending are dicts by step name. A step may take named extra inputs (x is then `(main, *takes)`) and give named extra
+outputs (y is `(main, *gives)`); where a name is taken more than once, its gradients are summed. Steps before the first that needs
+a gradient keep nothing, and that step skips its dgrad.
 
 With `outputs` some of what steps give leaves the chain: y is then `WithExtras(h_n, {name: ...})`, and so is dy, of which each part
 may be None, which means zero. An output may also be taken inside. What is no float tensor (a count) has no gradient: its part of

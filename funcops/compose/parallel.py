@@ -2,9 +2,9 @@
 
     y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
 
-Params, residuals and pending are dicts by branch name; y is a tuple in the order of the branches. A branch that is a
-combinator gets those of the extras that it asks for. What branches give beside their main values, by different names, are outputs:
-y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so is dy.
+x has the shape that each body takes. Params, residuals and pending are dicts by branch name; y is a tuple in the order of the
+branches. A branch that is a combinator gets those of the extras that it asks for. What branches give beside their main values, by
+different names, are outputs: y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so is dy.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def _check_cfg(where: str, cfg: Any) -> None:
 
 @init_of(RepeatConfig)
 def repeat_init(cfg: RepeatConfig, *, key: Tensor | None = None, device: Any = None, dtype: Any = None) -> Any:
-    """Params of every layer, each from a key of its own."""
+    """Params of every layer, each from a key of its own. Raises what the body's init raises, with the layer's number before it."""
     layers, i = [], 0
     try:
         for i in range(cfg.times):

@@ -2,8 +2,9 @@
 
     dx = dy + body_dx(dy)
 
-Transparent in trees: params, residuals and pending are the body's own. Nothing is kept for the sum. The sum is that of main
-values: the body's extras are passed in, and its outputs handed on.
+x, y, dy and dx have one shape, any that the body maps to itself. Transparent in trees: params, residuals and pending are the
+body's own. Nothing is kept for the sum. The sum is that of main values: the body's extras are passed in, and its outputs handed
+on.
 """
 
 from __future__ import annotations
@@ -97,7 +98,8 @@ def skip_init(cfg: SkipConfig, *, key: Any = None, device: Any = None, dtype: An
 
 
 def skip_fwd(params: Any, x: Any, cfg: SkipConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
-    """`y = x + body(x)`. x: a tensor that the body maps to its own shape, in `WithExtras` where the body has extras."""
+    """`y = x + body(x)`. x: a tensor that the body maps to its own shape, in `WithExtras` where the body has extras. Raises
+    `ValueError` or `TypeError` as the body does, for needs that name no param, and for a body that changes the shape."""
     _check_cfg("skip_fwd", cfg)
     if needs is not Needs.ALL:
         check_needs("skip_fwd", needs, params, x)

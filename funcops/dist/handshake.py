@@ -93,7 +93,8 @@ class _Recorder(TorchDispatchMode):
 
 
 def record(step: Callable[..., Any], *trees: Any) -> Program:
-    """The program of `step(*trees)`, run with every tensor of the trees on the meta device."""
+    """The program of `step(*trees)`, run with every tensor of the trees on the meta device. Raises `TypeError` where `step` is
+    no function."""
     require_callable("record", step=step)
     return _recorded(step, *tree_map_tensors(lambda t: t.to("meta"), trees))
 

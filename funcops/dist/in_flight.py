@@ -84,7 +84,8 @@ def gather_start(x: Tensor, axis: Axis) -> InFlight:
 
 
 def scatter_sum_start(x: Tensor, axis: Axis) -> InFlight:
-    """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis."""
+    """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis. Raises `ValueError` where the axis does not divide
+    the first dimension."""
     _check("scatter_sum_start", x, axis, 1)
     check_divides("scatter_sum_start", "x", x, 0, axis)
     return _started("scatter_sum", x, axis, comm.start_scatter_sum)
@@ -97,7 +98,8 @@ def sum_over_start(x: Tensor, axis: Axis) -> InFlight:
 
 
 def all_to_all_start(x: Tensor, axis: Axis) -> InFlight:
-    """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there."""
+    """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there. Raises `ValueError` where the
+    axis does not divide the first dimension."""
     _check("all_to_all_start", x, axis, 1)
     check_divides("all_to_all_start", "x", x, 0, axis)
     return _started("all_to_all", x, axis, comm.start_all_to_all)

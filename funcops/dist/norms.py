@@ -77,7 +77,10 @@ def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> 
     float32, not negative, by path, as `split_amaxes` gives them; {} is sent nowhere. One communication an axis. A NaN is the
     largest.
 
-        state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)"""
+        state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)
+
+    Raises `TypeError` or `ValueError` for amaxes that are no mapping to float32 tensors.
+    """
     require_type("amaxes_over", "amaxes", amaxes, Mapping)
     axes = axes_of("amaxes_over", over)
     for path, t in amaxes.items():
@@ -96,7 +99,10 @@ def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
     maximum may drop a NaN.
 
         ok = dist.everywhere(all_finite(grads), (dp, tp))
-        params, state = select_step(ok, new, old)"""
+        params, state = select_step(ok, new, old)
+
+    Raises `ValueError` or `TypeError` unless `ok` is a 0-d bool tensor.
+    """
     check("everywhere", "ok", ok, (), torch.bool)
     axes = axes_of("everywhere", over)
     return functools.reduce(lambda s, axis: comm.sum_over(s, axis), axes, (~ok).to(torch.float32)) == 0

@@ -177,7 +177,8 @@ def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
 
 
 def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
-    """The whole tree, on every rank, of the parts of all: what `shard` was given. To be called by all ranks of the mesh."""
+    """The whole tree, on every rank, of the parts of all: what `shard` was given. To be called by all ranks of the mesh. Raises
+    `ValueError` or `TypeError` for a part of another shape or dtype than its rank should have."""
     found = specs_by_path("unshard", tree, specs, mesh)
     for path, t in paths(tree).items():
         if is_leaf("unshard", path, t):  # before anything is sent

@@ -26,7 +26,8 @@ def zero3(
     bucket_bytes: int = BUCKET_BYTES,
 ) -> ChainConfig:
     """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards, as
-    its `init` or `own_shards` gives them; paths, residuals of activations and ties stay. See `ShardedConfig` for the options."""
+    its `init` or `own_shards` gives them; paths, residuals of activations and ties stay. See `ShardedConfig` for the options.
+    Raises `TypeError` for a config that is no chain's."""
     require_type("zero3", "cfg", cfg, ChainConfig)
 
     def shared_out(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:

@@ -33,7 +33,8 @@ def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def zigzag_positions(length: int, axis: Axis, device: Any = None) -> Tensor:
-    """[T/n] int64: the positions that this rank has of a sequence of `length` T, for `rope`."""
+    """[T/n] int64: the positions that this rank has of a sequence of `length` T, for `rope`. Raises `ValueError` for a length
+    that does not divide into two chunks a rank, `TypeError` for what is no axis."""
     require_count("zigzag_positions", 0, length=length)
     require_type("zigzag_positions", "axis", axis, Axis)
     require(length % _chunks(axis) == 0, "zigzag_positions", "length", f"a multiple of {_chunks(axis)} ({axis})", length)

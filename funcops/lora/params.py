@@ -54,7 +54,8 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
 
 
 def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
-    """Of params, or of gradients like them, those of the adapters, by the path of their linear: what an optimizer is given."""
+    """Of params, or of gradients like them, those of the adapters, by the path of their linear: what an optimizer is given.
+    Raises `ValueError` or `TypeError` where the tree lacks an adapter of the config, or has something else in its place."""
     found = {}
     for place in adapted("adapter", cfg):
         path = place.at(f"{BOTH}.{LORA}")

@@ -194,7 +194,8 @@ def groups(cfg: DecoderConfig) -> list[Group]:
 
 
 def layer_paths(cfg: DecoderConfig) -> list[str]:
-    """The path of each layer's params: "blocks.3", and where layers are of several kinds "blocks1.3" or "blocks.3.layer1"."""
+    """The path of each layer's params: "blocks.3", and where layers are of several kinds "blocks1.3" or "blocks.3.layer1".
+    Raises `TypeError` for a config that is no decoder's."""
     require_type("layer_paths", "cfg", cfg, DecoderConfig)
     rows, found = groups(cfg), []
     for name, row in zip(_names("blocks", len(rows)), rows, strict=True):

@@ -6,6 +6,12 @@ relu: max(x, 0), f'(0) = 0; squared_relu: max(x, 0)^2; gelu: x Phi(x) (erf); gel
 (arXiv:1606.08415); quick_gelu: x sigmoid(1.702 x); silu: x sigmoid(x); tanh; sigmoid.
 
 x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own.
+
+>>> import torch
+>>> from funcops import ActivationConfig, activation_bwd, activation_fwd
+>>> y, residuals = activation_fwd(None, torch.tensor([-1.0, 2.0]), ActivationConfig("relu"))
+>>> y, activation_bwd(residuals, torch.ones(2), ActivationConfig("relu"))[1]
+(tensor([0., 2.]), tensor([0., 1.]))
 """
 
 from __future__ import annotations

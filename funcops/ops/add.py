@@ -3,6 +3,12 @@
     y = a + b        da = db = dy
 
 a, b, y, dy: [*] of one shape and float dtype. Kept: nothing. da and db are dy itself.
+
+>>> import torch
+>>> from funcops import AddConfig, add_bwd, add_fwd
+>>> y, residuals = add_fwd(None, (torch.ones(2), torch.ones(2)), AddConfig())
+>>> y, add_bwd(residuals, torch.ones(2), AddConfig())[1]
+(tensor([2., 2.]), (tensor([1., 1.]), tensor([1., 1.])))
 """
 
 from __future__ import annotations
@@ -39,7 +45,8 @@ def add_kept(cfg: AddConfig, needs: Needs, x: tuple[Tensor, Tensor]) -> AddResid
 def add_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: AddConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AddResiduals | None]:
-    """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast."""
+    """`y = a + b`. x: `(a, b)`, of one shape: nothing is broadcast. Raises `ValueError` or `TypeError` unless both are float
+    tensors of one shape, dtype and device."""
     if not isinstance(x, tuple) or len(x) != 2:
         fail("add_fwd", "x", "a tuple (a, b)", describe(x), TypeError)
     a, b = x

@@ -39,7 +39,7 @@ class CastResiduals(Residuals, static=("shape", "dtype")):
 
 @forward(CastConfig)
 def cast_fwd(params: None, x: Tensor, cfg: CastConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, CastResiduals | None]:
-    """x: [*] -> y: [*] in `cfg.dtype`."""
+    """x: [*] -> y: [*] in `cfg.dtype`. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check("cast_fwd", "x", x, (...,), FLOATS)
     return x.to(cfg.dtype), CastResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 

@@ -7,6 +7,12 @@ s: label_smoothing; z: z_loss. Rows with label ignore_index have loss and gradie
 x is `(logits, labels)`. logits, dl: [*, V] of one float dtype; labels: [*] int64; y: a float32 scalar (float64 for
 float64), or [*] with reduction "none". Kept: logits and labels, aliases, and lse: 4 bytes a row; no probabilities.
 The mean over no rows at all is nan, with gradient 0, as in PyTorch.
+
+>>> import torch
+>>> from funcops import CrossEntropyConfig, cross_entropy_bwd, cross_entropy_fwd
+>>> y, residuals = cross_entropy_fwd(None, (torch.zeros(1, 2), torch.tensor([0])), CrossEntropyConfig())
+>>> y, cross_entropy_bwd(residuals, torch.tensor(1.0), CrossEntropyConfig())[1][0]
+(tensor(0.6931), tensor([[-0.5000,  0.5000]]))
 """
 
 from __future__ import annotations

@@ -4,6 +4,13 @@
 
 ids: [*] int64; w, dw: [V, D]; y, dy: [*, D]. dx is None: ids carry no gradient. Kept: ids, an alias.
 An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
+
+>>> import torch
+>>> from funcops import EmbeddingConfig, EmbeddingParams, embedding_bwd, embedding_fwd
+>>> cfg, params = EmbeddingConfig(3, 1), EmbeddingParams(torch.tensor([[0.0], [10.0], [20.0]]))
+>>> y, residuals = embedding_fwd(params, torch.tensor([2, 2, 0]), cfg)
+>>> y.flatten(), embedding_bwd(residuals, torch.ones(3, 1), cfg)[0].weight.flatten()
+(tensor([20., 20.,  0.]), tensor([1., 0., 2.]))
 """
 
 from __future__ import annotations

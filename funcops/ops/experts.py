@@ -91,6 +91,9 @@ class ExpertsConfig:
 
 @tree
 class ExpertsParams:
+    """Of both linear layers, stacked by expert: up.weight [E, 2I, H], down.weight [E, H, I], with biases [E, 2I], [E, H] or
+    None."""
+
     up: GroupedLinearParams
     down: GroupedLinearParams
 

@@ -39,7 +39,7 @@ def fork_kept(cfg: ForkConfig, needs: Needs, x: Tensor) -> ForkResiduals | None:
 def fork_fwd(
     params: None, x: Tensor, cfg: ForkConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[tuple[Tensor, Tensor], ForkResiduals | None]:
-    """`y = (x, x)`, the same tensor twice."""
+    """`y = (x, x)`, the same tensor twice. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check("fork_fwd", "x", x, (...,), FLOATS)
     return (x, x), fork_kept(cfg, needs, x)
 

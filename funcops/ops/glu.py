@@ -10,6 +10,13 @@ d scales = sum over H of dy times the unscaled y. With `paired`, x is `(gate, li
 
 x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases:
 no bytes of their own. arXiv:2002.05202.
+
+>>> import torch
+>>> from funcops import GLUConfig, glu_bwd, glu_fwd
+>>> cfg = GLUConfig(kind="reglu", gate="first")
+>>> y, residuals = glu_fwd(None, torch.tensor([2.0, 3.0]), cfg)
+>>> y, glu_bwd(residuals, torch.ones(1), cfg)[1]
+(tensor([6.]), tensor([3., 2.]))
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class IdentityResiduals(Residuals, static=("shape", "dtype")):
 def identity_fwd(
     params: None, x: Tensor, cfg: IdentityConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, IdentityResiduals | None]:
-    """`y = x`, the same tensor."""
+    """`y = x`, the same tensor. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check("identity_fwd", "x", x, (...,), FLOATS)
     return x, IdentityResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 

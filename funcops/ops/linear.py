@@ -6,6 +6,16 @@
 
 x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None; all of one float dtype (float64, float32, bfloat16, float16).
 Kept: x and w, both aliases: no bytes of its own. `into` may be float32 accumulators for 16-bit gradients (main_grad).
+
+>>> import torch
+>>> from funcops import LinearConfig, LinearParams, linear_bwd, linear_fwd
+>>> params = LinearParams(torch.tensor([[1.0, 2.0]]), torch.tensor([0.5]))
+>>> y, residuals = linear_fwd(params, torch.tensor([[3.0, 4.0]]), LinearConfig(2, 1))
+>>> y
+tensor([[11.5000]])
+>>> dparams, dx = linear_bwd(residuals, torch.ones(1, 1), LinearConfig(2, 1))
+>>> dparams.weight, dx
+(tensor([[3., 4.]]), tensor([[1., 2.]]))
 """
 
 from __future__ import annotations

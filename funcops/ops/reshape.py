@@ -75,7 +75,7 @@ def reshape_kept(cfg: ReshapeConfig, needs: Needs, x_shape: torch.Size, y: Tenso
 
 @forward(ReshapeConfig)
 def reshape_fwd(params: None, x: Tensor, cfg: ReshapeConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ReshapeResiduals | None]:
-    """x: [*, *in] -> y: [*, *out]."""
+    """x: [*, *in] -> y: [*, *out]. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
     check("reshape_fwd", "x", x, (..., *cfg.in_shape), FLOATS)
     x_shape = x.shape
     y = torch.reshape(x, (*x_shape[: len(x_shape) - len(cfg.in_shape)], *cfg.out_shape))

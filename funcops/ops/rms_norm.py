@@ -9,6 +9,12 @@ With g = dy * w:
 x, y, dy, dx: [*, *D] of one float dtype; w, dw: [*D], of x's dtype or float32; r: [*, 1], float32 (float64 for float64).
 Kept: x and w, both aliases, and r: 4 bytes a row. dgrad reads dy and x anyway, so it leaves dw as partial sums [P, D].
 arXiv:1910.07467.
+
+>>> import torch
+>>> from funcops import RMSNormConfig, RMSNormParams, rms_norm_fwd
+>>> y, residuals = rms_norm_fwd(RMSNormParams(torch.ones(2)), torch.tensor([[3.0, 3.0]]), RMSNormConfig(2))
+>>> y
+tensor([[1., 1.]])
 """
 
 from __future__ import annotations

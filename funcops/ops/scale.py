@@ -3,6 +3,12 @@
     y = c x        dx = c dy
 
 x, y, dy, dx: [*] of one float dtype. Kept: nothing.
+
+>>> import torch
+>>> from funcops import ScaleConfig, scale_bwd, scale_fwd
+>>> y, residuals = scale_fwd(None, torch.ones(2), ScaleConfig(3.0))
+>>> y, scale_bwd(residuals, torch.ones(2), ScaleConfig(3.0))[1]
+(tensor([3., 3.]), tensor([3., 3.]))
 """
 
 from __future__ import annotations
@@ -45,7 +51,7 @@ def scale_kept(cfg: ScaleConfig, needs: Needs, x: Tensor) -> ScaleResiduals | No
 
 @forward(ScaleConfig)
 def scale_fwd(params: None, x: Tensor, cfg: ScaleConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ScaleResiduals | None]:
-    """`y = c x`. x: [*] -> y: [*]."""
+    """`y = c x`. x: [*] -> y: [*]. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check("scale_fwd", "x", x, (...,), FLOATS)
     return kernels.scale(x, cfg.factor), scale_kept(cfg, needs, x)
 

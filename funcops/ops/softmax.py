@@ -3,6 +3,12 @@
     y = exp(x) / sum_j exp(x_j)        dx = y (dy - sum_j dy_j y_j)
 
 x, y, dy, dx: [*, D] of one float dtype. Kept: y, the caller's own output: no bytes of its own.
+
+>>> import torch
+>>> from funcops import SoftmaxConfig, softmax_bwd, softmax_fwd
+>>> y, residuals = softmax_fwd(None, torch.zeros(2), SoftmaxConfig())
+>>> y, softmax_bwd(residuals, torch.tensor([1.0, 0.0]), SoftmaxConfig())[1]
+(tensor([0.5000, 0.5000]), tensor([ 0.2500, -0.2500]))
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ T = TypeVar("T")
 
 
 def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
-    """The average of nothing yet: copies of params, in `dtype` or a wider one. bfloat16 would lose updates of 1 - decay = 0.001."""
+    """The average of nothing yet: copies of params, in `dtype` or a wider one. bfloat16 would lose updates of 1 - decay =
+    0.001. Raises `TypeError` or `ValueError` for what is no float dtype."""
 
     require_dtype("ema_init", dtype)
 

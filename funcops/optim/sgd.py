@@ -71,6 +71,8 @@ def sgd_update(
 
     Shapes, dtypes, other arguments and errors as for `adamw_update`.
 
+    Raises as `adamw_update` does.
+
     >>> params, cfg = {"w": torch.ones(2)}, SGDConfig(lr=0.25)
     >>> sgd_update(params, {"w": torch.ones(2)}, sgd_init(params, cfg), cfg)[0]["w"]
     tensor([0.7500, 0.7500])

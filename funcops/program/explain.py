@@ -107,7 +107,8 @@ class Explained(NamedTuple):
 
 def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
     """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is
-    shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE."""
+    shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE. Raises `TypeError` for a config that is no
+    combinator's."""
     if not hasattr(cfg, "with_parts"):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     found: dict[str, Plan] = {}

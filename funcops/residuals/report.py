@@ -164,7 +164,8 @@ def _change(nbytes: int) -> str:
 
 
 def diff(before: Report, after: Report) -> Difference:
-    """What changes between two reports: the bytes of each path that both do not count alike."""
+    """What changes between two reports: the bytes of each path that both do not count alike. Raises `TypeError` for what is no
+    report."""
     for name, one in (("before", before), ("after", after)):
         require_type("diff", name, one, Report)
     sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]

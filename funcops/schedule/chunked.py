@@ -17,7 +17,8 @@ from funcops.schedule.generators import check_sizes
 
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B with stages r, r + p, r + 2 p, ... on rank r. With m a multiple of p the idle time is (p - 1)(F + B) a rank, where F and
-    B are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473."""
+    B are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473. Raises `ValueError` for
+    fewer than one rank, microbatch or chunk."""
     check_sizes("interleaved_1f1b", ranks, microbatches)
     require(is_count(chunks, 1), "interleaved_1f1b", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
@@ -26,7 +27,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
 
 def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """ZB-H1 with several chunks a rank: half of interleaved 1F1B's lead, and weight gradients that wait for r dgrads, so that the
-    ranks' last ones fill what was its end. arXiv:2401.10241."""
+    ranks' last ones fill what was its end. arXiv:2401.10241. Raises `ValueError` for fewer than one rank, microbatch or chunk."""
     check_sizes("interleaved_zb", ranks, microbatches)
     require(is_count(chunks, 1), "interleaved_zb", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
@@ -104,7 +105,7 @@ class _Rank:
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Two stages a rank, placed as a V, so that the first rank has the last stage too and no gradient waits for a way back. With
     equal times of F, I and W no rank waits between its first action and its last; keeps up to 2 p chunks, each half of a stage of
-    1F1B: its memory on every rank. arXiv:2405.15362."""
+    1F1B: its memory on every rank. arXiv:2405.15362. Raises `ValueError` for fewer than one rank or microbatch."""
     check_sizes("zb_v", ranks, microbatches)
     whole = max(2 * ranks - 1, microbatches)
     return _kept("zb_v", microbatches, [_zb_v(_Rank(r, ranks), r, ranks, whole).actions for r in range(ranks)])
@@ -140,7 +141,8 @@ def _zb_v(at: _Rank, r: int, p: int, m: int) -> _Rank:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V: two stages a rank, forwards of one side together with backwards of the other, so that the
     communication of each may hide behind the other's work. The idle time is (p - 1)(F&B + B - 3 W) a rank, F&B the time of such a
-    pair; keeps 2 p + 1 chunks. https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437."""
+    pair; keeps 2 p + 1 chunks. https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than
+    one rank or microbatch."""
     check_sizes("dualpipe_v", ranks, microbatches)
     whole = max(2 * ranks, microbatches)
     made = [_dualpipe_v(_Rank(r, ranks), r, ranks, whole) for r in range(ranks)]

@@ -24,7 +24,8 @@ from funcops.trees import nbytes, tensors, tree_map_tensors
 
 def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:
     """The costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (one run before them is not
-    counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`."""
+    counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`. Raises
+    `ValueError` or `TypeError` for what is no op of that config, fewer than one repeat, and an x without values."""
     check_body("measure", op, cfg)
     require_count("measure", repeats=repeats)
     check_needs("measure", needs, params, x)
@@ -56,7 +57,8 @@ def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, 
 def measure_stages(
     params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
 ) -> tuple[Costs, ...]:
-    """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`."""
+    """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`. Raises
+    `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are no stages."""
     check_body("measure_stages", chain, cfg)
     check_staged("measure_stages", cfg, len(cfg.steps))
     check_names("measure_stages", "params", params, cfg)

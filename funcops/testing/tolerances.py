@@ -50,7 +50,8 @@ def assert_close(
     cancels: tuple[str, ...] = (),
     bits: int | None = None,
 ) -> None:
-    """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound."""
+    """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound. Raises
+    `AssertionError` that lists them; `TypeError` or `ValueError` for wrong options."""
     require_dtype("assert_close", dtype)
     require_count("assert_close", length=length)
     if bits is not None:

@@ -115,7 +115,8 @@ class GraphCache:
 
 
 def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
-    """Every tensor [n, ...] with n at most `size`, filled up to [size, ...] with `value`."""
+    """Every tensor [n, ...] with n at most `size`, filled up to [size, ...] with `value`. Raises `ValueError` for a tensor of
+    more rows, or of none, `TypeError` for a value that is no number."""
 
     require_count("pad_rows", 0, size=size)
     require_type("pad_rows", "value", value, float, int, bool)
@@ -128,6 +129,6 @@ def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
 
 
 def cut_rows(tree: Any, size: int) -> Any:
-    """The first `size` rows of every tensor [n, ...]."""
+    """The first `size` rows of every tensor [n, ...]. Raises `ValueError` for a negative size."""
     require_count("cut_rows", 0, size=size)
     return tree_map_tensors(lambda t: t[:size], tree)

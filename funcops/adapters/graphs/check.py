@@ -167,7 +167,7 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
     Found are: waits for the device (`item`, `bool` and branches on values, `.cpu()`), shapes that depend on values, values and
     tensors that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that
     are baked in: Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is
-    written to.
+    written to. Raises `TypeError` where `fn` is no function.
     """
     require_callable("check_capturable", fn=fn)
     faults: list[Fault] = []

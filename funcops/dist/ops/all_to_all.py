@@ -59,7 +59,8 @@ class AllToAllResiduals(Residuals, static=("shape", "dtype")):
 def all_to_all_fwd(
     params: None, x: Tensor, cfg: AllToAllConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, AllToAllResiduals | None]:
-    """x: [..., n a, ..., b, ...] -> y: [..., a, ..., n b, ...]."""
+    """x: [..., n a, ..., b, ...] -> y: [..., a, ..., n b, ...]. Raises `ValueError` or `TypeError` for an x that the ranks
+    cannot share out, or of another dtype."""
     split, cat = (check_part("all_to_all_fwd", "x", x, dim) for dim in (cfg.split, cfg.cat))
     require(split != cat, "all_to_all_fwd", "x", "of more dimensions (cfg.split and cfg.cat are one)", describe(x))
     check_divides("all_to_all_fwd", "x", x, split, cfg.axis)

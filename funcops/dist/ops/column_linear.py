@@ -114,7 +114,8 @@ def column_linear_init(
 def column_linear_fwd(
     params: LinearParams, x: Tensor, cfg: ColumnLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ColumnLinearResiduals | None]:
-    """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]."""
+    """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     check_column(params, x, cfg)
     weight, bias = params.weight, params.bias
     if by_ring(cfg):

@@ -51,7 +51,7 @@ class CopyToResiduals(Residuals, static=("shape", "dtype")):
 
 @forward(CopyToConfig)
 def copy_to_fwd(params: None, x: Tensor, cfg: CopyToConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, CopyToResiduals | None]:
-    """`y = x`, the same tensor."""
+    """`y = x`, the same tensor. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check_tensor("copy_to_fwd", "x", x, (...,), FLOATS)
     return x, CopyToResiduals.keep(cfg, needs, shape=x.shape, dtype=x.dtype)
 

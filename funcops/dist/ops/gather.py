@@ -53,7 +53,8 @@ class GatherResiduals(Residuals, static=("shape", "dtype")):
 
 @forward(GatherConfig)
 def gather_fwd(params: None, x: Tensor, cfg: GatherConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GatherResiduals | None]:
-    """x: [..., m, ...] -> y: [..., n m, ...]."""
+    """x: [..., m, ...] -> y: [..., n m, ...]. Raises `ValueError` or `TypeError` for an x without that
+    dimension, or that is no float tensor."""
     check_part("gather_fwd", "x", x, cfg.dim)
     y = comm.gather(x, cfg.axis, cfg.dim)
     return y, GatherResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

@@ -54,7 +54,8 @@ class GatherSameResiduals(Residuals, static=("shape", "dtype")):
 def gather_same_fwd(
     params: None, x: Tensor, cfg: GatherSameConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GatherSameResiduals | None]:
-    """x: [..., m, ...] -> y: [..., n m, ...]."""
+    """x: [..., m, ...] -> y: [..., n m, ...]. Raises `ValueError` or `TypeError` for an x without that
+    dimension, or that is no float tensor."""
     check_part("gather_same_fwd", "x", x, cfg.dim)
     y = comm.gather(x, cfg.axis, cfg.dim)
     return y, GatherSameResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

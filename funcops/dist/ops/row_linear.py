@@ -110,7 +110,8 @@ def row_linear_init(
 def row_linear_fwd(
     params: LinearParams, x: Tensor, cfg: RowLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowLinearResiduals | None]:
-    """`y = sum of x_r w_r^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*, O])."""
+    """`y = sum of x_r w_r^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*, O]). Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
     axis = cfg.axis
     check_x("row_linear_fwd", x, cfg.weight_shape[1], cfg.sequence_parallel)
     check_params("row_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)

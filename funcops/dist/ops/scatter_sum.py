@@ -53,7 +53,8 @@ class ScatterSumResiduals(Residuals, static=("shape", "dtype")):
 def scatter_sum_fwd(
     params: None, x: Tensor, cfg: ScatterSumConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ScatterSumResiduals | None]:
-    """x: [..., n m, ...] -> y: [..., m, ...]."""
+    """x: [..., n m, ...] -> y: [..., m, ...]. Raises `ValueError` or `TypeError` for an x that the ranks cannot share out, or
+    of another dtype."""
     check_divides("scatter_sum_fwd", "x", x, check_part("scatter_sum_fwd", "x", x, cfg.dim), cfg.axis)
     y = comm.scatter_sum(x, cfg.axis, cfg.dim)
     return y, ScatterSumResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

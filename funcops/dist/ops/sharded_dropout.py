@@ -84,7 +84,8 @@ class ShardedDropoutResiduals(Residuals, static=("inputs", "shape", "dtype")):
 def sharded_dropout_fwd(
     params: None, x: tuple[Tensor, Tensor], cfg: ShardedDropoutConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ShardedDropoutResiduals | None]:
-    """x: `(x, key)`, x this rank's part -> y: [*]."""
+    """x: `(x, key)`, x this rank's part -> y: [*]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and
+    for what is no pair."""
     where = "sharded_dropout_fwd"
     if not isinstance(x, tuple) or len(x) != 2:
         fail(where, "x", "a tuple (x, key)", describe(x), TypeError)

@@ -51,7 +51,7 @@ class ShiftResiduals(Residuals, static=("shape", "dtype")):
 
 @forward(ShiftConfig)
 def shift_fwd(params: None, x: Tensor, cfg: ShiftConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, ShiftResiduals | None]:
-    """y: the x of the rank that is `by` before this one."""
+    """y: the x of the rank that is `by` before this one. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check_tensor("shift_fwd", "x", x, (...,), FLOATS)
     y = comm.shift(x, cfg.axis, cfg.by)
     return y, ShiftResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

@@ -54,7 +54,8 @@ class SliceOfResiduals(Residuals, static=("shape", "dtype")):
 def slice_of_fwd(
     params: None, x: Tensor, cfg: SliceOfConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, SliceOfResiduals | None]:
-    """x: [..., n m, ...] -> y: [..., m, ...], a view."""
+    """x: [..., n m, ...] -> y: [..., m, ...], a view. Raises `ValueError` or `TypeError` for an x that the ranks cannot share
+    out, or of another dtype."""
     check_divides("slice_of_fwd", "x", x, check_part("slice_of_fwd", "x", x, cfg.dim), cfg.axis)
     y = comm.own_slice(x, cfg.axis, cfg.dim)
     return y, SliceOfResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

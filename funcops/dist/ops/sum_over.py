@@ -53,7 +53,7 @@ class SumOverResiduals(Residuals, static=("shape", "dtype")):
 def sum_over_fwd(
     params: None, x: Tensor, cfg: SumOverConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, SumOverResiduals | None]:
-    """y: the sum, on every rank."""
+    """y: the sum, on every rank. Raises `ValueError` or `TypeError` unless x is a float tensor."""
     check_tensor("sum_over_fwd", "x", x, (...,), FLOATS)
     y = comm.sum_over(x, cfg.axis)
     return y, SumOverResiduals.keep(cfg, needs, shape=y.shape, dtype=y.dtype)

@@ -1,0 +1,149 @@
+"""What MkDocs calls while it builds the site: pages that lie elsewhere in the repository or are generated, links to them, and
+docstrings whose text is plain, made Markdown.
+
+The start page is the README, with its figures first: what is said once cannot differ.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import posixpath
+import re
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import griffe
+from mkdocs.structure.files import File
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
+
+import reference  # noqa: E402
+
+# where a page of the repository lies in the site
+MOVED = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+    "tests/README.md": "how/tests.md",
+    "funcops/program/README.md": "how/program.md",
+    "funcops/residuals/README.md": "how/residuals.md",
+}
+FIRST = ("", "What comes of it", "Ten words", "Install", "Three commands", "Operators", "Read on")  # of the README's headings
+LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
+CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    for source, target in MOVED.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        files.append(
+            File.generated(config, target, content=placed(ordered(text) if source == "README.md" else text, source, target))
+        )
+    for path in sorted((ROOT / "examples").rglob("*.py")):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), content=path.read_text(encoding="utf-8")))
+    for page in reference.pages():
+        files.append(File.generated(config, page.path, content=reference.markdown(page)))
+    files.append(File.generated(config, "reference/index.md", content=reference.index()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    at = page.file.src_uri
+    if at in MOVED.values() or at.startswith("reference/"):
+        return markdown
+    return placed(markdown, f"docs/{at}", at)
+
+
+def ordered(readme: str) -> str:
+    """The README with the sections of `FIRST` in that order; all of them are there, and no other."""
+    parts = re.split(r"^## (.*)\n", readme, flags=re.M)
+    sections = {"": parts[0], **dict(zip(parts[1::2], parts[2::2], strict=True))}
+    if set(sections) != set(FIRST):
+        raise ValueError(f"README.md must have the sections {FIRST[1:]}, got {tuple(sections)[1:]}")
+    return "".join((f"## {title}\n" if title else "") + sections[title] for title in FIRST)
+
+
+def placed(text: str, source: str, target: str) -> str:
+    """The text of a page of the repository at `source` with its relative links as they are in the site, where it is at `target`."""
+
+    def moved(link: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), link[1]))
+        inside = MOVED.get(path) or (path[5:] if path.startswith("docs/") else path)
+        return f"]({posixpath.relpath(inside, posixpath.dirname(target) or '.')}{link[2] or ''})"
+
+    kept: list[str] = []
+    hidden = CODE.sub(lambda code: kept.append(code[0]) or f"\0{len(kept) - 1}\0", text)
+    return re.sub(r"\0(\d+)\0", lambda at: kept[int(at[1])], LINK.sub(moved, hidden))
+
+
+class Plain(griffe.Extension):
+    """Docstrings are plain text: indented blocks are shown as they are, `>>>` as sessions, and a `*` of a shape is no emphasis."""
+
+    def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
+        """What a module says is public and makes by a call, which reading it does not tell."""
+        if mod.exports is None and "__all__" not in mod.members:
+            return
+        module = importlib.import_module(mod.path)
+        for name in set(getattr(module, "__all__", ())) - set(mod.members):
+            value = getattr(module, name)
+            if getattr(value, "__module__", None) == mod.path or isinstance(value, (type, types.FunctionType)):
+                mod.set_member(name, made(name, value))
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = plain(obj.docstring.value)
+
+    def on_attribute(self, *, attr: griffe.Attribute, **_: Any) -> None:
+        """An op is what its functions are, each shown below it, not the call that ties them up."""
+        if str(attr.value).startswith("make_op("):
+            attr.value, attr.annotation = None, "Op"
+        elif str(attr.value) == "field(kw_only=False)":
+            attr.value = None
+
+    def on_class_members(self, *, cls: griffe.Class, **_: Any) -> None:
+        """What a config computes from its fields is no field."""
+        for name in [name for name, member in cls.members.items() if member.is_attribute and member.labels == {"class-attribute"}]:
+            if cls.members[name].docstring is None and not cls.members[name].value:
+                cls.del_member(name)
+
+
+def made(name: str, value: Any) -> griffe.Object:
+    """A class or a function as griffe would have read it."""
+    text = inspect.getdoc(value)
+    docstring = griffe.Docstring(plain(text)) if text else None
+    if isinstance(value, type):
+        return griffe.Class(name, docstring=docstring)
+    signature = inspect.signature(value)
+    parameters = [
+        griffe.Parameter(
+            one.name,
+            annotation=None if one.annotation is one.empty else one.annotation,
+            kind=griffe.ParameterKind[one.kind.name.lower()],
+            default=None if one.default is one.empty else repr(one.default),
+        )
+        for one in signature.parameters.values()
+    ]
+    returns = None if signature.return_annotation is signature.empty else signature.return_annotation
+    return griffe.Function(name, parameters=griffe.Parameters(*parameters), returns=returns, docstring=docstring)
+
+
+def plain(text: str) -> str:
+    """The Markdown that shows a docstring as it stands in the source."""
+    blocks = []
+    for block in re.split(r"\n{2,}", text):
+        if block.lstrip().startswith(">>>"):
+            block = "```pycon\n" + re.sub(r"^ {1,8}", "", block, flags=re.M) + "\n```"
+        elif not block.startswith("    "):
+            block = "".join(part if part.startswith("`") else _escaped(part) for part in re.split(r"(`[^`]*`)", block))
+        blocks.append(block)
+    return "\n\n".join(blocks)
+
+
+def _escaped(text: str) -> str:
+    text = re.sub(r"(?<!^)([*_<])", r"\\\1", text, flags=re.S)
+    return re.sub(r"\n( {4,})(?=\S)", lambda at: "\n\n" + at[1], text, count=1)  # an indented block below a line of text

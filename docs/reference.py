@@ -1,0 +1,195 @@
+"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Nothing is listed here: the groups
+are those of `help(funcops)`, an operator's file says what belongs to it, and a room (`funcops.optim` and so on) what it takes in
+by name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import funcops
+
+ROOMS = tuple(funcops._ROOMS)
+GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")
+
+
+@dataclass(frozen=True)
+class Section:
+    """`home` is the module whose docstring opens the section, or None; `names` are dotted, each of something public."""
+
+    title: str
+    home: str | None
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Page:
+    title: str
+    path: str
+    opening: str
+    sections: tuple[Section, ...]
+
+
+def pages() -> list[Page]:
+    groups = [Page(title, _path(title), "", tuple(_sections(names))) for title, names in _groups()]
+    return [*(page for page in groups if page.sections), *map(_room, ROOMS)]
+
+
+def public() -> list[str]:
+    """Every public name, dotted, once."""
+    return list(dict.fromkeys(name for page in pages() for section in page.sections for name in section.names))
+
+
+def _path(title: str) -> str:
+    return f"reference/{re.sub(r'[^a-z0-9]+', '-', title.lower())}.md"
+
+
+def _groups() -> Iterator[tuple[str, list[str]]]:
+    """(title, names) of each line of `help(funcops)` that has a title, and of those below it that are indented further."""
+    title, names = "", []
+    for line in inspect.getdoc(funcops).split("Operators:", 1)[1].splitlines()[2:]:
+        found = GROUP.match(line)
+        if found and not line.startswith("     "):
+            yield title, names
+            title, names = found[1], []
+            line = line[found.end() :]
+        names += [word for word in re.findall(r"\w+", line) if hasattr(funcops, word)]
+    yield title, names
+
+
+def _sections(names: list[str]) -> Iterator[Section]:
+    """An operator, with all that its file says is public, is a section; operators of one file share theirs."""
+    files: dict[str, list[str]] = {}
+    for name in names:
+        value = getattr(funcops, name)
+        if not isinstance(value, types.ModuleType):
+            files.setdefault(_home(value) if isinstance(value, funcops.Op) else "", []).append(name)
+    own = [name for home in files if home for name in importlib.import_module(home).__all__]
+    for home, ops in files.items():
+        if home:
+            members = importlib.import_module(home).__all__
+            yield Section(", ".join(ops), home, tuple(f"funcops.{name}" for name in sorted(members, key=_order)))
+    for name in files.get("", []):
+        if name not in own:
+            yield Section(name, None, (f"funcops.{name}",))
+
+
+def _home(op: funcops.Op) -> str:
+    return op.fwd.__module__
+
+
+ORDER = "_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending"
+
+
+def _order(name: str) -> tuple[int, str]:
+    """The op, its config, then the functions in the order in which they run, then what they take and give."""
+    ends = [i for i, end in enumerate(ORDER) if name.endswith(end)]
+    return (ends[0] + 2 if ends else 1 if name.endswith("Config") else 0), ""
+
+
+def _room(name: str) -> Page:
+    """A room's operators have sections of their own, as the package's."""
+    home = f"funcops.{name}"
+    names, files = exported(home), {}
+    module = importlib.import_module(home)
+    for word in names:
+        value = getattr(module, word)
+        if isinstance(value, funcops.Op) and hasattr(importlib.import_module(_home(value)), "__all__"):
+            files.setdefault(_home(value), []).append(word)
+    of_ops = {word for file in files for word in importlib.import_module(file).__all__}
+    alone = [Section(word, None, (f"{home}.{word}",)) for word in names if word not in of_ops]
+    ops = [
+        Section(
+            ", ".join(words),
+            file,
+            tuple(f"{home}.{n}" for n in sorted(importlib.import_module(file).__all__, key=_order) if hasattr(module, n)),
+        )
+        for file, words in files.items()
+    ]
+    return Page(home, f"reference/{name.replace('_', '-')}.md", home, (*alone, *ops))
+
+
+def exported(name: str) -> list[str]:
+    """`__all__`; else what the module imports `as` itself or by a star, and its own functions and classes. No modules."""
+    module = importlib.import_module(name)
+    found = list(getattr(module, "__all__", ()))
+    if not found:
+        for node in ast.parse(Path(module.__file__).read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.names[0].name == "*":
+                found += exported(node.module)
+            elif isinstance(node, ast.ImportFrom):
+                found += [alias.name for alias in node.names if alias.asname == alias.name]
+            elif isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_":
+                found.append(node.name)
+    return [word for word in dict.fromkeys(found) if not isinstance(getattr(module, word), types.ModuleType)]
+
+
+# Markdown
+
+
+def markdown(page: Page) -> str:
+    lines = [f"# {page.title}", "", *(_docstring(page.opening) if page.opening else [])]
+    for section in page.sections:
+        if section.home:
+            lines += [f"## {section.title}", "", *_docstring(section.home)]
+        level = 3 if section.home else 2
+        lines += [line for name in section.names for line in _entry(name, level)]
+    return "\n".join(lines)
+
+
+def _entry(name: str, level: int) -> list[str]:
+    """A name that a module has too, such as `funcops.report`, is looked up where it is defined, and shown as itself."""
+    found, anchor = defined(name), []
+    if found != name:
+        anchor = [f'<a id="{name}"></a>', ""]
+    options = [
+        f"      heading_level: {level}",
+        *([f"      heading: {name}", f"      toc_label: {name.rpartition('.')[2]}"] if anchor else []),
+    ]
+    return [*anchor, f"::: {found}", "    options:", *options, ""]
+
+
+def value_of(name: str) -> Any:
+    home, _, word = name.rpartition(".")
+    return getattr(importlib.import_module(home), word)
+
+
+def defined(name: str) -> str:
+    """The dotted name, or that of the definition where a module on the way to it has the same name."""
+    value, word = value_of(name), name.rpartition(".")[2]
+    home = _home(value) if isinstance(value, funcops.Op) else getattr(value, "__module__", None) or ""
+    taken = name in sys.modules or home.rpartition(".")[2] == word
+    return f"{home}.{word}" if taken and home.startswith("funcops") else name
+
+
+def _docstring(module: str) -> list[str]:
+    return [
+        f"::: {module}",
+        "    options:",
+        "      members: false",
+        "      show_root_heading: false",
+        "      show_root_toc_entry: false",
+        "",
+    ]
+
+
+def index() -> str:
+    """Every name, on one page, by group."""
+    lines = ["# Reference", "", "Every public name, from the docstrings of the package.", "", "| group | names |", "|---|---|"]
+    for page in pages():
+        links = ", ".join(
+            f"[`{name.rpartition('.')[2]}`]({page.path.partition('/')[2]}#{name})"
+            for section in page.sections
+            for name in section.names
+            if not section.home or isinstance(value_of(name), funcops.Op)
+        )
+        lines.append(f"| [{page.title}]({page.path.partition('/')[2]}) | {links} |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,51 @@
+"""The version stands in one place, and where it is said again it is the same; what is tried before a release fails where it
+should."""
+
+import subprocess
+import sys
+
+import pytest
+import release
+
+import funcops
+
+
+def test_the_version_is_said_alike_everywhere():
+    assert release.disagreements(funcops.__version__) == []
+
+
+@pytest.mark.parametrize("name", ["CHANGELOG.md", "CITATION.cff"])
+def test_another_version_is_noticed(tmp_path, name):
+    for file in ("CHANGELOG.md", "CITATION.cff"):
+        text = (release.ROOT / file).read_text()
+        (tmp_path / file).write_text(text.replace(funcops.__version__, "9.8.7") if file == name else text)
+    assert release.disagreements(funcops.__version__, tmp_path) == [f"{name} must say {funcops.__version__}, got 9.8.7"]
+
+
+def test_an_install_that_is_a_checkout_is_no_install(tmp_path):
+    """This process's package lies in the checkout: the imports that are tried must see the wheel's."""
+    done = subprocess.run([sys.executable, "-c", release.IMPORTS], cwd=release.ROOT, capture_output=True, text=True)
+    assert done.returncode and "is not what was installed" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("outcome", "status"), [("good", 0), (AssertionError("it broke"), 1), (None, 1)], ids=["good", "bad", "none"]
+)
+def test_the_exit_status(monkeypatch, capsys, tmp_path, outcome, status):
+    """Of one Python: good, failed, and not tried, of which none may be green."""
+    wheel, source = tmp_path / f"funcops-{funcops.__version__}-py3-none-any.whl", tmp_path / "source"
+    for path in (wheel, source):
+        path.write_text("")
+
+    def tried(*_):
+        if outcome == "good":
+            return outcome
+        raise outcome or release.interpreters.NotTried("too large")
+
+    monkeypatch.setattr(release, "archives", lambda folder: (wheel, source))
+    monkeypatch.setattr(release, "unpacked", lambda *_: tmp_path)
+    monkeypatch.setattr(release.interpreters, "found", lambda: {"3.11": ("python", frozenset())})
+    monkeypatch.setattr(release, "tried", tried)
+    assert release.main([]) == status
+    said = {"good": "Python 3.11: good", None: "Python 3.11: not tried: too large"}.get(outcome, "Python 3.11 failed")
+    assert said in capsys.readouterr().out

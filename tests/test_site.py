@@ -1,0 +1,126 @@
+"""The site: every page is in its navigation, every public name in its reference, and each of these says what it does and raises.
+`make docs` builds it, in seconds; so does a test where MkDocs is installed."""
+
+import ast
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+import funcops
+from docs import reference
+
+ROOT = Path(__file__).resolve().parents[1]
+NAVIGATION = set(re.findall(r": (\S+\.md)$|- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
+NAVIGATION = {first or second for first, second in NAVIGATION}
+NAMES = reference.public()
+FUNCTIONS = [name for name in NAMES if inspect.isfunction(reference.value_of(name))]
+CLASSES = [name for name in NAMES if inspect.isclass(reference.value_of(name))]
+
+
+def moved():
+    """Where pages that lie outside docs/ are in the site: read, as docs/hooks.py imports MkDocs."""
+    tree = ast.parse((ROOT / "docs" / "hooks.py").read_text())
+    (table,) = [node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MOVED"]
+    return ast.literal_eval(table)
+
+
+def test_the_navigation_has_every_page_and_no_other():
+    own = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    assert all((ROOT / name).is_file() for name in moved())
+    assert NAVIGATION == own | set(moved().values()) | {page.path for page in reference.pages()} | {"reference/index.md"}
+
+
+def test_the_reference_has_every_public_name():
+    for module, names in {
+        "funcops": set(dir(funcops)) - set(funcops._ROOMS) - {"__version__"},
+        "funcops.optim": {name for name in dir(funcops.optim) if name.startswith(("adamw_", "sgd_", "ema_", "AdamW", "SGD"))},
+        "funcops.low_precision": set(funcops.low_precision.__all__),
+    }.items():
+        assert not {f"{module}.{name}" for name in names} - set(NAMES), module
+    ops = {name for name, value in vars(funcops).items() if isinstance(value, funcops.Op)}
+    assert not {f"funcops.{op}_{part}" for op in ops for part in ("init", "fwd", "bwd", "dgrad", "wgrad")} - set(NAMES)
+    assert len(NAMES) == len(set(NAMES)) > 700
+
+
+def means(cls):
+    """Whether a class says what it is: in words, or in the shapes of its leaves, which every one of its fields then has."""
+    own = cls.__dict__.get("__doc__") or ""
+    if own and not own.startswith(f"{cls.__name__}("):  # what a dataclass writes where there is none
+        return True
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    fields = [node for node in tree.body[0].body if isinstance(node, ast.AnnAssign)]
+    return bool(fields) and all(
+        node.value is not None and re.match(r"(leaf|saved|static)\(", ast.unparse(node.value)) for node in fields
+    )
+
+
+def raises(function):
+    """What it calls, or says itself, to raise."""
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))):
+        called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+        if isinstance(node, ast.Raise) or called == "fail" or called.startswith(("check", "require")):
+            return ast.unparse(node)
+    return None
+
+
+def silent(names):
+    """Of functions, those that raise and do not say so. What a backward raises is said once, where a dy is: by `Op`."""
+    backward = tuple(f"{op}_{part}" for op in OPS for part in ("bwd", "dgrad", "wgrad"))
+    found = {name: raises(reference.value_of(name)) for name in names if name.rpartition(".")[2] not in backward}
+    return {name: said for name, said in found.items() if said and "rais" not in reference.value_of(name).__doc__.lower()}
+
+
+OPS = [name.rpartition(".")[2] for name in NAMES if isinstance(reference.value_of(name), funcops.Op)]
+
+
+def test_every_public_function_and_class_says_what_it_is():
+    assert not [name for name in FUNCTIONS if not reference.value_of(name).__doc__]
+    assert not [name for name in CLASSES if not means(reference.value_of(name))]
+    assert len(FUNCTIONS) > 400 and len(CLASSES) > 150
+
+
+def test_what_raises_says_so():
+    assert silent(FUNCTIONS) == {}
+    assert "Raises" in funcops.Op.__doc__
+
+
+@pytest.mark.parametrize("home", sorted({section.home for page in reference.pages() for section in page.sections if section.home}))
+def test_an_op_has_its_math_or_meaning_and_shapes(home):
+    """In the docstring of its file, which opens its section: a formula or words for it, the shapes of x and y, and what is kept."""
+    text = inspect.getdoc(importlib.import_module(home))
+    assert len(text.split()) > 15 and re.search(r"\[.*\]|shape", text), home
+
+
+def test_the_checks_see_what_lacks_words():
+    class Bare:
+        x: int = 3
+
+    class Said:
+        "What it is."
+
+    def quiet(x):
+        """Halves."""
+        if x < 0:
+            raise ValueError(x)
+
+    assert not means(Bare) and means(Said) and raises(quiet) and not raises(moved)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="MkDocs is of the extra docs")
+def test_it_builds_and_each_name_is_there_to_read_without_a_script(tmp_path):
+    command = sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {page.path: (tmp_path / page.path).with_suffix(".html").read_text() for page in reference.pages()}
+    for page in reference.pages():
+        for section in page.sections:
+            assert all(f'id="{name}"' in pages[page.path] for name in section.names), (page.path, section.title)
+    assert "y = x w^T + b" in unescape(re.sub(r"<script.*?</script>|<[^>]+>", "", pages["reference/layers.md"], flags=re.S))
