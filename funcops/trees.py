@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 
 def leaf(shape: str, gradient: bool = True) -> Any:
-    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it ever has one."""
+    """A tensor field of a tree, None by default; `shape` documents it, as in `"[out, in]"`. `gradient`: whether it ever has one.
+    Raises `TypeError` where that is no bool."""
     require_flag("leaf", gradient=gradient)
     return dataclasses.field(default=None, metadata={"shape": shape, "gradient": gradient})
 

@@ -170,7 +170,8 @@ def _own_indices(indices: Tensor, token: Tensor, cfg: ParallelExpertsConfig) -> 
 def parallel_experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelExpertsResiduals | None]:
-    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks have as many tokens."""
+    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks have as many tokens. Raises `ValueError` or
+    `TypeError` for a wrong shape, dtype or device."""
     check_experts_x("parallel_experts_fwd", x, cfg.dim, cfg.experts)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
     tokens = x[1]
