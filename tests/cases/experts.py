@@ -60,6 +60,8 @@ CASES = [
     case((0,), 2, 4, 3, 2, bias=True),
     case((4,), 1, 64, 3, 5, chosen=(17,)),  # all tokens to one
     case((9,), 8, 64, 3, 2, kind="geglu_tanh"),
+    case((5,), 2, 64, 2, 3, chosen=(0, 9, 63)),
+    case((4,), 1, 4, 3, 2, chosen=(3,)),
 ]
 
 

@@ -49,6 +49,8 @@ CASES = [
     case((0, 4, 0), 69, 3, behind=2, bias=False),
     case((0,), 4, 3, behind=3),
     case((0, 2, 1), 1, 5, stacked=False),
+    case(tuple(3 * (e in (1, 62)) for e in range(64)), 3, 2),
+    case((4,), 3, 2),
     gathered((2, 5), 2, 4, 5, 3),
     gathered((0,), 8, 4, 3, 2),
     gathered((7,), 8, 64, 3, 5, high=65, bias=False),

@@ -90,6 +90,7 @@ CASES = [
     case((), 4, 2),
     case((4,), 64, 8, normalize=False, **LOSSES),
     case((4,), 64, 1, score="sigmoid"),
+    case((3,), 64, 2, z=0.1),
 ]
 
 
