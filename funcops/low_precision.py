@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.walk import below, check_globs, matches, steps, ties
+from funcops.compose.walk import below, check_globs, matches, remade, steps, ties
 from funcops.compose.widths import inside
 from funcops.errors import check, describe, fail, in_step, require, require_callable, require_dtype, require_type
 from funcops.formats import (
@@ -43,7 +43,7 @@ from funcops.formats import (
     zero_gradient,
 )
 from funcops.kernels.quantize import ELEMENTS, amax
-from funcops.op import Op, remade
+from funcops.op import Op
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.quantization import quantization_report

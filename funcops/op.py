@@ -204,16 +204,6 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
     return op._replace(**{"fwd": fwd, "again": None, "lower": None, "ahead": None, **changes})
 
 
-def remade(where: str, op: Op, source: Op, becomes: Op) -> Op:
-    """The op made of `becomes` as `op` is made of `source`, as by remat or with_policy. Raises `ValueError` for what is not."""
-    if op is source:
-        return becomes
-    make, args = getattr(op.fwd, "made_by", (None, ()))
-    if make is None:
-        fail(where, f"op {op.name!r}", f"{source.name}, or one that remat or with_policy made of it", "another")
-    return make(*[remade(where, arg, source, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[no-any-return]
-
-
 def forward(
     config: type, params_class: type = NoneType
 ) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:

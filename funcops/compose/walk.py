@@ -1,4 +1,5 @@
-"""A walk over the config of a whole model: its steps by path, and its ties. Rewrites choose steps by globs over these paths."""
+"""What rewrites of a whole model's config share: a walk over its steps by path, and its ties; globs over these paths, by which they
+choose steps; and an op that was wrapped, made again of another."""
 
 from __future__ import annotations
 
@@ -55,3 +56,13 @@ def check_globs(where: str, name: str, globs: Any) -> None:
     """A tuple or list of strings."""
     if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
         fail(where, name, "a tuple of globs", repr(globs), TypeError)
+
+
+def remade(where: str, op: Op, source: Op, becomes: Op) -> Op:
+    """The op made of `becomes` as `op` is made of `source`, as by remat or with_policy. Raises `ValueError` for what is not."""
+    if op is source:
+        return becomes
+    make, args = getattr(op.fwd, "made_by", (None, ()))
+    if make is None:
+        fail(where, f"op {op.name!r}", f"{source.name}, or one that remat or with_policy made of it", "another")
+    return make(*[remade(where, arg, source, becomes) if isinstance(arg, Op) else arg for arg in args])  # type: ignore[no-any-return]

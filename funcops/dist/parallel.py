@@ -19,6 +19,7 @@ from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.skip import SkipConfig
 from funcops.compose.step import Step
+from funcops.compose.walk import remade
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
@@ -32,7 +33,7 @@ from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
 from funcops.errors import describe, fail, in_step, require, require_flag, require_type
-from funcops.op import Op, remade, same_width
+from funcops.op import Op, same_width
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
