@@ -36,8 +36,8 @@ from funcops import (
     linear,
     random,
 )
-from funcops.adapters.graphs import check_capturable, graphed
 from funcops.errors import size_of
+from funcops.graphs import check_capturable, graphed
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
 from funcops.trees import tensors, tree_map_tensors
 
