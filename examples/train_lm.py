@@ -32,8 +32,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from funcops import WithExtras, chain, chain_fwd, dist
-from funcops.adapters.graphs import graphed
 from funcops.errors import size_of
+from funcops.graphs import graphed
 from funcops.low_precision import recipe_init
 from funcops.needs import Needs
 from funcops.op import Op

@@ -245,31 +245,33 @@ def _copied(cls: Any, given: dict[str, Any], stale: list[str], missing: Any) -> 
 
 
 class Donated:
-    """A one-shot cell: residuals or pending given away. The first backward that takes it empties it."""
+    """A one-shot cell: residuals, pending or a cache given away. The first call that takes it empties it."""
 
-    __slots__ = ("_node",)
+    __slots__ = ("_kind", "_node")
 
     def __init__(self, node: Any) -> None:
-        self._node = node
+        self._node, self._kind = node, type(node).__name__
 
     def take(self, where: str) -> Any:
         if self._node is None:
-            raise DonatedError(f"{where}: donated residuals must be unused, got ones that a backward took already")
+            raise DonatedError(f"{where}: donated {self._kind} must be unused, got one that a call took already")
         node, self._node = self._node, None
         return node
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise DonatedError(f"{name} of donated residuals must not be used, got a use that is no backward")
+        raise DonatedError(f"{name} of donated {self._kind} must not be used, got a use beside the one call that takes it")
 
     def _refuse(self, *_: Any) -> Any:
-        raise DonatedError("donated residuals must not be looked into, got a use that is no backward")
+        raise DonatedError("what was donated must not be looked into, got a use beside the one call that takes it")
 
     __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
 
     def __copy__(self) -> Any:
-        return Donated(self._node)
+        made = Donated(self._node)
+        made._kind = self._kind
+        return made
 
     def __repr__(self) -> str:
         return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"

@@ -87,7 +87,7 @@ def test_donation_empties_and_is_used_once():
         residuals.x.shape  # noqa: B018
     linear_bwd(cell, DY, CFG)
     assert repr(cell) == "Donated(spent)"
-    with pytest.raises(DonatedError, match="linear_bwd: donated residuals must be unused"):
+    with pytest.raises(DonatedError, match="linear_bwd: donated LinearResiduals must be unused"):
         linear_bwd(cell, DY, CFG)
     with pytest.raises(DonatedError, match="donate: residuals must be unused"):
         donate(residuals)

@@ -33,19 +33,7 @@ def packed(op: Op, actions: Actions) -> Op:
             node.set(**{name: pack(value, action) for name, (value, action) in values.items() if value is not None})
         return y, node
 
-    def opened(where: str, kept: Any, cls: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
-        """A node of its own with what this phase reads unpacked, and these fields."""
-        node = open_node(where, kept, cls, cfg)
-        read = {name: action for name, action in actions if name in node.fields and phase & node.fields[name].needed_by}
-        for name, action in read.items():
-            missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
-            require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
-        kept_as = {name: getattr(node, name) for name in read}
-        plain = {name: t if node.fields[name].blocks and in_blocks(t) else unpack(t) for name, t in kept_as.items()}
-        filled = node.copy(**plain)
-        if node is not kept:
-            node.empty()
-        return filled, plain
+    opened = functools.partial(_opened, actions)
 
     def dgrad(residuals: Any, dy: Any, cfg: Any) -> tuple[Any, Any]:
         before = residuals._node if type(residuals) is Donated else residuals
@@ -83,3 +71,18 @@ def packed(op: Op, actions: Actions) -> Op:
 
     changes = {"again": again, "fwd": fwd, "dgrad": dgrad, "wgrad": wgrad, "products": products, "bwd": bwd}
     return wrap(op, (packed, (op, actions)), **(changes if op.again else changes | {"again": None}))
+
+
+def _opened(actions: Actions, where: str, kept: Any, cls: Any, cfg: Any, phase: Phase) -> tuple[Any, dict[str, Any]]:
+    """A node of its own with what this phase reads unpacked, and these fields."""
+    node = open_node(where, kept, cls, cfg)
+    read = {name: action for name, action in actions if name in node.fields and phase & node.fields[name].needed_by}
+    for name, action in read.items():
+        missed = isinstance(action, Drop) and node.fields[name].wanted(node.needs)
+        require(not missed, where, f"{node.kind}.{name}", "kept, as this half of the backward reads it", "dropped (policy)")
+    kept_as = {name: getattr(node, name) for name in read}
+    plain = {name: t if node.fields[name].blocks and in_blocks(t) else unpack(t) for name, t in kept_as.items()}
+    filled = node.copy(**plain)
+    if node is not kept:
+        node.empty()
+    return filled, plain

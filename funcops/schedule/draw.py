@@ -14,13 +14,23 @@ LABELLED = 2_000  # actions, above which boxes bear no text
 MOST = 100_000
 
 
-def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None) -> Any:
+def draw(
+    simulated: Simulated,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    title: str | None = None,
+    unit: str = "the unit of the costs",
+) -> Any:
     """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch,
-    and fainter for the later stages of its rank, as the legend says. Raises `ImportError` without matplotlib (the extra `docs`),
+    and fainter for the later stages of its rank, as the legend says. `title`: in place of the simulated step's own words; `unit`:
+    of time. Raises `ImportError` without matplotlib (the extra `docs`),
     `ValueError` for more than 100,000 actions, which no picture shows."""
     require_type("draw", "simulated", simulated, Simulated)
     if path is not None:
         require_type("draw", "path", path, str, os.PathLike)
+    if title is not None:
+        require_type("draw", "title", title, str)
+    require_type("draw", "unit", unit, str)
     count = sum(map(len, simulated.starts))
     require(count <= MOST, "draw", "simulated", f"of at most {MOST:,} actions", f"{count:,}")
     try:
@@ -36,8 +46,8 @@ def draw(simulated: Simulated, path: str | os.PathLike[str] | None = None) -> An
         _row(axes, simulated, rank, count <= LABELLED)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
-    axes.set_xlabel("time, in the unit of the costs")
-    axes.set_title(str(simulated), fontsize=8)
+    axes.set_xlabel(f"time, in {unit}")
+    axes.set_title(str(simulated) if title is None else title, fontsize=8)
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
     groups = _groups(simulated)

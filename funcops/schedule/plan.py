@@ -14,7 +14,7 @@ from funcops.errors import fail, in_html, on_screen, require, require_count, req
 from funcops.schedule.decoder import Decoder
 from funcops.schedule.draw import draw
 from funcops.schedule.gpus import GPU, gpu_of
-from funcops.schedule.layout import RECOMPUTE, Layout, mesh_problem, peak, problem, split_layers
+from funcops.schedule.layout import RECOMPUTE, Layout, mesh_problem, microbatches, peak, problem, split_layers
 from funcops.schedule.predict import Bound, Predicted, bound, simulated, without_communication, without_replicas
 
 AXES = ("pp", "dp", "cp", "tp")
@@ -56,8 +56,13 @@ class Plan:
         return tuple(one for one in self.refused if all(getattr(one.layout, name) == value for name, value in sizes.items()))
 
     def draw(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """The best one's pipeline, its first microbatches, as `funcops.schedule.draw` has it."""
-        return draw(self.best.simulated, path)
+        """The best one's pipeline, its first microbatches, as `funcops.schedule.draw` has it; the title says so, with the time of
+        the whole step."""
+        shown = self.best.simulated
+        count = len({slot.action.microbatch for slots in shown.slots for slot in slots})
+        of = microbatches(self.model, self.best.layout)
+        title = f"{count} of {of} microbatches, without the update, {shown.time:.4g} s; the whole step {self.best.time:.4g} s"
+        return draw(shown, path, title=title, unit="seconds")
 
     def __str__(self) -> str:
         head = f"{'':2}{'pp':>4} {'dp':>5} {'cp':>4} {'tp':>3} {'V':>3} {'microbatch':>10} {'zero':>4} {'recompute':>9}"

@@ -65,8 +65,8 @@ SCHEDULES = {
         {"budget_bytes": (0.0,)}, {("budget_bytes", "inf"): "no limit"}),
     "schedule.fold": Row(lambda: {"schedule": one_step(), "ranks": 1, "costs": schedule.Costs(), "network": schedule.Network()},
         {"ranks": (0, 3)}),
-    "schedule.draw": Row(lambda: {"simulated": schedule.simulate(one_step()), "path": None}, {"path": (["a"],)},
-        {("path", "'x'"): "a file of that name"}),
+    "schedule.draw": Row(lambda: {"simulated": schedule.simulate(one_step()), "path": None, "title": "one", "unit": "s"},
+        {"path": (["a"],)}, {("path", "'x'"): "a file of that name"}),
     "schedule.interleaved_1f1b": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
     "schedule.interleaved_zb": Row(lambda: {**sizes(), "chunks": 2}, {"chunks": (0,)}),
     **{f"schedule.{name}": Row(sizes, {"ranks": (0,), "microbatches": (0,)})

@@ -318,6 +318,7 @@ def test_the_best_is_drawn(tmp_path):
     figure = plan.draw(tmp_path / "best.svg")
     assert (tmp_path / "best.svg").stat().st_size > 1_000
     assert len(figure.axes[0].collections) == sum(map(len, plan.best.simulated.starts)) == 2 * 4 * 4
+    assert f"the whole step {plan.best.time:.4g} s" in figure.axes[0].get_title(), "as the table says"
 
 
 def counted(monkeypatch):
