@@ -34,8 +34,8 @@ class Product(NamedTuple):
 class Decoder:
     """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an
     MLP of three matrices, not two; `flash`: attention keeps no scores; without it they are written out, over all pairs, and
-    computed again in the backward. `residual_bytes`: what a layer keeps of a token; by default that of a block of funcops in 16
-    bits."""
+    computed again in the backward; `window`: the keys that a query sees at most, by default all before it. `residual_bytes`: what
+    a layer keeps of a token; by default that of a block of funcops in 16 bits."""
 
     hidden: int
     ffn: int
@@ -47,6 +47,7 @@ class Decoder:
     kv_heads: int | None = None
     gated: bool = True
     flash: bool = True
+    window: int | None = None
     residual_bytes: float | None = None
 
     def __post_init__(self) -> None:
@@ -57,6 +58,9 @@ class Decoder:
         if self.kv_heads is not None:
             require_count("Decoder", kv_heads=self.kv_heads)
             require(self.heads % self.kv_heads == 0, "Decoder", "kv_heads", f"a divisor of heads {self.heads}", self.kv_heads)
+        if self.window is not None:
+            require_count("Decoder", window=self.window)
+            require(self.flash, "Decoder", "window", "None without flash, which writes out all pairs", self.window)
         if self.residual_bytes is not None:
             require_number("Decoder", 0, residual_bytes=self.residual_bytes)
 
@@ -82,6 +86,14 @@ class Decoder:
         return (2 if self.gated else 1) * self.ffn
 
     @functools.cached_property
+    def keys(self) -> float:
+        """The keys whose scores a query computes, on average over a sequence."""
+        if not self.flash:
+            return self.seq
+        most = min(self.window or self.seq, self.seq)
+        return most - most**2 / (2 * self.seq)
+
+    @functools.cached_property
     def products(self) -> tuple[Product, ...]:
         """Of a layer."""
         h = self.hidden
@@ -100,9 +112,8 @@ class Decoder:
     @property
     def flops(self) -> float:
         """Of a step's forward and backward, as published tables count them: nothing that is computed again, and with `flash`, half
-        of the pairs of attention."""
-        pairs = self.seq / 2 if self.flash else self.seq
-        layer = 2 * sum(one.n * one.k for one in self.products) + 4 * pairs * self.hidden
+        of the pairs of attention, or those of its window."""
+        layer = 2 * sum(one.n * one.k for one in self.products) + 4 * self.keys * self.hidden
         return 3 * self.batch * self.seq * (self.layers * layer + 2 * self.hidden * self.vocab)
 
     def kept(self, recompute: str) -> float:
@@ -129,7 +140,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
     place, step = repeats[0]
     block: Any = step.cfg
     leaves = list(leaves_of(block.op, block.cfg))
-    mixes = [leaf for leaf in leaves if isinstance(leaf.call and leaf.call.cfg, AttentionConfig)]
+    mixes = [(leaf.path, leaf.call.cfg) for leaf in leaves if leaf.call and isinstance(leaf.call.cfg, AttentionConfig)]
     matrices = [leaf.call.cfg for leaf in leaves if leaf.call and type(leaf.call.cfg) is LinearConfig]
     if len(mixes) != 1 or len(matrices) < 4:
         fail("Decoder.of", "cfg", wanted, f"a block of {len(mixes)} attentions and {len(matrices)} linear layers")
@@ -141,7 +152,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
 
     two, three = (_follow(chain, at_depth(times), x, torch.bfloat16) for times in (2, 3))
     layer = three.under(_held(chain, at_depth(3)))[0] - two.under(_held(chain, at_depth(2)))[0]
-    q, k = next(_heads(part.x) for part in two.parts if part.path.endswith(mixes[0].path))
+    q, k = next(_heads(part.x) for part in two.parts if part.path.endswith(mixes[0][0]))
     found = Decoder(
         hidden=embeddings[0].dim,
         ffn=matrices[-1].in_features,
@@ -152,6 +163,7 @@ def _described(cfg: ChainConfig, x: Any, batch: int) -> Decoder:
         batch=batch,
         kv_heads=k,
         gated=any(leaf.op is glu for leaf in leaves),
+        window=mixes[0][1].window,
         residual_bytes=layer / (rows * seq),
     )
     got = sum(one.in_features * one.out_features for one in matrices)

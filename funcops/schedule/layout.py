@@ -244,10 +244,10 @@ def layer_times(model: Decoder, gpu: GPU, tp: int, cp: int, microbatch: int, rec
 
 def _attention(model: Decoder, gpu: GPU, tp: int, rows: int) -> tuple[float, float]:
     """Seconds forward and backward."""
-    pairs = rows * model.seq * (model.heads // tp)
+    pairs = rows * model.keys * (model.heads // tp)
     arithmetic = 4 * pairs * model.head_dim / (gpu.flops * gpu.efficiency)
     if model.flash:
-        fused = arithmetic / 2 / gpu.attention
+        fused = arithmetic / gpu.attention
         return fused, ATTENTION_BACKWARD * fused
     return arithmetic + gpu.moved(SCORES[0] * pairs), 2.5 * arithmetic + gpu.moved(SCORES[1] * pairs)
 

@@ -273,6 +273,10 @@ BAD = {
     ),
     "tp 3: tp must be a divisor of heads 8, got 3), got 9": lambda: plan_parallel(SMALL, 9, 80e9, fixed={"tp": 3}),
     "plan_parallel: memory must be at least 505,075,712 bytes": lambda: plan_parallel(SMALL, 8, 1e6),
+    "Decoder: window must be at least 1, got 0": lambda: dataclasses.replace(SMALL, window=0),
+    "Decoder: window must be None without flash, which writes out all pairs, got 4": lambda: dataclasses.replace(
+        SMALL, window=4, flash=False
+    ),
     "Decoder: heads must be a divisor of hidden 10, got 3": lambda: Decoder(10, 8, 1, 3, 8, 8, 8),
     "Decoder: kv_heads must be a divisor of heads 2, got 3": lambda: Decoder(8, 8, 1, 2, 8, 8, 8, kv_heads=3),
     "Layout: zero must be 0, 1, 2 or 3, got 4": lambda: Layout(zero=4),
@@ -293,6 +297,18 @@ def test_bad_calls_are_named(said):
 def tokens(rows, seq):
     ids = torch.zeros(rows, seq, dtype=torch.int64)
     return WithExtras(ids, {"positions": torch.arange(seq), "labels": ids})
+
+
+@pytest.mark.parametrize("window", [1, 2, 300, 2048, 5000, None])
+def test_a_window_is_counted(window):
+    model = dataclasses.replace(SMALL, window=window)
+    seen = sum(min(t + 1, window or SMALL.seq) for t in range(SMALL.seq)) / SMALL.seq
+    assert abs(model.keys - seen) <= 0.5  # a query's own key counts for a half, as in published tables
+    least = dataclasses.replace(SMALL, window=1)
+    pairs = (model.keys - least.keys) * 12 * SMALL.batch * SMALL.seq * SMALL.layers * SMALL.hidden
+    assert model.flops - least.flops == pytest.approx(pairs)
+    faster = predict(model, Layout(pp=1), "H100").time - predict(SMALL, Layout(pp=1), "H100").time
+    assert faster < 0 if (window or SMALL.seq) < SMALL.seq else faster == 0
 
 
 @pytest.mark.slow
