@@ -44,6 +44,15 @@ def save(tree: Any, path: str | os.PathLike[str], *, metadata: Mapping[str, str]
     Raises before anything is written: `CheckpointError`, which names the path, for leaves that are neither tensors with values in
     memory nor None, dtypes that the format lacks, and paths that occur twice or cannot be written; `TypeError` for metadata that
     are not strings; `FileNotFoundError` for a folder that is not there. Raises `OSError` where the file cannot be written.
+
+    >>> import tempfile, torch
+    >>> from funcops.checkpoint import load, read_metadata, save
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/model.safetensors"
+    ...     save({"w": torch.ones(2), "bias": None}, path, metadata={"step": "1000"})
+    ...     load(path, like={"w": torch.empty(2, device="meta"), "bias": None}), read_metadata(path)
+    ...
+    ({'w': tensor([1., 1.]), 'bias': None}, {'step': '1000'})
     """
     safetensors = _safetensors()
     require_type("save", "path", path, str, os.PathLike)

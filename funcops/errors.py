@@ -15,35 +15,131 @@ Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
 
 class StaleResidualError(RuntimeError):
-    """A tensor that residuals or pending alias was changed in place after the forward."""
+    """A tensor that residuals or pending alias was changed in place after the forward.
+
+    >>> import torch
+    >>> from funcops import SoftcapConfig, StaleResidualError, softcap
+    >>> x = torch.ones(2)
+    >>> y, residuals = softcap.fwd(None, x, SoftcapConfig(30.0))
+    >>> _ = x.add_(1)
+    >>> try:
+    ...     softcap.bwd(residuals, torch.ones(2), SoftcapConfig(30.0))
+    ... except StaleResidualError as error:
+    ...     print(str(error).partition(" (")[0])
+    ...
+    softcap_bwd: residuals.x must be as the forward left it, got a tensor that was written to since
+    """
 
 
 class DonatedError(RuntimeError):
-    """Residuals or pending were used after they had been given away with `donate`."""
+    """Residuals or pending were used after they had been given away with `donate`.
+
+    >>> import torch
+    >>> from funcops import DonatedError, SoftcapConfig, donate, softcap
+    >>> y, residuals = softcap.fwd(None, torch.ones(2), SoftcapConfig(30.0))
+    >>> given = donate(residuals)
+    >>> try:
+    ...     softcap.bwd(residuals, torch.ones(2), SoftcapConfig(30.0))
+    ... except DonatedError as error:
+    ...     print(error)
+    ...
+    softcap_bwd: residuals must be unused, got SoftcapResiduals given away with donate()
+    """
 
 
 class LedgerError(RuntimeError):
-    """What waits in a ledger was used twice, or never."""
+    """What waits in a ledger was used twice, or never.
+
+    >>> from funcops import Ledger, LedgerError
+    >>> try:
+    ...     Ledger().take("microbatch 0")
+    ... except LedgerError as error:
+    ...     print(error)
+    ...
+    Ledger: microbatch 0 must be waiting, got one never kept
+    """
 
 
 class CaptureError(RuntimeError):
-    """A function does something that a CUDA graph cannot hold; the message names the line."""
+    """A function does something that a CUDA graph cannot hold; the message names the line.
+
+    >>> import torch
+    >>> from funcops import CaptureError
+    >>> from funcops.graphs import graphed
+    >>> try:
+    ...     graphed(lambda x: x / x.sum().item(), torch.ones(2))
+    ... except CaptureError as error:
+    ...     print(str(error).partition(": ")[2].partition(" of a tensor")[0])
+    ...
+    host sync: item(), bool(), int() or float()
+    """
 
 
 class GraphOrderError(RuntimeError):
-    """A captured forward, dgrad, wgrad or backward was called out of its order."""
+    """A captured forward, dgrad, wgrad or backward was called out of its order.
+
+    >>> import torch
+    >>> from funcops import GraphOrderError, ScaleConfig, scale
+    >>> from funcops.graphs import graphed_op
+    >>> graph = graphed_op(scale, ScaleConfig(3.0), None, torch.ones(2))
+    >>> y, residuals = graph.fwd(None, torch.ones(2))
+    >>> dparams, dx = graph.bwd(residuals, torch.ones(2))
+    >>> try:
+    ...     graph.bwd(residuals, torch.ones(2))
+    ... except GraphOrderError as error:
+    ...     print(error)
+    ...
+    graphed scale_bwd: residuals of slot 0 must be unused, got some that were used already
+    """
 
 
 class BorrowedError(RuntimeError):
-    """What a graph lends or keeps was used after a replay that may have written over it, or was written to."""
+    """What a graph lends or keeps was used after a replay that may have written over it, or was written to.
+
+    >>> import torch
+    >>> from funcops import BorrowedError
+    >>> from funcops.graphs import graphed
+    >>> double = graphed(lambda x: 2 * x, torch.ones(2), outputs="borrow", debug=True)
+    >>> first, second = double(torch.ones(2)), double(torch.zeros(2))
+    >>> try:
+    ...     first + 1
+    ... except BorrowedError as error:
+    ...     print(error)
+    ...
+    output  was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'
+    """
 
 
 class CheckpointError(ValueError):
-    """A tree cannot be written, or a file does not hold the tree that was asked for."""
+    """A tree cannot be written, or a file does not hold the tree that was asked for.
+
+    >>> import tempfile, torch
+    >>> from funcops import CheckpointError, checkpoint
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     checkpoint.save({"w": torch.ones(2)}, f"{folder}/model.safetensors")
+    ...     try:
+    ...         checkpoint.load(f"{folder}/model.safetensors", like={"v": torch.empty(2)})
+    ...     except CheckpointError as error:
+    ...         print(str(error).replace(folder, ""))
+    ...
+    load: /model.safetensors must hold the tree of like, got
+      missing: v float32[2]
+      extra: w
+    """
 
 
 class GradModeError(RuntimeError):
-    """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time."""
+    """A leaf that requires grad reached an operator in grad mode: autograd would keep everything a second time.
+
+    >>> import torch
+    >>> from funcops import GradModeError, SoftcapConfig, softcap
+    >>> try:
+    ...     softcap.fwd(None, torch.ones(2, requires_grad=True), SoftcapConfig(30.0))
+    ... except GradModeError as error:
+    ...     print(str(error).partition(". ")[0])
+    ...
+    softcap_fwd: x must be a tensor that does not require grad, got one that does, in grad mode
+    """
 
 
 def fail(where: str, name: str, expected: str, got: object, error: type[Exception] = ValueError) -> NoReturn:

@@ -36,7 +36,16 @@ class Format:
 
     `element`: "e4m3" (largest 448), "e5m2" (57344) or "e2m1" (6). `tile`: (rows, columns) of the elements that share a scale, 0 for
     all there are. `scales`: "pow2" or "float32" (tiles (0, 0), (1, 0), (1, 128), (128, 128)), "e8m0" ((1, 32), (32, 32); OCP MX),
-    or "e4m3" (e2m1 alone, (1, 16), (16, 16); NVFP4). Raises `ValueError` for other combinations."""
+    or "e4m3" (e2m1 alone, (1, 16), (16, 16); NVFP4). Raises `ValueError` for other combinations.
+
+    >>> from funcops.low_precision import Format
+    >>> Format("e4m3", (1, 128)) == Format("e4m3")
+    True
+    >>> Format("e2m1", (1, 128))
+    Traceback (most recent call last):
+        ...
+    ValueError: Format: element must be e2m1 with e4m3 scales, and e2m1 with scales of blocks, got e2m1, pow2
+    """
 
     element: str = dataclasses.field(kw_only=False)
     tile: tuple[int, int] = dataclasses.field(default=(1, 128), kw_only=False)
@@ -105,7 +114,16 @@ class QTensor:
 
     `side` "row": codes in the layout of x, [*, K], scales by blocks along K. "col": codes of the transposed x, [K, R], scales by
     blocks along its rows, `hadamard`: after x was transformed along these. `scale` multiplies all (NVFP4). `shape` and `dtype`
-    are those of x, whatever the side."""
+    are those of x, whatever the side.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, QTensor, quantize_tensor
+    >>> q = quantize_tensor(torch.ones(4, 300, dtype=torch.bfloat16), Format("e4m3"))
+    >>> isinstance(q, QTensor), q.codes.dtype, q.codes.shape, q.scales.shape
+    (True, torch.uint8, torch.Size([4, 300]), torch.Size([4, 3]))
+    >>> q.dequantize().dtype
+    torch.bfloat16
+    """
 
     codes: Tensor = leaf("uint8")
     scales: Tensor = leaf("[tiles]")
@@ -154,7 +172,16 @@ class QWeight:
     """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
 
     `key` rounds dy stochastically, where a recipe asks for that. It knows the weight that it was made of, as long as that lives,
-    and is stale once that is written to."""
+    and is stale once that is written to.
+
+    >>> import torch
+    >>> from funcops import QLinearConfig, qlinear, random
+    >>> from funcops.low_precision import Fp8Block, QWeight, quantize_params
+    >>> cfg = QLinearConfig(128, 128, recipe=Fp8Block())
+    >>> work = quantize_params(qlinear.init(cfg, key=random.key(0)), cfg)
+    >>> isinstance(work.weight, QWeight), work.weight.row.codes.shape, work.bias.dtype
+    (True, torch.Size([128, 128]), torch.bfloat16)
+    """
 
     row: QTensor = leaf("[O, I]")
     col: QTensor | None = leaf("[O, I]")
@@ -207,7 +234,17 @@ counts_writes(QWeight)
 @tree
 class Scaled:
     """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
-    In its gradient: the gradient, and in the place of the scales the amaxes [3], as `bits_of`."""
+    In its gradient: the gradient, and in the place of the scales the amaxes [3], as `bits_of`.
+
+    >>> import torch
+    >>> from funcops import QLinearConfig, qlinear, random
+    >>> from funcops.low_precision import Fp8Delayed, Scaled, quantize_params, recipe_init
+    >>> cfg = QLinearConfig(128, 128, recipe=Fp8Delayed())
+    >>> params = qlinear.init(cfg, key=random.key(0))
+    >>> work = quantize_params(params, cfg, recipe_init(cfg, params))
+    >>> isinstance(work.weight, Scaled), work.weight.scale
+    (True, tensor([1., 1., 1.]))
+    """
 
     value: Any = leaf("[O, I]")
     scale: Tensor = leaf("[3]")
@@ -268,7 +305,14 @@ def quantize_tensor(
 
     `side`: "row" or "col" (see `QTensor`). `key`: round stochastically. `amax`: float32 [1], taken for the largest |x| of the whole
     tensor, of formats that need one (such as one over several devices). `hadamard`: of "col", transform x along its rows, 16 at a
-    time, which spreads outliers: a product of two such operands is that of the plain ones. Raises `ValueError` or `TypeError`."""
+    time, which spreads outliers: a product of two such operands is that of the plain ones. Raises `ValueError` or `TypeError`.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, quantize_tensor
+    >>> x = torch.tensor([[1.0, 1.1, 1000.0]])
+    >>> quantize_tensor(x, Format("e4m3")).dequantize()
+    tensor([[1.0000e+00, 1.1250e+00, 1.0240e+03]])
+    """
     require_type(where, "format", format, Format)
     _check_x(where, x)
     require(side in ("row", "col"), where, "side", "'row' or 'col'", repr(side))
@@ -389,7 +433,13 @@ def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def dense(tree: Any) -> Any:
-    """The tree with every `QTensor` and `QWeight` as the tensor that it stands for."""
+    """The tree with every `QTensor` and `QWeight` as the tensor that it stands for.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, dense, quantize_tensor
+    >>> dense({"w": quantize_tensor(torch.ones(1, 2), Format("e4m3")), "b": torch.zeros(1)})
+    {'w': tensor([[1., 1.]]), 'b': tensor([0.])}
+    """
 
     def one(node: Any) -> Any:
         return node.dequantize() if type(node) is QTensor else node.row.dequantize() if type(node) is QWeight else node

@@ -94,7 +94,14 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
     keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
     config: a glob of some of them raises. Raises `ValueError` for a glob that matches no linear step, and for sizes that the
-    recipe does not serve."""
+    recipe does not serve.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, linear
+    >>> from funcops.low_precision import Fp8Block, with_recipe
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)), Step("head", linear, LinearConfig(256, 128))))
+    >>> [step.op for step in with_recipe(cfg, Fp8Block(), skip=("head",)).steps]
+    [qlinear, linear]
+    """
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
     _check_config(where, cfg)
@@ -126,7 +133,16 @@ def quantize_params(
     A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. `columns`: make the
     transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
     `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises `ValueError` for a
-    state of another model."""
+    state of another model.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Block, quantize_params, with_recipe
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)),)), Fp8Block())
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> work = quantize_params(params, cfg)
+    >>> type(work["up"].weight).__name__, work["up"].weight.row.codes.dtype, work["up"].bias.dtype
+    ('QWeight', torch.uint8, torch.bfloat16)
+    """
     where = "quantize_params"
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
@@ -156,7 +172,16 @@ def quantize_params(
 def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
     Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too.
-    Raises `ValueError` or `TypeError` for what is no key, int64[2]."""
+    Raises `ValueError` or `TypeError` for what is no key, int64[2].
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import NVFP4, quantize_params, with_keys, with_recipe
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 128)),)), NVFP4(stochastic=True))
+    >>> work = quantize_params(chain.init(cfg, key=random.key(0)), cfg, key=random.key(1))
+    >>> other = with_keys(work, cfg, random.key(2))
+    >>> other["up"].weight.row is work["up"].weight.row, other["up"].weight.key.equal(work["up"].weight.key)
+    (True, False)
+    """
     check("with_keys", "key", key, (2,), torch.int64)
     _check_config("with_keys", cfg)
     for path, inner in _low(cfg)[0].items():
@@ -173,7 +198,17 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
     any.
 
     At a scale of 1 small values vanish (below 2^-10) and those above the largest saturate. `amaxes`, of `split_amaxes` after one
-    step that is thrown away, start it from measured ones."""
+    step that is thrown away, start it from measured ones.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Delayed, ScaleState, recipe_init, with_recipe
+    >>> recipe = Fp8Delayed(history=16)
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 128)),)), recipe)
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> state = recipe_init(cfg, params)
+    >>> state["up.weight"].scale, state["up.weight"].history.shape, isinstance(state["up.weight"], ScaleState)
+    (tensor([1., 1., 1.]), torch.Size([16, 3]), True)
+    """
     _check_config("recipe_init", cfg)
     made: dict[str, ScaleState] = {}
     recipes: dict[str, Fp8Delayed] = {}
@@ -199,7 +234,19 @@ def recipe_update(
     An amax of 0 says that nothing ran: history and scale stay. They do too where it is infinite or NaN, so that one step which
     overflows says nothing about the next; an infinite s is float32's largest. `reduce`: the elementwise maximum over devices of one
     tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer
-    Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history."""
+    Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Delayed, recipe_init, recipe_update, with_recipe
+    >>> recipe = Fp8Delayed(history=16)
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 128)),)), recipe)
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> state = recipe_init(cfg, params)
+    >>> state = recipe_update(state, {"up.weight": torch.tensor([1.0, 0.5, 2.0])}, recipe)  # amaxes of x, w and dy
+    >>> state["up.weight"].scale
+    tensor([  448.,   896., 28672.])
+    """
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
     require_type("recipe_update", "state", state, Mapping)
     for path, scales in state.items():
@@ -217,7 +264,21 @@ def recipe_update(
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
     """Gradients like params, and the amaxes [3] (of x, w, dy) by the path of the weight; {} without delayed scaling. Raises
-    `TypeError` for amaxes that are not as a backward left them, such as scaled ones."""
+    `TypeError` for amaxes that are not as a backward left them, such as scaled ones.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Delayed, quantize_params, recipe_init, split_amaxes, with_recipe
+    >>> recipe = Fp8Delayed(history=16)
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 128)),)), recipe)
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> state = recipe_init(cfg, params)
+    >>> work, x = quantize_params(params, cfg, state), torch.ones(4, 128, dtype=torch.bfloat16)
+    >>> y, residuals = chain.fwd(work, x, cfg)
+    >>> grads, amaxes = split_amaxes(chain.bwd(residuals, 2 * x, cfg)[0])
+    >>> grads["up"].weight.shape, amaxes["up.weight"][[0, 2]]
+    (torch.Size([128, 128]), tensor([1., 2.]))
+    """
     known = paths(dparams)
     names = [path.removesuffix(".amax") for path in known if path.endswith(".amax")]  # of nodes, in the order of the tree
     found = {name: known[f"{name}.scale"] for name in names if known.get(f"{name}.scale") is not None}
@@ -230,7 +291,16 @@ def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
 
 def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
-    uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` for what is no float dtype."""
+    uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` for what is no float dtype.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Block, gradients_like, quantize_params, with_recipe
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)),)), Fp8Block())
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> main_grad = gradients_like(quantize_params(params, cfg))
+    >>> main_grad["up"].weight.shape, main_grad["up"].weight.dtype
+    (torch.Size([256, 128]), torch.float32)
+    """
     require_dtype("gradients_like", dtype)
     return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 

@@ -18,6 +18,7 @@ class Needs:
     A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
     as a sorted tuple of paths. Equal needs are one object, but for those that a compiler makes while it traces.
 
+    >>> from funcops import Needs
     >>> Needs(params={"weight": True, "bias": False})
     Needs(x=True, params=('weight',))
     """

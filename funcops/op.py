@@ -98,6 +98,10 @@ class Op(NamedTuple):
     params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be as y was), and
     for an `into` that is not as the gradients are; `DonatedError` and `StaleResidualError` for residuals that were given away or
     changed.
+
+    >>> from funcops import Op, scale
+    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.cheap
+    (True, 'ScaleConfig', 'scale_fwd', '')
     """
 
     name: str

@@ -56,7 +56,13 @@ class LossScaleConfig:
 
 @tree
 class LossScale:
-    """The state of loss scaling: what the loss is multiplied by, and how many good steps there were in a row since it changed."""
+    """The state of loss scaling: what the loss is multiplied by, and how many good steps there were in a row since it changed.
+
+    >>> from funcops.precision import LossScale, LossScaleConfig, loss_scale_init
+    >>> scale = loss_scale_init(LossScaleConfig(initial=8.0))
+    >>> isinstance(scale, LossScale), scale.scale, scale.good_steps
+    (True, tensor(8.), tensor(0, dtype=torch.int32))
+    """
 
     scale: Tensor = leaf("[], float32")
     good_steps: Tensor = leaf("[], int32")
@@ -76,6 +82,8 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 
     Raises `ValueError` or `TypeError` for a config, a scale or an `ok` that is none.
 
+    >>> import torch
+    >>> from funcops.precision import LossScaleConfig, loss_scale_init, loss_scale_update
     >>> scale = loss_scale_init(LossScaleConfig(initial=8.0))
     >>> loss_scale_update(scale, torch.tensor(False), LossScaleConfig()).scale
     tensor(4.)
@@ -98,7 +106,13 @@ def loss_scale_update(loss_scale: LossScale, ok: Tensor, cfg: LossScaleConfig) -
 
 def unscale(grads: T, loss_scale: LossScale) -> T:
     """Gradients divided by the scale; 16-bit ones come out in float32, since what was scaled up may not fit below. Raises
-    `TypeError` or `ValueError` for what is no loss scale."""
+    `TypeError` or `ValueError` for what is no loss scale.
+
+    >>> import torch
+    >>> from funcops.precision import LossScaleConfig, loss_scale_init, unscale
+    >>> unscale({"w": torch.tensor([8.0, 16.0])}, loss_scale_init(LossScaleConfig(initial=8.0)))
+    {'w': tensor([1., 2.])}
+    """
     require_type("unscale", "loss_scale", loss_scale, LossScale)
     check("unscale", "loss_scale.scale", loss_scale.scale, (), torch.float32)
     by = loss_scale.scale.reciprocal()
@@ -108,6 +122,8 @@ def unscale(grads: T, loss_scale: LossScale) -> T:
 def all_finite(grads: Any) -> Tensor:
     """A 0-d bool tensor: no infinity and no NaN in any floating or complex tensor of the tree. No host sync.
 
+    >>> import torch
+    >>> from funcops.precision import all_finite
     >>> all_finite({"w": torch.tensor([1.0, float("inf")])})
     tensor(False)
     """
@@ -129,6 +145,8 @@ def all_finite(grads: Any) -> Tensor:
 def nonfinite(grads: Any) -> str | None:
     """The dotted path of the first leaf that holds an infinity or a NaN, or None. Waits for the device.
 
+    >>> import torch
+    >>> from funcops.precision import nonfinite
     >>> nonfinite({"a": torch.ones(2), "b": (torch.tensor(float("nan")),)})
     'b.0'
     """
@@ -142,6 +160,8 @@ def select_step(ok: Tensor, new: T, old: T) -> T:
 
     Raises `ValueError` or `TypeError`, which names the leaf, for trees of which one is not as the other.
 
+    >>> import torch
+    >>> from funcops.precision import select_step
     >>> select_step(torch.tensor(False), {"w": torch.ones(2)}, {"w": torch.zeros(2)})
     {'w': tensor([0., 0.])}
     """

@@ -41,7 +41,12 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 def key(seed: int, *, device: Any = None) -> Tensor:
     """A key int64[2] from an integer seed, -2^63 to 2^64 - 1, modulo 2^64; on torch's default device, unless one is given.
-    Raises `TypeError` for a seed that is no int, `ValueError` for one outside that range."""
+    Raises `TypeError` for a seed that is no int, `ValueError` for one outside that range.
+
+    >>> from funcops.random import key
+    >>> key(7)
+    tensor([7, 0])
+    """
     require_type("random.key", "seed", seed, int)
     require_device("random.key", device)
     require(-(2**63) <= seed < 2**64, "random.key", "seed", "from -2^63 to 2^64 - 1", seed)
@@ -49,7 +54,12 @@ def key(seed: int, *, device: Any = None) -> Tensor:
 
 
 def path_id(name: str) -> int:
-    """A stable 63-bit number for a name, to fold into a key. Raises `TypeError` for a name that is no string."""
+    """A stable 63-bit number for a name, to fold into a key. Raises `TypeError` for a name that is no string.
+
+    >>> from funcops.random import path_id
+    >>> path_id("mlp.up") == path_id("mlp.up"), path_id("mlp.up") == path_id("mlp.down")
+    (True, False)
+    """
     require_type("random.path_id", "name", name, str)
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
 
@@ -59,6 +69,11 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
     The new stream is the splitmix64 finaliser of stream + (data + 1) * golden ratio: a bijection of either. Raises `ValueError`
     for other data (-1 would give the key itself); a tensor's value is looked at on the CPU alone, where nothing waits for it.
+
+    >>> from funcops.random import fold_in, key
+    >>> step_key = fold_in(key(7), 1)
+    >>> step_key.equal(fold_in(key(7), 1)), step_key.equal(fold_in(key(7), 2))
+    (True, False)
     """
     check("random.fold_in", "key", key, (2,), torch.int64)
     if isinstance(data, int):
@@ -84,7 +99,12 @@ def _fold_in(key: Tensor, data: Optional[Tensor], number: int) -> Tensor:
 
 def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
     """`n` independent keys, int64[n, 2]; of None (no key, on the meta device) a list of None. Raises `ValueError` for n below
-    1."""
+    1.
+
+    >>> from funcops.random import key, split
+    >>> split(key(7), 3).shape
+    torch.Size([3, 2])
+    """
     require_count("random.split", n=n)
     if key is None:
         return [None] * n
@@ -93,7 +113,12 @@ def split(key: Tensor | None, n: int) -> Sequence[Tensor | None]:
 
 def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Philox 4x32-10 on 32-bit words held in int64 tensors (or ints): four words out for four words of counter. Raises
-    `TypeError` for words that are no tuples of two and of four."""
+    `TypeError` for words that are no tuples of two and of four.
+
+    >>> from funcops.random import philox
+    >>> [hex(word) for word in philox((0, 0), (0, 0, 0, 0))]
+    ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
+    """
     for name, words, count in (("key", key, 2), ("counter", counter, 4)):
         if not isinstance(words, tuple) or len(words) != count:
             fail("random.philox", name, f"a tuple of {count}", describe(words), TypeError)
@@ -108,7 +133,13 @@ def philox(key: tuple[Any, Any], counter: tuple[Any, Any, Any, Any]) -> tuple[Te
 
 def bits(key: Tensor, n: int) -> Tensor:
     """`n` random 32-bit words, int64[n] in [0, 2**32). Raises `ValueError` or `TypeError` for what is no key, `ValueError` for
-    a negative n."""
+    a negative n.
+
+    >>> from funcops.random import bits, key
+    >>> first = bits(key(0), 8)
+    >>> first.shape, bits(key(0), 4).equal(first[:4])
+    (torch.Size([8]), True)
+    """
     check("random.bits", "key", key, (2,), torch.int64)
     require_count("random.bits", 0, n=n)
     block = torch.arange((n + 3) // 4, dtype=torch.int64, device=key.device)
@@ -140,7 +171,13 @@ def uniform(
     device: Any = None,
 ) -> Tensor:
     """Uniform in [low, high) from 32 random bits an element (24 where the dtype is narrower than float64). What would be rounded
-    out of the range is the last value of the dtype within. Raises `ValueError` where there is none."""
+    out of the range is the last value of the dtype within. Raises `ValueError` where there is none.
+
+    >>> from funcops.random import key, uniform
+    >>> draws = uniform(key(0), (1000,), low=-1.0, high=3.0)
+    >>> draws.shape, bool((draws >= -1).all() and (draws < 3).all()), bool((draws.mean() - 1).abs() < 0.1)
+    (torch.Size([1000]), True, True)
+    """
     dtype = _check_draw("random.uniform", shape, dtype, device, low=low, high=high)
     first, last = _inside("random.uniform", low, high, dtype)
     if key is None:
@@ -168,7 +205,13 @@ def normal(
     device: Any = None,
 ) -> Tensor:
     """Normal by Box-Muller, two words for two values. Raises `ValueError` or `TypeError` for what is no key, or a mean or std
-    that is no number (a std also below 0)."""
+    that is no number (a std also below 0).
+
+    >>> from funcops.random import key, normal
+    >>> draws = normal(key(0), (100, 100), std=2.0)
+    >>> draws.shape, bool((draws.std() - 2).abs() < 0.05)
+    (torch.Size([100, 100]), True)
+    """
     dtype = _check_draw("random.normal", shape, dtype, device, mean=mean, std=std)
     require_number("random.normal", mean=mean)
     require_number("random.normal", 0, std=std)
@@ -248,7 +291,16 @@ def put_off(
 ) -> contextlib.AbstractContextManager[list[tuple[Tensor, Any] | None]]:
     """In its block `uniform` and `normal` draw nothing: they give tensors on the meta device. The list has these, in order, and for
     each what draws it: `part(ranges)` gives the (start, length) pairs `ranges` along each dimension, in the bits of the whole.
-    `takes`: of a draw's place in that order, whether it is put off. Raises `TypeError` where `takes` is no function."""
+    `takes`: of a draw's place in that order, whether it is put off. Raises `TypeError` where `takes` is no function.
+
+    >>> from funcops.random import key, normal, put_off
+    >>> with put_off() as waiting:
+    ...     w = normal(key(0), (4, 3))
+    ...
+    >>> stand_in, draw = waiting[0]
+    >>> w.device.type, stand_in is w, draw.part(([(2, 2)], [(0, 3)])).equal(normal(key(0), (4, 3))[2:])
+    ('meta', True, True)
+    """
     require_callable("random.put_off", takes=takes)
     return _putting_off(takes)
 
@@ -264,7 +316,12 @@ def _putting_off(takes: Callable[[int], bool]) -> Iterator[list[tuple[Tensor, An
 
 def bits_of(key: Tensor, shape: Sequence[int], ranges: Sequence[Ranges]) -> Tensor:
     """The words of a part of a tensor of `shape`, of which `bits` gives all: the (start, length) pairs `ranges` along each
-    dimension, laid end to end. Raises `ValueError` or `TypeError` for what is no key or no shape."""
+    dimension, laid end to end. Raises `ValueError` or `TypeError` for what is no key or no shape.
+
+    >>> from funcops.random import bits, bits_of, key
+    >>> bits_of(key(0), (4, 3), ([(2, 2)], [(0, 3)])).flatten().equal(bits(key(0), 12)[6:])
+    True
+    """
     check("random.bits_of", "key", key, (2,), torch.int64)
     require_type("random.bits_of", "shape", shape, tuple, list)
     require_count("random.bits_of", 0, **{f"shape.{i}": size for i, size in enumerate(shape)})
@@ -324,7 +381,15 @@ def _inside(where: str, low: float, high: float, dtype: torch.dtype) -> tuple[fl
 
 
 def check_key(where: str, key: Any) -> None:
-    """Raise unless it is a random key, on any device but the meta device: there a key has no numbers."""
+    """Raise unless it is a random key, on any device but the meta device: there a key has no numbers.
+
+    >>> import torch
+    >>> from funcops.random import check_key
+    >>> check_key("my_op", torch.ones(2))
+    Traceback (most recent call last):
+        ...
+    TypeError: my_op: key must be int64, got float32
+    """
     check(where, "key", key, (2,), torch.int64)
     if key.is_meta and not tracing():
         fail(where, "key", "a tensor with values (or None, where params are on the meta device)", describe(key) + " on meta")

@@ -28,7 +28,13 @@ class Recipe:
     `keep`: what is kept of x for dw, "input" (x itself: an alias, or what a chain computes again; quantised once more for dw),
     "row" (the codes that y was made of, tiled anew for dw) or "col" (codes ready for dw). `wgrad`: dw's product in "low" precision
     or in "high", that of x, which keeps the input. `emulate`: compute with decoded operands on a device that lacks the formats,
-    which raises otherwise."""
+    which raises otherwise.
+
+    >>> from funcops.low_precision import Fp8Block, Recipe
+    >>> recipe = Fp8Block(bwd="e5m2", keep="col")
+    >>> isinstance(recipe, Recipe), recipe.x.element, recipe.dy.element, recipe.w.tile
+    (True, 'e4m3', 'e5m2', (128, 128))
+    """
 
     keep: str
     wgrad: str
@@ -64,7 +70,12 @@ def _check_elements(where: str, fwd: str, bwd: str) -> None:
 @config
 class Fp8Block(Recipe):
     """x and dy in blocks of 1x128, w in 128x128, `fwd` elements and `bwd` ones for dy; scales `"pow2"`, or `"float32"`, whose codes
-    cannot be tiled anew (keep "input" or "col" with them). The default on Hopper."""
+    cannot be tiled anew (keep "input" or "col" with them). The default on Hopper.
+
+    >>> from funcops.low_precision import Fp8Block
+    >>> Fp8Block().x.tile, Fp8Block().w.tile, Fp8Block().x.scales
+    ((1, 128), (128, 128), 'pow2')
+    """
 
     fwd: str = "e4m3"
     bwd: str = "e4m3"
@@ -83,7 +94,12 @@ class Fp8Block(Recipe):
 
 @config
 class Fp8Current(Recipe):
-    """One scale a tensor, of its largest element now: a pass over it more. `fwd` elements for x and w, `bwd` ones for dy."""
+    """One scale a tensor, of its largest element now: a pass over it more. `fwd` elements for x and w, `bwd` ones for dy.
+
+    >>> from funcops.low_precision import Fp8Current
+    >>> Fp8Current().x.tile, Fp8Current().x.element, Fp8Current().dy.element
+    ((0, 0), 'e4m3', 'e5m2')
+    """
 
     fwd: str = "e4m3"
     bwd: str = "e5m2"
@@ -103,7 +119,12 @@ class Fp8Current(Recipe):
 class Fp8Delayed(Recipe):
     """One scale a tensor, of the largest elements of the last `history` steps: their maximum (`algorithm` "max") or the last one
     ("most_recent"), with 2^`margin` of room. Its state is the caller's: `recipe_init` and `recipe_update` of
-    `funcops.low_precision`."""
+    `funcops.low_precision`.
+
+    >>> from funcops.low_precision import Fp8Delayed
+    >>> Fp8Delayed(history=16).history, Fp8Delayed().dy.element
+    (16, 'e5m2')
+    """
 
     fwd: str = "e4m3"
     bwd: str = "e5m2"
@@ -127,7 +148,12 @@ class Fp8Delayed(Recipe):
 
 @config
 class MXFP8(Recipe):
-    """Blocks of 1x32 with E8M0 scales, for x, w and dy; columns are quantised from high precision. For sm_100."""
+    """Blocks of 1x32 with E8M0 scales, for x, w and dy; columns are quantised from high precision. For sm_100.
+
+    >>> from funcops.low_precision import MXFP8
+    >>> MXFP8().x.tile, MXFP8().x.scales
+    ((1, 32), 'e8m0')
+    """
 
     fwd: str = "e4m3"
     bwd: str = "e4m3"
@@ -147,7 +173,12 @@ class MXFP8(Recipe):
 class NVFP4(Recipe):
     """e2m1 in blocks of 1x16 (w: 16x16) with e4m3 scales, beside a float32 one a tensor. `hadamard`: the operands of dw are
     transformed along tokens, 16 at a time. `stochastic`: dy is rounded so, by keys in the working tree (`quantize_params(...,
-    key=key)`, and `with_keys` for each further microbatch). For sm_100."""
+    key=key)`, and `with_keys` for each further microbatch). For sm_100.
+
+    >>> from funcops.low_precision import NVFP4
+    >>> NVFP4().x.element, NVFP4().x.tile, NVFP4().w.tile
+    ('e2m1', (1, 16), (16, 16))
+    """
 
     keep: str = "col"
     wgrad: str = "low"

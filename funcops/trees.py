@@ -2,6 +2,40 @@
 
 None is a leaf everywhere, so a tree with an absent gradient has the structure of a tree with a present one. Every leaf
 has a path such as `blocks.3.mlp.up.weight`.
+
+>>> import dataclasses, torch
+>>> from funcops import LinearParams, RouteParams, trees
+>>> tree = {"up": LinearParams(torch.ones(4, 3), None), "steps": (1, 2)}
+>>> trees.paths(tree)["steps.1"], trees.at(tree, "up"), trees.has(tree, "down")
+(2, LinearParams(weight=float32[4, 3], bias=None), False)
+>>> [type(leaf).__name__ for leaf in trees.leaves(tree)], len(trees.tensors(tree)), trees.nbytes(tree)
+(['int', 'int', 'Tensor', 'NoneType'], 1, 48)
+>>> trees.tree_map(lambda a, b: (a, b), {"w": 1, "b": None}, {"w": 2, "b": 3})
+{'w': (1, 2), 'b': (None, 3)}
+>>> trees.tree_map_tensors(torch.zeros_like, tree)["up"].weight.sum(), trees.nothing_like(tree)["steps"]
+(tensor(0.), (None, None))
+>>> trees.tree_map_with_path(lambda path, leaf: path, tree)["up"].bias
+'up.bias'
+>>> trees.cast(tree, torch.bfloat16)["up"], trees.fake(tree["up"].weight, torch.float64).dtype
+(LinearParams(weight=bfloat16[4, 3], bias=None), torch.float64)
+>>> values, spec = trees.flatten(tree)
+>>> trees.unflatten(spec, values)["up"].weight is tree["up"].weight, spec == trees.structure(tree)
+(True, True)
+>>> trees.same_structure({"w": 1, "b": None}, {"w": 2, "b": 3}), trees.same_structure({"w": 1}, {"w": (1,)})
+(True, False)
+>>> trees.show(trees.replace(tree["up"], bias=torch.zeros(4))), trees.constant_paths(RouteParams(torch.zeros(4)))
+('LinearParams(weight=float32[4, 3], bias=float32[4])', {'bias'})
+
+Classes become nodes, an `Aside` is no part of a structure, and a node may count as one leaf, as a `QTensor` does:
+
+>>> point, box = dataclasses.make_dataclass("Point", ["x", "y"]), type("Box", (list,), {})
+>>> trees.register(point)
+>>> trees.register_node(box, tuple, lambda node: None, lambda inside, _: box(inside), lambda node: ("inside",))
+>>> trees.paths(box([point(1, trees.Aside("a note"))])), trees.Aside("a note") == trees.Aside("another")
+({'inside.x': 1, 'inside.y': Aside()}, True)
+>>> one = trees.stands_in(dataclasses.make_dataclass("One", ["codes", "scales"]))
+>>> trees.stands_for_one(one(1, 2)), trees.stands_for_one(point(1, 2))
+(True, False)
 """
 
 from __future__ import annotations
@@ -39,7 +73,18 @@ def static(default: Any = None) -> Any:
 @dataclass_transform(field_specifiers=(leaf, static))
 def tree(cls: type[T]) -> type[T]:
     """Class decorator: a slotted dataclass whose fields are leaves or subtrees, registered as a pytree node. Raises `TypeError`
-    for what is no class."""
+    for what is no class.
+
+    >>> import torch
+    >>> from funcops.trees import leaf, same_structure, static, tree
+    >>> @tree
+    ... class GainParams:
+    ...     weight: torch.Tensor = leaf("[D]")
+    ...     name: str = static("")
+    ...
+    >>> GainParams(torch.ones(3)), same_structure(GainParams(None, name="a"), GainParams(None, name="b"))
+    (GainParams(weight=float32[3]), False)
+    """
     require_type("tree", "cls", cls, type)
     made = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
     made.__repr__ = show  # type: ignore[assignment]
@@ -193,6 +238,7 @@ def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[st
 
     Raises `TypeError` where `is_leaf` is no function.
 
+    >>> from funcops.trees import paths
     >>> paths({"a": (1, None)})
     {'a.0': 1, 'a.1': None}
     """
@@ -322,6 +368,7 @@ def _unflatten(where: str, spec: Any, values: Any) -> Any:
 def with_leaves(tree: T, values: Iterable[Any]) -> T:
     """A tree of the same structure with other leaves, in the order of `leaves`.
 
+    >>> from funcops.trees import with_leaves
     >>> with_leaves({"a": (1, None)}, [3, 4])
     {'a': (3, 4)}
     """
@@ -394,6 +441,7 @@ def put(tree: Any, path: str, value: Any) -> Any:
     """A copy of the tree with the leaf at a dotted path exchanged; all other leaves are the same objects. Raises `ValueError`
     for a path at which there is nothing.
 
+    >>> from funcops.trees import put
     >>> put({"a": (1, 2)}, "a.1", 3)
     {'a': (1, 3)}
     """
@@ -419,7 +467,14 @@ def _put(tree: Any, path: str, value: Any) -> Any:
 
 @tree
 class WithExtras:
-    """x at a combinator's boundary: the main value, and named extra inputs."""
+    """x at a combinator's boundary: the main value, and named extra inputs.
+
+    >>> import torch
+    >>> from funcops import WithExtras
+    >>> x = WithExtras(torch.ones(1), {"positions": torch.arange(3)})
+    >>> x.main, x.extras["positions"]
+    (tensor([1.]), tensor([0, 1, 2]))
+    """
 
     main: Any = leaf("x")
     extras: Any = leaf("{name: tensor}")

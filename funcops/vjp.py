@@ -23,6 +23,13 @@ def value_and_grad(op: Op, *, x: bool = False, has_aux: bool = False, losses: tu
     `jax.value_and_grad`. Where the config has outputs, y is `WithExtras(loss, outputs)`, which comes back whole too: differentiated
     is the loss plus the sums of the outputs named in `losses`. Raises `ValueError` where y, or loss, is not one number, and for
     names of no float outputs; `TypeError` where y must be a tuple and is not.
+
+    >>> import torch
+    >>> from funcops import CrossEntropyConfig, cross_entropy, value_and_grad
+    >>> logits, labels = torch.zeros(1, 4), torch.tensor([3])
+    >>> loss, (dparams, (dlogits, _)) = value_and_grad(cross_entropy, x=True)(None, (logits, labels), CrossEntropyConfig())
+    >>> loss, dlogits
+    (tensor(1.3863), tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]]))
     """
     require_type("value_and_grad", "op", op, Op)
     require_flag("value_and_grad", x=x, has_aux=has_aux)
@@ -71,6 +78,12 @@ def vjp(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> t
     """`(y, pullback)`, where `pullback(dy)` is `(dparams, dx)` and may be called again: it holds the residuals.
 
     As `jax.vjp`, of both params and x. Raises `TypeError` for what is no op, and what its forward raises.
+
+    >>> import torch
+    >>> from funcops import ScaleConfig, scale, vjp
+    >>> y, pullback = vjp(scale, None, torch.ones(2), ScaleConfig(3.0))
+    >>> y, pullback(torch.tensor([1.0, 0.0]))
+    (tensor([3., 3.]), (None, tensor([3., 0.])))
     """
     require_type("vjp", "op", op, Op)
     y, residuals = op.fwd(params, x, cfg, needs=needs)

@@ -81,7 +81,20 @@ def backend(name: str) -> AbstractContextManager[None]:
     """Run every kernel in the block on one implementation. It changes speed and rounding, never meaning.
 
     Raises `ValueError` for another name, at once. "triton" leaves tensors on the CPU to torch where there is a GPU; where there is
-    none, it needs Triton's interpreter, which the environment chooses before Triton is imported: TRITON_INTERPRET=1."""
+    none, it needs Triton's interpreter, which the environment chooses before Triton is imported: TRITON_INTERPRET=1.
+
+    >>> import torch
+    >>> from funcops import ScaleConfig, backend, scale
+    >>> with backend("torch"):
+    ...     y, residuals = scale.fwd(None, torch.ones(2), ScaleConfig(3.0))
+    ...
+    >>> y
+    tensor([3., 3.])
+    >>> backend("cuda")
+    Traceback (most recent call last):
+        ...
+    ValueError: backend: name must be 'torch' or 'triton', got 'cuda'
+    """
     require(name in BACKENDS, "backend", "name", " or ".join(map(repr, BACKENDS)), repr(name))
     return _backend(name)
 

@@ -30,6 +30,17 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     `python -m funcops.bench wgrads`). Their sums are those of the one-by-one results, in another order of addition.
 
     Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or no pending at all.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, batch_wgrads, linear, random
+    >>> cfg, pendings = LinearConfig(2, 1), []
+    >>> params = linear.init(cfg, key=random.key(0))
+    >>> for microbatch in range(3):
+    ...     y, residuals = linear.fwd(params, torch.ones(4, 2), cfg)
+    ...     pendings.append(linear.dgrad(residuals, torch.ones(4, 1), cfg)[1])
+    ...
+    >>> batch_wgrads(linear, pendings, cfg).weight
+    tensor([[12., 12.]])
     """
     require_type("batch_wgrads", "op", op, Op)
     require_type("batch_wgrads", "pendings", pendings, list, tuple)

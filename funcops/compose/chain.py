@@ -10,6 +10,17 @@ a gradient keep nothing, and that step skips its dgrad.
 With `outputs` some of what steps give leaves the chain: y is then `WithExtras(h_n, {name: ...})`, and so is dy, of which each part
 may be None, which means zero. An output may also be taken inside. What is no float tensor (a count) has no gradient: its part of
 dy is None. A chain around knows the outputs of a step by name; `skip` and `parallel` hand them on, `repeat` stacks its layers'.
+
+>>> import torch
+>>> from funcops import AddConfig, ChainConfig, ForkConfig, ScaleConfig, Step, add, chain, fork, scale
+>>> fork_step = Step("fork", fork, ForkConfig(), gives=("x",))
+>>> cfg = ChainConfig(steps=(fork_step, Step("double", scale, ScaleConfig(2.0)), Step("add", add, AddConfig(), takes=("x",))))
+>>> y, residuals = chain.fwd(chain.init(cfg), torch.ones(2), cfg)
+>>> y, list(residuals)
+(tensor([3., 3.]), ['fork', 'double', 'add'])
+>>> dparams, dx = chain.bwd(residuals, torch.ones(2), cfg)
+>>> dx
+tensor([3., 3.])
 """
 
 from __future__ import annotations

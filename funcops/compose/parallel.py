@@ -5,6 +5,13 @@
 x has the shape that each body takes. Params, residuals and pending are dicts by branch name; y is a tuple in the order of the
 branches. A branch that is a combinator gets those of the extras that it asks for. What branches give beside their main values, by
 different names, are outputs: y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so is dy.
+
+>>> import torch
+>>> from funcops import ParallelConfig, ScaleConfig, Step, parallel, scale
+>>> cfg = ParallelConfig(branches=(Step("a", scale, ScaleConfig(2.0)), Step("b", scale, ScaleConfig(10.0))))
+>>> y, residuals = parallel.fwd(parallel.init(cfg), torch.ones(1), cfg)
+>>> y, parallel.bwd(residuals, (torch.ones(1), torch.ones(1)), cfg)[1]
+((tensor([2.]), tensor([10.])), tensor([12.]))
 """
 
 from __future__ import annotations

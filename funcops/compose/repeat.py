@@ -6,6 +6,19 @@ Params are a tuple of per-layer trees, or, with `stacked=True`, one tree whose l
 Residuals and pending are dicts by layer number. Extras go to every layer, and their gradients are summed; the layer
 number is folded into every random key. Outputs of the body are stacked, those of layer i at [i]: y is then
 `WithExtras(h_n, {name: [n, ...]})`, and so is dy.
+
+>>> import torch
+>>> from funcops import LinearConfig, RepeatConfig, linear, random, repeat
+>>> cfg = RepeatConfig(linear, LinearConfig(4, 4), times=3)
+>>> params = repeat.init(cfg, key=random.key(0))
+>>> len(params), params[0].weight.shape
+(3, torch.Size([4, 4]))
+>>> y, residuals = repeat.fwd(params, torch.ones(2, 4), cfg)
+>>> list(residuals)
+[0, 1, 2]
+>>> dparams, dx = repeat.bwd(residuals, torch.ones(2, 4), cfg)
+>>> dparams[2].bias
+tensor([2., 2., 2., 2.])
 """
 
 from __future__ import annotations

@@ -5,6 +5,13 @@
 x, y, dy and dx have one shape, any that the body maps to itself. Transparent in trees: params, residuals and pending are the
 body's own. Nothing is kept for the sum. The sum is that of main values: the body's extras are passed in, and its outputs handed
 on.
+
+>>> import torch
+>>> from funcops import ScaleConfig, SkipConfig, scale, skip
+>>> cfg = SkipConfig(scale, ScaleConfig(2.0))
+>>> y, residuals = skip.fwd(None, torch.ones(2), cfg)
+>>> y, skip.bwd(residuals, torch.ones(2), cfg)[1]
+(tensor([3., 3.]), tensor([3., 3.]))
 """
 
 from __future__ import annotations

@@ -23,7 +23,13 @@ Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and c
 @config
 class Step:
     """A named op in a combinator. Its x is `(main, *takes)`, its y `(main, *gives)`, by name. An op that is a combinator takes its
-    extras and gives its outputs by their own names; `gives`, one for each output, are others."""
+    extras and gives its outputs by their own names; `gives`, one for each output, are others.
+
+    >>> from funcops import ScaleConfig, Step, scale
+    >>> step = Step("double", scale, ScaleConfig(2.0), takes=("mask",))
+    >>> step.name, step.op, step.takes
+    ('double', scale, ('mask',))
+    """
 
     name: str = field(kw_only=False)
     op: Op = field(kw_only=False)

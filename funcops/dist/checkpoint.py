@@ -74,7 +74,23 @@ def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> N
 
     Raises on every rank, and before anything is written, `CheckpointError` for leaves without values, and for one of which ranks
     have other values along an axis that its spec does not name: no shard is written as if all had it alike. `ValueError` for specs
-    that do not fit, `OSError` where the folder cannot be written."""
+    that do not fit, `OSError` where the folder cannot be written.
+
+    >>> import tempfile, torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> specs = {"w": dist.Spec("tp", 0)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/step-1000"
+    ...     def write(mesh):
+    ...         dist.save(dist.shard({"w": torch.arange(4.0)}, specs, mesh), path, specs, mesh)
+    ...     def read(mesh):
+    ...         return dist.load(path, {"w": torch.empty(4 // mesh.size, device="meta")}, specs, mesh)
+    ...     _ = run_ranks({"tp": 2}, write)
+    ...     run_ranks({"tp": 4}, read)[3], run_ranks({"tp": 1}, read)[0]
+    ...
+    ({'w': tensor([3.])}, {'w': tensor([0., 1., 2., 3.])})
+    """
     require_type("save", "path", path, str, os.PathLike)
     found = specs_by_path("save", tree, specs, mesh)
     named = {name: t for name, t in paths(tree).items() if t is not None}
@@ -111,7 +127,17 @@ def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
     own.
 
     Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
-    shape or of another dtype; `FileNotFoundError` where there is no checkpoint."""
+    shape or of another dtype; `FileNotFoundError` where there is no checkpoint.
+
+    >>> import tempfile, torch
+    >>> from funcops import dist
+    >>> specs, alone = {}, dist.Mesh.abstract({"dp": 1}, rank=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.save({"w": torch.arange(2.0)}, f"{folder}/step-1000", specs, alone)
+    ...     dist.load(f"{folder}/step-1000", {"w": torch.empty(2, device="meta")}, specs, alone)
+    ...
+    {'w': tensor([0., 1.])}
+    """
     require_type("load", "path", path, str, os.PathLike)
     found = specs_by_path("load", like, specs, mesh)
     named = {name: t for name, t in paths(like).items() if is_leaf("load", name, t)}

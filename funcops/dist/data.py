@@ -101,7 +101,18 @@ def reduce_start(
     the sums, else each leaf's own: what is not ordered is sent in it. Buckets are of one dtype, of at most `bucket_bytes`, or one
     leaf; a leaf that fills one is sent as it is, and must not be written to until then.
 
-    Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there."""
+    Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     flying = dist.reduce_start({"w": torch.tensor([1.0 + mesh["dp"].rank]), "frozen": None}, mesh["dp"])
+    ...     return dist.finish(flying)
+    ...
+    >>> run_ranks({"dp": 4}, each)[0]
+    {'w': tensor([10.]), 'frozen': None}
+    """
     where = "reduce_start"
     require_flag(where, ordered=ordered)
     require_dtype(where, dtype)
@@ -124,13 +135,29 @@ def reduce_start(
 
 def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
     """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises
-    as `sum_gradients`."""
+    as `sum_gradients`.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> mesh, specs = dist.Mesh.abstract({"dp": 2, "tp": 2}, rank=0), {"up": dist.Spec("tp", 0)}
+    >>> found = dist.sum_axes({"up": torch.ones(2, 4), "norm": torch.ones(4)}, specs, mesh)
+    >>> {path: [axis.name for axis in axes] for path, axes in found.items()}
+    {'norm': ['dp', 'tp'], 'up': ['dp']}
+    """
     found = _specs("sum_axes", dparams, specs, mesh)
     return {path: tuple([axis for axis in mesh.axes if spec.summed_over(axis)]) for path, spec in found.items()}
 
 
 def part_axes(tree: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
-    """By path, the axes that the leaf's spec names: what `global_norm` takes for `parts`. Raises as `sum_gradients`."""
+    """By path, the axes that the leaf's spec names: what `global_norm` takes for `parts`. Raises as `sum_gradients`.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> mesh, specs = dist.Mesh.abstract({"dp": 2, "tp": 2}, rank=0), {"up": dist.Spec("tp", 0)}
+    >>> found = dist.part_axes({"up": torch.ones(2, 4), "norm": torch.ones(4)}, specs, mesh)
+    >>> {path: [axis.name for axis in axes] for path, axes in found.items()}
+    {'norm': [], 'up': ['tp']}
+    """
     found = _specs("part_axes", tree, specs, mesh)
     return {path: tuple([mesh[name] for name in spec.names]) for path, spec in found.items()}
 

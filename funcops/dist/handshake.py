@@ -30,7 +30,13 @@ NAMES = {
 
 class Collective(NamedTuple):
     """A collective as its group must agree on it. `shape` is of what this rank gives; None where ranks may give different ones
-    (parts of an all_to_all). `how`: of what kind a sum is."""
+    (parts of an all_to_all). `how`: of what kind a sum is.
+
+    >>> import torch
+    >>> from funcops.dist import Collective
+    >>> print(Collective("all_reduce", "tp", (3,), torch.float32))
+    all_reduce of float32[3]
+    """
 
     op: str
     group: str
@@ -94,7 +100,15 @@ class _Recorder(TorchDispatchMode):
 
 def record(step: Callable[..., Any], *trees: Any) -> Program:
     """The program of `step(*trees)`, run with every tensor of the trees on the meta device. Raises `TypeError` where `step` is
-    no function."""
+    no function.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> axis = dist.Mesh.abstract({"tp": 2}, rank=0)["tp"]
+    >>> program = dist.record(lambda x: dist.sum_over.fwd(None, x, dist.SumOverConfig(axis)), torch.ones(3))
+    >>> [str(one) for one in program.sent], program.unfinished
+    (['all_reduce (sum) of float32[3]'], ())
+    """
     require_callable("record", step=step)
     return _recorded(step, *tree_map_tensors(lambda t: t.to("meta"), trees))
 
@@ -110,7 +124,21 @@ def handshake(mesh: Mesh, step: Callable[..., Any], *trees: Any) -> Program:
     before the first step.
 
     Raises `ValueError` on every rank, with the rank, the position and both entries, where two ranks of a group would send different
-    things; and where a step sends over a group that is not of this mesh, or starts what it never finishes."""
+    things; and where a step sends over a group that is not of this mesh, or starts what it never finishes.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     cfg = dist.SumOverConfig(mesh["tp"])
+    ...     try:
+    ...         dist.handshake(mesh, lambda x: dist.sum_over.fwd(None, x, cfg), torch.ones(2 + mesh["tp"].rank))
+    ...     except ValueError as error:
+    ...         return str(error).partition(", got ")[2]
+    ...
+    >>> run_ranks({"tp": 2}, each)[0]
+    'all_reduce (sum) of float32[2] on rank 0, all_reduce (sum) of float32[3] on rank 1'
+    """
     require_type("handshake", "mesh", mesh, Mesh)
     raised: Exception | None = None
     try:
@@ -139,7 +167,17 @@ def check_program(step: Callable[[Mesh], Any], sizes: Mapping[str, int], ranks: 
     """The programs of all ranks of a mesh of these sizes (or of `ranks` alone), recorded in this process and compared as
     `handshake` does: `step(mesh)` runs a whole step on a `Mesh.abstract`, under the meta device.
 
-    Raises `ValueError` for the first fault."""
+    Raises `ValueError` for the first fault.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> def step(mesh):
+    ...     return dist.sum_over.fwd(None, torch.ones(3), dist.SumOverConfig(mesh["tp"]))
+    ...
+    >>> programs = dist.check_program(step, {"dp": 2, "tp": 4})
+    >>> len(programs), str(programs[7].sent[0])
+    (8, 'all_reduce (sum) of float32[3]')
+    """
     require_callable("check_program", step=step)
     if ranks is not None:
         require_type("check_program", "ranks", ranks, Sequence)

@@ -69,7 +69,19 @@ def finish(h: Any, *, into: Any = None) -> Any:
     """Wait for what a `*_start` began, and give its value. Raises `DonatedError` for one that was finished before,
     `StaleResidualError` where x was written to since the start: what arrived may be anything.
 
-    `into`: of sums that `reduce_start` began, the accumulators that they are added to."""
+    `into`: of sums that `reduce_start` began, the accumulators that they are added to.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     h = dist.sum_over_start(torch.ones(2), mesh["dp"])
+    ...     meanwhile = torch.ones(2) * 10
+    ...     return dist.finish(h) + meanwhile
+    ...
+    >>> run_ranks({"dp": 4}, each)[0]
+    tensor([14., 14.])
+    """
     if not isinstance(h, Flight):
         fail("finish", "h", "an InFlight, as gather_start and its like give it", describe(h), TypeError)
     if not h.fresh():
@@ -78,28 +90,62 @@ def finish(h: Any, *, into: Any = None) -> Any:
 
 
 def gather_start(x: Tensor, axis: Axis) -> InFlight:
-    """[m, *] -> [n m, *]: the x of all ranks of the axis, one after the other."""
+    """[m, *] -> [n m, *]: the x of all ranks of the axis, one after the other.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     return dist.finish(dist.gather_start(torch.tensor([mesh["tp"].rank]), mesh["tp"]))
+    ...
+    >>> run_ranks({"tp": 3}, each)[0]
+    tensor([0, 1, 2])
+    """
     _check("gather_start", x, axis, 1)
     return _started("gather", x, axis, comm.start_gather)
 
 
 def scatter_sum_start(x: Tensor, axis: Axis) -> InFlight:
     """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis. Raises `ValueError` where the axis does not divide
-    the first dimension."""
+    the first dimension.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"tp": 2}, lambda mesh: dist.finish(dist.scatter_sum_start(torch.tensor([1.0, 5.0]), mesh["tp"])))
+    [tensor([2.]), tensor([10.])]
+    """
     _check("scatter_sum_start", x, axis, 1)
     check_divides("scatter_sum_start", "x", x, 0, axis)
     return _started("scatter_sum", x, axis, comm.start_scatter_sum)
 
 
 def sum_over_start(x: Tensor, axis: Axis) -> InFlight:
-    """The sum of x over the axis."""
+    """The sum of x over the axis.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"tp": 2}, lambda mesh: dist.finish(dist.sum_over_start(torch.tensor([1.0, 5.0]), mesh["tp"])))
+    [tensor([ 2., 10.]), tensor([ 2., 10.])]
+    """
     _check("sum_over_start", x, axis)
     return _started("sum_over", x, axis, comm.start_sum)
 
 
 def all_to_all_start(x: Tensor, axis: Axis) -> InFlight:
     """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there. Raises `ValueError` where the
-    axis does not divide the first dimension."""
+    axis does not divide the first dimension.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     return dist.finish(dist.all_to_all_start(torch.tensor([1.0, 2.0]) + 10 * mesh["tp"].rank, mesh["tp"]))
+    ...
+    >>> run_ranks({"tp": 2}, each)
+    [tensor([ 1., 11.]), tensor([ 2., 12.])]
+    """
     _check("all_to_all_start", x, axis, 1)
     check_divides("all_to_all_start", "x", x, 0, axis)
     return _started("all_to_all", x, axis, comm.start_all_to_all)

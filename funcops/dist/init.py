@@ -96,7 +96,15 @@ def init_part(cfg: Any, make: Callable[[], Any]) -> Any:
 def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
     """What the parallel layers of a model share out, by the path of the leaf in its params; other leaves are the same on all ranks.
     Where these layers are without sequence parallelism, other leaves have a spec too, as their gradients are whole (`Spec.alike`).
-    Raises `ValueError` where layers over one axis are some with it, and some without."""
+    Raises `ValueError` where layers over one axis are some with it, and some without.
+
+    >>> from funcops import ChainConfig, Step, chain, dist
+    >>> axis = dist.Mesh.abstract({"tp": 2}, rank=0)["tp"]
+    >>> up, down = dist.ColumnLinearConfig(8, 16, axis=axis), dist.RowLinearConfig(16, 8, axis=axis)
+    >>> specs = dist.specs_of(chain, ChainConfig(steps=(Step("up", dist.column_linear, up), Step("down", dist.row_linear, down))))
+    >>> {path: (spec.axis, spec.dim) for path, spec in specs.items()}
+    {'up.weight': ('tp', 0), 'up.bias': ('tp', 0), 'down.weight': ('tp', 1)}
+    """
     _check_op("specs_of", op, cfg)
     params = abstract_params(op, cfg)
     found = {path: spec for path, spec, _ in _shared(cfg, params, "", 0)}
@@ -170,7 +178,16 @@ def init(
     every mesh. Nothing is sent. What the parallel layers of a config share out themselves the specs must say too (`specs_of`).
 
     Raises `ValueError` for a spec that decides no leaf, or that does not divide it, one that a parallel layer contradicts, and a
-    layer on an axis of another mesh."""
+    layer on an axis of another mesh.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, dist, linear, random
+    >>> mesh, specs = dist.Mesh.abstract({"tp": 2}, rank=1), {"weight": dist.Spec("tp", 0)}
+    >>> cfg, key = LinearConfig(4, 6), random.key(0)
+    >>> mine = dist.init(linear, cfg, specs, mesh, key=key)
+    >>> mine.weight.shape, mine.weight.equal(linear.init(cfg, key=key).weight[3:])
+    (torch.Size([3, 4]), True)
+    """
     _check_op("init", op, cfg)
     require_device("init", device)
     require_dtype("init", dtype)

@@ -22,7 +22,13 @@ from funcops.op import config
 @config
 class Axis:
     """One axis of a mesh as a rank sees it: its `size` n, this rank's place `rank` on it, and the name of the `group` of the n
-    ranks that differ along it alone (that of torch.distributed's process group; "" where n is 1)."""
+    ranks that differ along it alone (that of torch.distributed's process group; "" where n is 1).
+
+    >>> from funcops.dist import Axis, Mesh
+    >>> axis = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)["tp"]
+    >>> isinstance(axis, Axis), axis.name, axis.size, axis.rank
+    (True, 'tp', 4, 2)
+    """
 
     name: str = field(kw_only=False)
     size: int = field(kw_only=False)
@@ -52,7 +58,13 @@ class Axis:
 @config
 class Mesh:
     """Ranks in a grid, the last axis the fastest. `mesh["tp"]` is an `Axis`; `rank` is this one's number; `device` is the type of
-    device that its ranks compute on."""
+    device that its ranks compute on.
+
+    >>> from funcops.dist import Mesh
+    >>> mesh = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)
+    >>> mesh.size, mesh.rank, mesh["dp"].rank, mesh["tp"].rank
+    (8, 6, 1, 2)
+    """
 
     axes: tuple[Axis, ...]
     device: str = "cpu"

@@ -32,6 +32,12 @@ def global_norm(
         grads, norm = clip_by_global_norm(grads, 1.0, norm=dist.global_norm(grads, (pp, dp), {"up.weight": (tp,)}))
 
     No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"dp": 2}, lambda mesh: dist.global_norm({"w": torch.tensor([3.0 + mesh["dp"].rank])}, mesh["dp"]))
+    [tensor(5., dtype=torch.float64), tensor(5., dtype=torch.float64)]
     """
     where = "global_norm"
     require_device(where, device)
@@ -80,6 +86,12 @@ def amaxes_over(amaxes: Mapping[str, Tensor], over: Axis | tuple[Axis, ...]) -> 
         state = recipe_update(state, dist.amaxes_over(amaxes, (dp, tp)), recipe)
 
     Raises `TypeError` or `ValueError` for amaxes that are no mapping to float32 tensors.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"dp": 2}, lambda mesh: dist.amaxes_over({"up": torch.tensor([1.0 + mesh["dp"].rank])}, mesh["dp"]))
+    [{'up': tensor([2.])}, {'up': tensor([2.])}]
     """
     require_type("amaxes_over", "amaxes", amaxes, Mapping)
     axes = axes_of("amaxes_over", over)
@@ -102,6 +114,12 @@ def everywhere(ok: Tensor, over: Axis | tuple[Axis, ...]) -> Tensor:
         params, state = select_step(ok, new, old)
 
     Raises `ValueError` or `TypeError` unless `ok` is a 0-d bool tensor.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"dp": 2}, lambda mesh: dist.everywhere(torch.tensor(mesh["dp"].rank == 0), mesh["dp"]))
+    [tensor(False), tensor(False)]
     """
     check("everywhere", "ok", ok, (), torch.bool)
     axes = axes_of("everywhere", over)
@@ -112,7 +130,19 @@ def raise_everywhere(fault: str | None, mesh: Mesh) -> None:
     """`RuntimeError` on every rank of the mesh where one of them has a fault, which it says; nothing where all have None. To be
     called by all ranks. Waits for them.
 
-        dist.raise_everywhere(nonfinite(grads), mesh)     # the path of a leaf with a NaN"""
+        dist.raise_everywhere(nonfinite(grads), mesh)     # the path of a leaf with a NaN
+
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     try:
+    ...         dist.raise_everywhere("head.weight" if mesh.rank == 1 else None, mesh)
+    ...     except RuntimeError as error:
+    ...         return str(error)
+    ...
+    >>> run_ranks({"dp": 2}, each)[0]
+    'raise_everywhere: no rank must have a fault, got rank 1: head.weight'
+    """
     require_type("raise_everywhere", "fault", fault, str, type(None))
     require_type("raise_everywhere", "mesh", mesh, Mesh)
     said = known_to_all("" if not fault else f"rank {mesh.rank}: {fault}", mesh)

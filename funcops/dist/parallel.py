@@ -74,7 +74,16 @@ def parallel(
     number, and more of them in memory.
 
     Raises `ValueError`, with the path: a rule that decides no step, sizes that do not divide, a step that has no meaning where its
-    x is shared out, and features that no row layer takes."""
+    x is shared out, and features that no row layer takes.
+
+    >>> from funcops import ActivationConfig, ChainConfig, LinearConfig, Step, activation, chain, dist, linear
+    >>> up, act = Step("up", linear, LinearConfig(8, 16)), Step("act", activation, ActivationConfig("gelu"))
+    >>> cfg = ChainConfig(steps=(up, act, Step("down", linear, LinearConfig(16, 8))))
+    >>> mesh = dist.Mesh.abstract({"tp": 2}, rank=0)
+    >>> split = dist.parallel(cfg, {"up": "column", "down": "row"}, mesh)
+    >>> [step.op for step in split.steps], chain.init(split, device="meta")["up"].weight.shape
+    ([column_linear, activation, row_linear], torch.Size([8, 8]))
+    """
     require_type("parallel", "mesh", mesh, Mesh)
     require_type("parallel", "rules", rules, Mapping)
     for glob, rule in rules.items():

@@ -32,7 +32,14 @@ T = TypeVar("T")
 
 def own_shards(tree: T, axis: Axis) -> T:
     """This rank's part of every leaf, in memory of its own. None leaves stay None. Raises `TypeError` for other leaves than float
-    tensors."""
+    tensors.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> axis = dist.Mesh.abstract({"dp": 2}, rank=1)["dp"]
+    >>> dist.own_shards({"w": torch.arange(4.0), "odd": torch.ones(3)}, axis)
+    {'w': tensor([2., 3.]), 'odd': tensor([1., 0.])}
+    """
     require_axis("own_shards", axis)
     found = float_leaves("own_shards", "tree", tree)
     return with_leaves(tree, [None if t is None else _part(t, axis) for t in found.values()])
@@ -74,7 +81,19 @@ def gather_shards_start(shards: Any, like: Any, axis: Axis, *, bucket_bytes: int
     """Begin to gather a tree of which each rank has its part, as `own_shards` gives it; `finish(h)` gives the tree, in new memory.
     like: a tree of the whole shapes, of tensors on any device. Buckets are of at most `bucket_bytes` of whole leaves, or one leaf.
 
-    Raises `ValueError` for a shard of another shape than `like` says, `TypeError` for a leaf that is no float tensor."""
+    Raises `ValueError` for a shard of another shape than `like` says, `TypeError` for a leaf that is no float tensor.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> whole = {"w": torch.arange(4.0)}
+    >>> def each(mesh):
+    ...     mine = dist.own_shards(whole, mesh["dp"])
+    ...     return dist.finish(dist.gather_shards_start(mine, whole, mesh["dp"]))
+    ...
+    >>> run_ranks({"dp": 2}, each)[0]
+    {'w': tensor([0., 1., 2., 3.])}
+    """
     return start_gathering("gather_shards_start", "shards", shards, like, axis, bucket_bytes)
 
 

@@ -36,7 +36,14 @@ class Spec:
     """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim`
     of leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
     dimension 0 of each rank's part once more, as ZeRO-3 does. `alike`: an axis along which all have the same and compute the same
-    gradient, which is then not summed over it (tensor parallelism without sequence parallelism)."""
+    gradient, which is then not summed over it (tensor parallelism without sequence parallelism).
+
+    >>> import torch
+    >>> from funcops.dist import Mesh, Spec, shard
+    >>> qkv = torch.arange(8).reshape(8, 1)
+    >>> shard(qkv, {"": Spec("tp", 0, parts=(4, 2, 2))}, Mesh.abstract({"tp": 2}, rank=1)).flatten()
+    tensor([2, 3, 5, 7])
+    """
 
     axis: str = field(kw_only=False, default="")
     dim: int = field(kw_only=False, default=0)
@@ -165,7 +172,14 @@ def is_leaf(where: str, path: str, t: Any) -> bool:
 
 
 def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
-    """This rank's part of every leaf of a whole tree. A leaf that all ranks have whole is the same object. Nothing is sent."""
+    """This rank's part of every leaf of a whole tree. A leaf that all ranks have whole is the same object. Nothing is sent.
+
+    >>> import torch
+    >>> from funcops.dist import Mesh, Spec, shard
+    >>> params = {"up": torch.arange(4.0), "norm": torch.ones(2)}
+    >>> shard(params, {"up": Spec("tp", 0)}, Mesh.abstract({"tp": 2}, rank=1))
+    {'up': tensor([2., 3.]), 'norm': tensor([1., 1.])}
+    """
     found = specs_by_path("shard", tree, specs, mesh)
 
     def own(path: str, t: Any) -> Any:
@@ -178,7 +192,15 @@ def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
 
 def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
     """The whole tree, on every rank, of the parts of all: what `shard` was given. To be called by all ranks of the mesh. Raises
-    `ValueError` or `TypeError` for a part of another shape or dtype than its rank should have."""
+    `ValueError` or `TypeError` for a part of another shape or dtype than its rank should have.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> specs = {"up": dist.Spec("tp", 0)}
+    >>> run_ranks({"tp": 2}, lambda mesh: dist.unshard({"up": torch.tensor([1.0 + mesh["tp"].rank])}, specs, mesh))[0]
+    {'up': tensor([1., 2.])}
+    """
     found = specs_by_path("unshard", tree, specs, mesh)
     for path, t in paths(tree).items():
         if is_leaf("unshard", path, t):  # before anything is sent
@@ -220,7 +242,15 @@ def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
 def sum_gradients(dparams: T, specs: Specs, mesh: Mesh) -> T:
     """The gradients of params, each summed over every axis of the mesh, `pp` aside, that its spec does not name: along these the
     ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called
-    by all ranks of the mesh."""
+    by all ranks of the mesh.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> dparams, specs = {"up": torch.ones(1), "norm": torch.ones(1)}, {"up": dist.Spec("tp", 0)}
+    >>> run_ranks({"dp": 2, "tp": 2}, lambda mesh: dist.sum_gradients(dparams, specs, mesh))[0]
+    {'up': tensor([2.]), 'norm': tensor([4.])}
+    """
     found = specs_by_path("sum_gradients", dparams, specs, mesh)
     named = paths(dparams)
     given = [path for path, t in named.items() if is_leaf("sum_gradients", path, t)]

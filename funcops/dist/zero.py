@@ -27,7 +27,14 @@ def zero3(
 ) -> ChainConfig:
     """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards, as
     its `init` or `own_shards` gives them; paths, residuals of activations and ties stay. See `ShardedConfig` for the options.
-    Raises `TypeError` for a config that is no chain's."""
+    Raises `TypeError` for a config that is no chain's.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, dist, linear
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> sharded = dist.zero3(cfg, dist.Mesh.abstract({"dp": 2}, rank=0)["dp"])
+    >>> sharded.steps[0].op, chain.init(sharded, device="meta")["up"].weight.shape
+    (sharded, torch.Size([8, 8]))
+    """
     require_type("zero3", "cfg", cfg, ChainConfig)
 
     def shared_out(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:

@@ -15,7 +15,14 @@ from funcops.errors import describe, fail, require, require_count, require_devic
 def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     """[..., T, ...] -> [..., T/n, ...]: this rank's chunks r and 2n - 1 - r of a sequence along `dim`; on one rank t itself.
 
-    What belongs to positions is all shared out alike: ids, labels, masks. Raises `ValueError` where 2n does not divide T."""
+    What belongs to positions is all shared out alike: ids, labels, masks. Raises `ValueError` where 2n does not divide T.
+
+    >>> import torch
+    >>> from funcops.dist import Mesh, zigzag
+    >>> positions = torch.arange(8).reshape(1, 8)
+    >>> [zigzag(positions, Mesh.abstract({"cp": 2}, rank)["cp"]) for rank in (0, 1)]
+    [tensor([[0, 1, 6, 7]]), tensor([[2, 3, 4, 5]])]
+    """
     at = _checked("zigzag", t, axis, dim)
     if axis.size == 1:
         return t
@@ -24,7 +31,13 @@ def zigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 
 def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
-    """The whole sequence in its own order, of the `zigzag` parts of all ranks one after the other, as a gather gives them."""
+    """The whole sequence in its own order, of the `zigzag` parts of all ranks one after the other, as a gather gives them.
+
+    >>> import torch
+    >>> from funcops.dist import Mesh, unzigzag
+    >>> unzigzag(torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]), Mesh.abstract({"cp": 2}, 0)["cp"])
+    tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
+    """
     at, n = _checked("unzigzag", t, axis, dim), axis.size
     if n == 1:
         return t
@@ -34,7 +47,12 @@ def unzigzag(t: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 
 def zigzag_positions(length: int, axis: Axis, device: Any = None) -> Tensor:
     """[T/n] int64: the positions that this rank has of a sequence of `length` T, for `rope`. Raises `ValueError` for a length
-    that does not divide into two chunks a rank, `TypeError` for what is no axis."""
+    that does not divide into two chunks a rank, `TypeError` for what is no axis.
+
+    >>> from funcops.dist import Mesh, zigzag_positions
+    >>> zigzag_positions(8, Mesh.abstract({"cp": 2}, rank=1)["cp"])
+    tensor([2, 3, 4, 5])
+    """
     require_count("zigzag_positions", 0, length=length)
     require_type("zigzag_positions", "axis", axis, Axis)
     require(length % _chunks(axis) == 0, "zigzag_positions", "length", f"a multiple of {_chunks(axis)} ({axis})", length)

@@ -53,7 +53,22 @@ def save_adapter(
         names={"blocks.*.attn.qkv.q.proj": "model.layers.*.self_attn.q_proj"}
 
     `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
-    name, for two of one name and for adapters of several dropouts."""
+    name, for two of one name and for adapters of several dropouts.
+
+    >>> import os, tempfile
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import load_adapter, save_adapter, with_lora
+    >>> cfg = with_lora(ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),)), rank=2, targets=("up",))
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save_adapter(folder, params, cfg, names={"up": "model.mlp.up_proj"})
+    ...     again = load_adapter(folder, chain.init(cfg, key=random.key(1)), cfg, names={"up": "model.mlp.up_proj"})
+    ...     sorted(os.listdir(folder))
+    ...
+    ['adapter_config.json', 'adapter_model.safetensors']
+    >>> again["up"]["both"]["lora"].a.equal(params["up"]["both"]["lora"].a)
+    True
+    """
     where = "save_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require(os.fspath(folder) != "", where, "folder", "the path of a folder", repr(folder))

@@ -29,7 +29,16 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
 
     a: uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5), as PEFT draws it; b: zero, so that y is what it was. Each adapter has a
     key of its own, by path and layer. `dtype`: of the adapters; by default that of their weight. Raises `ValueError` or
-    `TypeError`, with the path, where params are not those of the base config."""
+    `TypeError`, with the path, where params are not those of the base config.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import lora_init, with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> cfg, pretrained = with_lora(base, rank=2, targets=("up",)), chain.init(base, key=random.key(0))
+    >>> params = lora_init(pretrained, cfg, key=random.key(1))
+    >>> params["up"]["both"]["base"] is pretrained["up"], params["up"]["both"]["lora"].b.abs().sum()
+    (True, tensor(0.))
+    """
     where = "lora_init"
     check_key(where, key)
     require_dtype(where, dtype)
@@ -44,7 +53,19 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
 
 def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
     """The gradients of adapters alone; `x`: the mask over the model's x, as in `Needs`. Raises `ValueError` for a recipe with
-    delayed scaling, whose scales would stay as they are: its amaxes come with the gradients of its weights."""
+    delayed scaling, whose scales would stay as they are: its amaxes come with the gradients of its weights.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import lora_init, lora_needs, with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> cfg, pretrained = with_lora(base, rank=2, targets=("up",)), chain.init(base, key=random.key(0))
+    >>> params = lora_init(pretrained, cfg, key=random.key(1))
+    >>> y, residuals = chain.fwd(params, torch.ones(2, 8), cfg, needs=lora_needs(cfg))
+    >>> grads, dx = chain.bwd(residuals, torch.ones(2, 16), cfg)
+    >>> grads["up"]["both"]["base"].weight, grads["up"]["both"]["lora"].b.shape, dx
+    (None, torch.Size([16, 2]), None)
+    """
     for path, inner in steps(cfg):
         recipe = getattr(inner, "recipe", None)
         if isinstance(recipe, Recipe) and recipe.delayed:
@@ -55,7 +76,16 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
 
 def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
     """Of params, or of gradients like them, those of the adapters, by the path of their linear: what an optimizer is given.
-    Raises `ValueError` or `TypeError` where the tree lacks an adapter of the config, or has something else in its place."""
+    Raises `ValueError` or `TypeError` where the tree lacks an adapter of the config, or has something else in its place.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import adapter, lora_init, with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> cfg, pretrained = with_lora(base, rank=2, targets=("up",)), chain.init(base, key=random.key(0))
+    >>> params = lora_init(pretrained, cfg, key=random.key(1))
+    >>> list(adapter(params, cfg)), adapter(params, cfg)["up"] is params["up"]["both"]["lora"]
+    (['up'], True)
+    """
     found = {}
     for place in adapted("adapter", cfg):
         path = place.at(f"{BOTH}.{LORA}")
@@ -72,7 +102,19 @@ def adapter(tree: Any, cfg: Any) -> dict[str, LowRankParams]:
 
 def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
     """The params with these adapters in place of their own, every other leaf the same object. Raises `ValueError` or `TypeError`,
-    with the path, for an adapter of another model."""
+    with the path, for an adapter of another model.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import adapter, lora_init, with_adapter, with_lora
+    >>> from funcops.trees import tree_map
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> cfg, pretrained = with_lora(base, rank=2, targets=("up",)), chain.init(base, key=random.key(0))
+    >>> params = lora_init(pretrained, cfg, key=random.key(1))
+    >>> learned = tree_map(lambda t: t + 1.0, adapter(params, cfg))
+    >>> new = with_adapter(params, learned, cfg)
+    >>> new["up"]["both"]["lora"] is learned["up"], new["up"]["both"]["base"] is pretrained["up"]
+    (True, True)
+    """
     where = "with_adapter"
     known = {place.path: place for place in adapted(where, cfg)}
     _check_adapter(where, adapter, known)
@@ -87,7 +129,18 @@ def with_adapter(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) ->
 def merge(params: Any, cfg: Any) -> Any:
     """The params of the base config, with `weight + scale b a` for each adapted weight, in float32 at least and rounded once.
 
-    Raises `ValueError` where a merged weight is tied, as the other would not follow; `TypeError` for one in low precision."""
+    Raises `ValueError` where a merged weight is tied, as the other would not follow; `TypeError` for one in low precision.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import lora_init, merge, with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> cfg, pretrained = with_lora(base, rank=2, targets=("up",)), chain.init(base, key=random.key(0))
+    >>> params = lora_init(pretrained, cfg, key=random.key(1))
+    >>> merged, x = merge(params, cfg), torch.ones(2, 8)
+    >>> torch.allclose(chain.fwd(merged, x, base)[0], chain.fwd(params, x, cfg)[0])
+    True
+    """
     _check_ties("merge", cfg)
     for place in adapted("merge", cfg):
         node = _base("merge", params, place.at(f"{BOTH}.{BASE}"), place)
@@ -99,7 +152,18 @@ def merge(params: Any, cfg: Any) -> Any:
 
 def unmerge(params: Any, adapter: Mapping[str, LowRankParams], cfg: Any) -> Any:
     """What `merge` was given, within rounding: `weight - scale b a`, with the adapters (of `adapter`) beside it. `params`: of the
-    base config."""
+    base config.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.lora import adapter, lora_init, merge, unmerge, with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> cfg, pretrained = with_lora(base, rank=2, targets=("up",)), chain.init(base, key=random.key(0))
+    >>> params = lora_init(pretrained, cfg, key=random.key(1))
+    >>> again = unmerge(merge(params, cfg), adapter(params, cfg), cfg)
+    >>> torch.allclose(again["up"]["both"]["base"].weight, pretrained["up"].weight)
+    True
+    """
     _check_ties("unmerge", cfg)
     known = {place.path: place for place in adapted("unmerge", cfg)}
     _check_adapter("unmerge", adapter, known)

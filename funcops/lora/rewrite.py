@@ -36,7 +36,16 @@ def with_lora(
     and folded by path, so that no two adapters share a mask. A tie to or from an adapted linear stays one of its own weight. The
     config of a linear itself, whose path is "", becomes that of a `chain`. Adapters of several ranks: call it once for each.
 
-    Raises `ValueError` for a rank below 1, a glob that matches no linear step, and one that matches a linear with an adapter."""
+    Raises `ValueError` for a rank below 1, a glob that matches no linear step, and one that matches a linear with an adapter.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear
+    >>> from funcops.lora import with_lora
+    >>> base = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)), Step("down", linear, LinearConfig(16, 8))))
+    >>> cfg = with_lora(base, rank=2, targets=("up",), alpha=4.0)
+    >>> params = chain.init(cfg, device="meta")
+    >>> list(params["up"]["both"]), params["up"]["both"]["lora"].a.shape, list(params)
+    (['base', 'lora'], torch.Size([2, 8]), ['up', 'down'])
+    """
     where = "with_lora"
     if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
         fail(where, "cfg", "a config of an op", describe(cfg), TypeError)

@@ -91,6 +91,17 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     Raises `ValueError`, with the least bytes found, where no policy fits.
 
         print(fit(chain, cfg, x, 2**30))
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
+    >>> cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(64)), Step("up", linear, LinearConfig(64, 64))))
+    >>> fitted = fit(chain, cfg, torch.empty(100, 64), budget=26_000)
+    >>> fitted.picked.name, fitted.picked.kept_bytes
+    ('recompute_norms', 26000)
+    >>> fit(chain, cfg, torch.empty(100, 64), budget=1000)
+    Traceback (most recent call last):
+        ...
+    ValueError: fit: budget must be at least 25,600 bytes (25.00 KiB, policy recompute norm), got 1,000
     """
     check_body("fit", op, cfg)
     require_dtype("fit", dtype)

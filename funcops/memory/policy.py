@@ -37,6 +37,17 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
 
         frugal = with_policy(chain, "minimal")
         y, residuals = frugal.fwd(params, x, cfg)
+
+    >>> import torch
+    >>> from funcops import LinearConfig, RepeatConfig, linear, random, repeat, report, with_policy
+    >>> cfg = RepeatConfig(linear, LinearConfig(64, 64), times=4)
+    >>> params, x = repeat.init(cfg, key=random.key(0)), torch.ones(8, 64)
+    >>> for policy in ("save_all", "offload_block_inputs", "compress_fp8"):
+    ...     print(policy, report(with_policy(repeat, policy).fwd(params, x, cfg)[1], params, x).kept_bytes)
+    ...
+    save_all 6144
+    offload_block_inputs 6144
+    compress_fp8 2080
     """
     require_type("with_policy", "op", op, Op)
     if isinstance(policy, str):

@@ -35,6 +35,15 @@ class RematResiduals:
 def remat(op: Op, offload: bool = False) -> Op:
     """The op with its inputs for residuals; with `offload` they wait in the host's memory. Config, params, x, y and gradients, with
     their shapes, dtypes and errors, are the op's own; a backward after a param or x was written to raises `StaleResidualError`.
+
+    >>> import torch
+    >>> from funcops import SoftcapConfig, remat, softcap
+    >>> cfg, x = SoftcapConfig(30.0), torch.zeros(2)
+    >>> y, residuals = remat(softcap).fwd(None, x, cfg)
+    >>> residuals.x is x
+    True
+    >>> remat(softcap).bwd(residuals, torch.ones(2), cfg)[1]
+    tensor([1., 1.])
     """
     require_type("remat", "op", op, Op)
     require_flag("remat", offload=offload)

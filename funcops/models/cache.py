@@ -72,7 +72,18 @@ def cache_init(
     device: Any = None,
 ) -> Cache:  # fmt: skip
     """An empty cache for `batch` sequences of up to `context` positions (default: the config's), of which up to `chunk` are taken
-    at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are learned."""
+    at once. `dtype`: of the params. Raises `ValueError` or `TypeError` for a size below 1, or more positions than are learned.
+
+    >>> from funcops import RopeConfig
+    >>> from funcops.models import Cache, DecoderConfig, KVCache, cache_init
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8))
+    >>> cache = cache_init(cfg, batch=2, context=32, chunk=16)
+    >>> isinstance(cache, Cache), cache.lengths, list(cache.layers)
+    (True, tensor([0, 0]), ['blocks.0', 'blocks.1'])
+    >>> isinstance(cache.layers["blocks.0"], KVCache), cache.layers["blocks.0"].k.shape
+    (True, torch.Size([2, 2, 32, 8]))
+    """
     where = "cache_init"
     require_type(where, "cfg", cfg, DecoderConfig)
     context = cfg.context if context is None else context

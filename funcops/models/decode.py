@@ -37,6 +37,16 @@ def decode(
 
     Nothing waits for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the cache's, and
     for one that is too short (on a device: a device-side assertion), `DonatedError` for one that was given away.
+
+    >>> import torch
+    >>> from funcops import RopeConfig, chain, donate, random
+    >>> from funcops.models import DecoderConfig, cache_init, decode, decoder
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8))
+    >>> params, cache = chain.init(decoder(cfg), key=random.key(0)), cache_init(cfg, batch=1, context=32, chunk=16)
+    >>> logits, cache = decode(params, donate(cache), torch.tensor([[1, 2, 3]]), cfg)
+    >>> logits.shape, cache.lengths
+    (torch.Size([1, 3, 64]), tensor([3]))
     """
     where = "decode"
     require_type(where, "cfg", cfg, DecoderConfig)
@@ -103,6 +113,16 @@ def generate(
     waits for a device until a token is looked at; who has enough stops taking.
 
     Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value.
+
+    >>> import torch
+    >>> from funcops import RopeConfig, chain, random
+    >>> from funcops.models import DecoderConfig, decoder, generate
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8))
+    >>> params = chain.init(decoder(cfg), key=random.key(0))
+    >>> tokens = list(generate(params, cfg, torch.tensor([[1, 2, 3]]), 4))
+    >>> len(tokens), tokens[0].shape
+    (4, torch.Size([1]))
     """
     where, sampling = "generate", SamplingConfig() if sampling is None else sampling
     require_type(where, "cfg", cfg, DecoderConfig)

@@ -48,7 +48,17 @@ __all__ = ["DecoderConfig", "LatentConfig", "decoder", "decoder_x", "layer_paths
 class LatentConfig:
     """Multi-head latent attention (arXiv:2405.04434): k and v are linear in a latent of `kv_rank` numbers a token. A head of q and
     k has `rope_size` numbers that turn, which k's heads share, and then `plain_size` that do not; one of v `value_size`. q is
-    linear in a latent of `q_rank` numbers, or in x itself. `eps`: of the norms of both latents."""
+    linear in a latent of `q_rank` numbers, or in x itself. `eps`: of the norms of both latents.
+
+    >>> from funcops import RopeConfig, chain
+    >>> from funcops.models import DecoderConfig, LatentConfig, decoder
+    >>> latent = LatentConfig(kv_rank=16, rope_size=4, plain_size=8, value_size=8)
+    >>> cfg = DecoderConfig(
+    ...     vocab=64, dim=32, layers=1, heads=4, kv_heads=4, head_size=12, hidden=48, context=64, rope=RopeConfig(4), latent=latent
+    ... )
+    >>> sorted(chain.init(decoder(cfg), device="meta"))
+    ['blocks', 'embed', 'head', 'norm']
+    """
 
     kv_rank: int
     rope_size: int
@@ -195,7 +205,15 @@ def groups(cfg: DecoderConfig) -> list[Group]:
 
 def layer_paths(cfg: DecoderConfig) -> list[str]:
     """The path of each layer's params: "blocks.3", and where layers are of several kinds "blocks1.3" or "blocks.3.layer1".
-    Raises `TypeError` for a config that is no decoder's."""
+    Raises `TypeError` for a config that is no decoder's.
+
+    >>> from funcops.models import DecoderConfig, layer_paths
+    >>> sizes = dict(vocab=64, dim=32, layers=4, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> layer_paths(DecoderConfig(**sizes))
+    ['blocks.0', 'blocks.1', 'blocks.2', 'blocks.3']
+    >>> layer_paths(DecoderConfig(**sizes, windows=(16, None, 16, None)))
+    ['blocks.0.layer0', 'blocks.0.layer1', 'blocks.1.layer0', 'blocks.1.layer1']
+    """
     require_type("layer_paths", "cfg", cfg, DecoderConfig)
     rows, found = groups(cfg), []
     for name, row in zip(_names("blocks", len(rows)), rows, strict=True):
@@ -210,7 +228,15 @@ def _names(name: str, count: int) -> list[str]:
 
 def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
     """The chain of a config: ids to logits, or with `loss` ids and labels [B, T] to the mean cross entropy, whose step "loss" has
-    no params: `{**params, "loss": None}`. Raises `TypeError` for what is no config."""
+    no params: `{**params, "loss": None}`. Raises `TypeError` for what is no config.
+
+    >>> from funcops import RopeConfig
+    >>> from funcops.models import DecoderConfig, decoder
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8))
+    >>> [step.name for step in decoder(cfg).steps], [step.name for step in decoder(cfg, loss=True).steps][-1]
+    (['embed', 'blocks', 'norm', 'head'], 'loss')
+    """
     require_type("decoder", "cfg", cfg, DecoderConfig)
     require_type("decoder", "loss", loss, bool)
     steps = [Step("embed", embedding, EmbeddingConfig(cfg.vocab, cfg.dim))]
@@ -238,7 +264,17 @@ def decoder_x(
     cfg: DecoderConfig, ids: Tensor, dtype: torch.dtype, *, positions: Tensor | None = None, labels: Tensor | None = None
 ) -> WithExtras:
     """x of `decoder(cfg)`: ids [B, T], int64, with the tables that q and k turn by at `positions` ([T] or [B, T], default 0 to
-    T - 1), for params of `dtype`, and the `labels`. Raises `ValueError` or `TypeError` for a wrong shape or dtype."""
+    T - 1), for params of `dtype`, and the `labels`. Raises `ValueError` or `TypeError` for a wrong shape or dtype.
+
+    >>> import torch
+    >>> from funcops import RopeConfig, chain, random
+    >>> from funcops.models import DecoderConfig, decoder, decoder_x
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8))
+    >>> params, x = chain.init(decoder(cfg), key=random.key(0)), decoder_x(cfg, torch.tensor([[1, 2, 3]]), torch.float32)
+    >>> list(x.extras), chain.fwd(params, x, decoder(cfg))[0].shape
+    (['rotation'], torch.Size([1, 3, 64]))
+    """
     require_type("decoder_x", "cfg", cfg, DecoderConfig)
     check("decoder_x", "ids", ids, (...,), torch.int64)
     if ids.dim() != 2:

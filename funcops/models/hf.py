@@ -172,7 +172,21 @@ class HFWeights:
 
 
 def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFWeights:
-    """The checkpoint in a folder, open until the end of a `with`. All that `from_hf` raises is raised here; no tensor is read."""
+    """The checkpoint in a folder, open until the end of a `with`. All that `from_hf` raises is raised here; no tensor is read.
+
+    >>> import tempfile
+    >>> from funcops import RopeConfig, chain, random
+    >>> from funcops.models import DecoderConfig, decoder, open_hf, to_hf
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8), family="llama")
+    >>> params = chain.init(decoder(cfg), key=random.key(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     to_hf(params, cfg, f"{folder}/model")
+    ...     with open_hf(f"{folder}/model") as weights:
+    ...         weights.read("blocks.1.mlp.down.weight", 8, 16).shape
+    ...
+    torch.Size([8, 48])
+    """
     require_type("open_hf", "folder", folder, str, os.PathLike)
     if length is not None:
         require_count("open_hf", length=length)
@@ -271,6 +285,19 @@ def from_hf(
     `TypeError` for a family or a field of config.json that is not known or has a value that is not served; `CheckpointError` for a
     file that is cut short or no safetensors file, and one that lists all tensors that are missing, extra, of another shape, or of a
     dtype that ops do not compute in.
+
+    >>> import tempfile, torch
+    >>> from funcops import RopeConfig, chain, random
+    >>> from funcops.models import DecoderConfig, decoder, from_hf, to_hf
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8), family="llama")
+    >>> params = chain.init(decoder(cfg), key=random.key(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     to_hf(params, cfg, f"{folder}/model")
+    ...     again, same = from_hf(f"{folder}/model", dtype=torch.bfloat16)
+    ...
+    >>> same == cfg, again["embed"].weight.dtype
+    (True, torch.bfloat16)
     """
     require_dtype("from_hf", dtype)
     require_device("from_hf", device)
@@ -298,6 +325,18 @@ def to_hf(
 
     Raises before anything is written: `ValueError` for a config that the family cannot say or further fields that are not known,
     `CheckpointError` for params that are not those of `decoder(cfg)`, `FileExistsError` for a folder that holds something.
+
+    >>> import os, tempfile
+    >>> from funcops import RopeConfig, chain, random
+    >>> from funcops.models import DecoderConfig, decoder, to_hf
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8), family="llama")
+    >>> params = chain.init(decoder(cfg), key=random.key(0))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     to_hf(params, cfg, f"{folder}/model")
+    ...     sorted(os.listdir(f"{folder}/model"))
+    ...
+    ['config.json', 'model.safetensors']
     """
     require_type("to_hf", "cfg", cfg, DecoderConfig)
     require_type("to_hf", "folder", folder, str, os.PathLike)

@@ -52,7 +52,17 @@ class MoEConfig:
 def moe(cfg: MoEConfig) -> ChainConfig:
     """The chain of a mixture: x, y: [*, H], and with y `load` [E] and `loss` [] of the router (`route`). With jitter it takes the
     extra `key`. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its `up` and `down` in
-    `moe.shared`. Raises `TypeError` for what is no config."""
+    `moe.shared`. Raises `TypeError` for what is no config.
+
+    >>> import torch
+    >>> from funcops import ExpertsConfig, RouteConfig, chain, random
+    >>> from funcops.models import MoEConfig, moe
+    >>> cfg = moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim=8, hidden=16)))
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> y, residuals = chain.fwd(params, torch.ones(3, 8), cfg)
+    >>> list(params), y.main.shape, int(y.extras["load"].sum())
+    (['in', 'gate', 'route', 'experts'], torch.Size([3, 8]), 6)
+    """
     require_type("moe", "cfg", cfg, MoEConfig)
     keys = ("key",) if cfg.route.jitter else ()
     steps = (

@@ -15,7 +15,16 @@ __all__ = ["SamplingConfig", "sample"]
 @config
 class SamplingConfig:
     """`temperature`: what logits are divided by; 0 takes the likeliest token. `top_k`: only the k likeliest. `top_p`: of those the
-    fewest likeliest that have a probability of p together (arXiv:1904.09751). The lower id goes first among equals."""
+    fewest likeliest that have a probability of p together (arXiv:1904.09751). The lower id goes first among equals.
+
+    >>> from funcops.models import SamplingConfig
+    >>> SamplingConfig(temperature=0.8, top_p=0.9)
+    SamplingConfig(temperature=0.8, top_k=None, top_p=0.9)
+    >>> SamplingConfig(temperature=-1.0)
+    Traceback (most recent call last):
+        ...
+    ValueError: SamplingConfig: temperature must be at least 0, got -1.0
+    """
 
     temperature: float = 0.0
     top_k: int | None = None
@@ -31,7 +40,15 @@ class SamplingConfig:
 def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
     """Of each row of logits [B, V] a token [B], int64, by one uniform number from `key`: the first whose cumulated probability is
     above it. The key is not used, and may be None, where the temperature is 0. Raises `ValueError` or `TypeError` for a wrong shape
-    or dtype, or without a key."""
+    or dtype, or without a key.
+
+    >>> import torch
+    >>> from funcops import random
+    >>> from funcops.models import SamplingConfig, sample
+    >>> logits = torch.tensor([[0.0, 3.0, 3.0]])
+    >>> sample(logits, None, SamplingConfig()), sample(logits, random.key(0), SamplingConfig(temperature=1.0, top_k=1))
+    (tensor([1]), tensor([1]))
+    """
     where = "sample"
     require_type(where, "cfg", cfg, SamplingConfig)
     check(where, "logits", logits, (...,), FLOATS)

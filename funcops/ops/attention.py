@@ -17,6 +17,20 @@ q: [B, T, H, D]; k: [B, S, K, D]; v: [B, S, K, V] with K dividing H; y, dy: [B, 
 Kept: q, k, v, bias, cu_seqlens (aliases), y (the caller's own output) and logsumexp: 4 bytes a row and head. No attention matrix is
 kept: the backward recomputes p from logsumexp. Zero-length sequences give zeros, as do rows from which a bias hides all.
 Which kernel serves what is in docs/kernels.md. arXiv:2205.14135, arXiv:2305.13245.
+
+>>> import torch
+>>> from funcops import AttentionConfig, attention_bwd, attention_fwd
+>>> cfg = AttentionConfig(causal=True)
+>>> q, k = torch.zeros(1, 3, 4, 8), torch.zeros(1, 3, 2, 8)
+>>> v = torch.tensor([0.0, 1.0, 2.0]).reshape(1, 3, 1, 1).expand(1, 3, 2, 8)
+>>> y, residuals = attention_fwd(None, (q, k, v), cfg)
+>>> y[0, :, 0, 0]
+tensor([0.0000, 0.5000, 1.0000])
+>>> residuals.q is q, residuals.logsumexp.shape
+(True, torch.Size([1, 4, 3]))
+>>> dq, dk, dv = attention_bwd(residuals, torch.ones_like(y), cfg)[1]
+>>> dq.shape, dv.shape
+(torch.Size([1, 3, 4, 8]), torch.Size([1, 3, 2, 8]))
 """
 
 from __future__ import annotations

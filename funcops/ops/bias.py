@@ -3,6 +3,12 @@
     y = x + b        dx = dy        db = sum over rows of dy
 
 x, y, dy, dx: [*, D]; b: [D]; one float dtype. Kept: nothing. dx is dy itself.
+
+>>> import torch
+>>> from funcops import BiasConfig, BiasParams, bias_bwd, bias_fwd
+>>> y, residuals = bias_fwd(BiasParams(torch.tensor([1.0, 2.0])), torch.zeros(3, 2), BiasConfig(2))
+>>> y[0], bias_bwd(residuals, torch.ones(3, 2), BiasConfig(2))[0].bias
+(tensor([1., 2.]), tensor([3., 3.]))
 """
 
 from __future__ import annotations

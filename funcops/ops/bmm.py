@@ -5,6 +5,16 @@
 
 x is `(a, b)`. a, da: [*, M, K]; b, db: [*, K, N], with `transposed` [*, N, K]; y, dy: [*, M, N]; the same leading sizes, one float
 dtype. Kept: a and b, aliases: no bytes of their own. By torch's library on every device.
+
+>>> import torch
+>>> from funcops import BMMConfig, bmm_bwd, bmm_fwd
+>>> queries, keys = torch.ones(2, 3, 4), torch.ones(2, 5, 4)
+>>> y, residuals = bmm_fwd(None, (queries, keys), BMMConfig(transposed=True))
+>>> y.shape, residuals.b is keys
+(torch.Size([2, 3, 5]), True)
+>>> _, (da, db) = bmm_bwd(residuals, torch.ones(2, 3, 5), BMMConfig(transposed=True))
+>>> da[0, 0], db[0, 0]
+(tensor([5., 5., 5., 5.]), tensor([3., 3., 3., 3.]))
 """
 
 from __future__ import annotations

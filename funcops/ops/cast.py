@@ -3,6 +3,12 @@
     y = x in dtype        dx = dy in the dtype of x
 
 x, dx: [*] of one float dtype; y, dy: [*] of `cfg.dtype`. Kept: nothing. Where the dtype is the same already, y is x itself.
+
+>>> import torch
+>>> from funcops import CastConfig, cast_bwd, cast_fwd
+>>> y, residuals = cast_fwd(None, torch.ones(2), CastConfig(torch.bfloat16))
+>>> y.dtype, cast_bwd(residuals, torch.ones_like(y), CastConfig(torch.bfloat16))[1].dtype
+(torch.bfloat16, torch.float32)
 """
 
 from __future__ import annotations

@@ -9,6 +9,17 @@ With g = dy f'(z):
 x, y, dy, dx: [B, T, C]; w: [C, W] (torch's Conv1d has [C, 1, W]); b: [C]; one float dtype. Kept: x, w and b, aliases: no bytes of
 their own; z is computed again. dgrad leaves dw and db as partial sums. To go on with a sequence, put the W - 1 inputs before it in
 front, and leave their y out.
+
+>>> import torch
+>>> from funcops import CausalConv1dConfig, CausalConv1dParams, causal_conv1d_bwd, causal_conv1d_fwd
+>>> cfg = CausalConv1dConfig(1, width=2, bias=False, silu=False)
+>>> params = CausalConv1dParams(torch.tensor([[1.0, 10.0]]), None)
+>>> y, residuals = causal_conv1d_fwd(params, torch.tensor([[[1.0], [2.0], [3.0]]]), cfg)
+>>> y.flatten()
+tensor([10., 21., 32.])
+>>> dparams, dx = causal_conv1d_bwd(residuals, torch.ones(1, 3, 1), cfg)
+>>> dparams.weight, dx.flatten()
+(tensor([[3., 6.]]), tensor([11., 11., 10.]))
 """
 
 from __future__ import annotations

@@ -4,6 +4,16 @@
 
 x is `(x, key)`. x, y, dy, dx: [*] of one float dtype; key: int64[2], see funcops.random. Kept: the key, an alias; the
 backward draws the same bits again. With p = 0 or train=False, y is x itself; with p = 1, zeros. JMLR 15 (2014) 1929.
+
+>>> import torch
+>>> from funcops import DropoutConfig, dropout_bwd, dropout_fwd, random
+>>> cfg, key = DropoutConfig(0.5), random.key(0)
+>>> y, residuals = dropout_fwd(None, (torch.ones(6), key), cfg)
+>>> y, residuals.key is key
+(tensor([0., 2., 2., 2., 2., 0.]), True)
+>>> dx, of_the_key = dropout_bwd(residuals, torch.ones(6), cfg)[1]
+>>> dx.equal(y), of_the_key
+(True, None)
 """
 
 from __future__ import annotations

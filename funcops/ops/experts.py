@@ -17,6 +17,18 @@ x is `(weights, x, indices)`: weights [*, K], of x's dtype or the wide one (floa
 indices [*, K], int32, of 0 to E: E is a choice that was dropped, which adds nothing and whose weight has the gradient 0.
 up: [E, 2I, H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080;
 TransformerEngine's GroupedMLP.
+
+>>> import torch
+>>> from funcops import ExpertsConfig, experts, random
+>>> cfg = ExpertsConfig(4, 8, 16)
+>>> params, x = experts.init(cfg, key=random.key(0)), torch.ones(3, 8)
+>>> weights, indices = torch.full((3, 2), 0.5), torch.tensor([[0, 1], [0, 1], [2, 1]], dtype=torch.int32)
+>>> y, residuals = experts.fwd(params, (weights, x, indices), cfg)
+>>> residuals.z.shape, residuals.offsets
+(torch.Size([6, 32]), tensor([0, 2, 5, 6, 6], dtype=torch.int32))
+>>> dparams, (dweights, dx, _) = experts.bwd(residuals, torch.ones_like(y), cfg)
+>>> dweights.shape, dparams.up.weight[3].abs().sum()
+(torch.Size([3, 2]), tensor(0.))
 """
 
 from __future__ import annotations

@@ -3,6 +3,12 @@
     y = (x, x)        dx = dy_0 + dy_1
 
 x, dx and both parts of y and dy: [*] of one float dtype. A part of dy may be None, which means zero. Kept: nothing.
+
+>>> import torch
+>>> from funcops import ForkConfig, fork_bwd, fork_fwd
+>>> (a, b), residuals = fork_fwd(None, torch.ones(2), ForkConfig())
+>>> a is b, fork_bwd(residuals, (torch.ones(2), torch.full((2,), 3.0)), ForkConfig())[1]
+(True, tensor([4., 4.]))
 """
 
 from __future__ import annotations

@@ -9,6 +9,16 @@ With g = dy * w:
 x, y, dy, dx: [B, C, *S] of one float dtype; w, b: [C], of x's dtype or float32; m, r: [B, G], float32 (float64 for float64).
 Kept: x and w, both aliases, m and r: 8 bytes a group. dgrad leaves dw and db as partial sums [P, C] each. Where only db is wanted,
 nothing is kept but the shape. arXiv:1803.08494.
+
+>>> import torch
+>>> from funcops import GroupNormConfig, GroupNormParams, group_norm_bwd, group_norm_fwd
+>>> cfg, params = GroupNormConfig(2, 4), GroupNormParams(torch.ones(4), torch.zeros(4))
+>>> y, residuals = group_norm_fwd(params, torch.ones(1, 4, 3, 3), cfg)
+>>> residuals.mean
+tensor([[1., 1.]])
+>>> dparams, dx = group_norm_bwd(residuals, torch.ones_like(y), cfg)
+>>> dparams.bias, dx.shape
+(tensor([9., 9., 9., 9.]), torch.Size([1, 4, 3, 3]))
 """
 
 from __future__ import annotations

@@ -11,6 +11,15 @@ dx = the sum of a token's rows, in the order of its choices: no [N, I] is made o
 or with `stacked=False` a tuple of E tensors each (checkpoints of others), which costs a copy of the weights a call. One float dtype
 (float64, float32, bfloat16, float16). Kept: x, w, offsets, token and place, aliases: no bytes of its own. `into` may be float32
 accumulators for 16-bit gradients. The offsets stay on the device. TransformerEngine's GroupedLinear; arXiv:2211.15841.
+
+>>> import torch
+>>> from funcops import GroupedLinearConfig, GroupedLinearParams, grouped_linear_bwd, grouped_linear_fwd
+>>> cfg = GroupedLinearConfig(2, 1, 1, bias=False)
+>>> params = GroupedLinearParams(torch.tensor([[[10.0]], [[100.0]]]), None)
+>>> rows, offsets = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([0, 1, 3], dtype=torch.int32)
+>>> y, residuals = grouped_linear_fwd(params, (rows, offsets), cfg)
+>>> y.flatten(), grouped_linear_bwd(residuals, torch.ones(3, 1), cfg)[0].weight.flatten()
+(tensor([ 10., 200., 300.]), tensor([1., 5.]))
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
     y = x        dx = dy
 
 x, y, dy, dx: [*], any float dtype. Kept: nothing. y is x itself, dx is dy itself.
+
+>>> import torch
+>>> from funcops import IdentityConfig, identity_bwd, identity_fwd
+>>> x, dy = torch.ones(2), torch.ones(2)
+>>> y, residuals = identity_fwd(None, x, IdentityConfig())
+>>> y is x, identity_bwd(residuals, dy, IdentityConfig())[1] is dy
+(True, True)
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
     r = (sum_j(x_j^2) + eps)^(-1/2)        y = x * r        dx = r * (dy - y * sum_j(dy_j * y_j))
 
 x, y, dy, dx: [*, D] of one float dtype; r: [*, 1], float32 (float64 for float64). Kept: x, an alias, and r: 4 bytes a row.
+
+>>> import torch
+>>> from funcops import L2NormConfig, l2_norm_bwd, l2_norm_fwd
+>>> cfg = L2NormConfig(2, eps=0.0)
+>>> y, residuals = l2_norm_fwd(None, torch.tensor([[0.0, 4.0]]), cfg)
+>>> y, residuals.rstd, l2_norm_bwd(residuals, torch.tensor([[1.0, 1.0]]), cfg)[1]
+(tensor([[0., 1.]]), tensor([[0.2500]]), tensor([[0.2500, 0.0000]]))
 """
 
 from __future__ import annotations

@@ -5,6 +5,18 @@
 
 x is `(q, kv, shared)`. q, dq: [*, T, N, S + O]; kv: [*, T, N, O + V]; shared: [*, T, 1, S], the part that turns; one float dtype.
 y is `(q, k, v)`: q itself, k [*, T, N, S + O], v [*, T, N, V], a view of kv. Kept: nothing. arXiv:2405.04434.
+
+>>> import torch
+>>> from funcops import LatentSplitConfig, latent_split_bwd, latent_split_fwd
+>>> cfg = LatentSplitConfig(2, shared=1, own=3, value=4)
+>>> q, kv, shared = torch.zeros(1, 5, 2, 4), torch.zeros(1, 5, 2, 7), torch.ones(1, 5, 1, 1)
+>>> (q, k, v), residuals = latent_split_fwd(None, (q, kv, shared), cfg)
+>>> k[0, 0], v.shape
+(tensor([[1., 0., 0., 0.],
+        [1., 0., 0., 0.]]), torch.Size([1, 5, 2, 4]))
+>>> _, _, dshared = latent_split_bwd(residuals, (None, torch.ones_like(k), None), cfg)[1]
+>>> dshared.flatten()
+tensor([2., 2., 2., 2., 2.])
 """
 
 from __future__ import annotations

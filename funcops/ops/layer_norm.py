@@ -11,6 +11,16 @@ x, y, dy, dx: [*, *D] of one float dtype; w, b: [*D], of x's dtype or float32; m
 Kept: x and w, both aliases, m and r: 8 bytes a row. dgrad reads dy and x anyway, so it leaves dw and db as partial sums
 [P, D] each. Where only db is wanted, nothing is kept but the shape.
 arXiv:1607.06450.
+
+>>> import torch
+>>> from funcops import LayerNormConfig, LayerNormParams, layer_norm_bwd, layer_norm_fwd
+>>> cfg, params = LayerNormConfig(2, eps=0.0), LayerNormParams(torch.ones(2), torch.zeros(2))
+>>> y, residuals = layer_norm_fwd(params, torch.tensor([[1.0, 3.0]]), cfg)
+>>> y, residuals.mean, residuals.rstd
+(tensor([[-1.,  1.]]), tensor([[2.]]), tensor([[1.]]))
+>>> dparams, dx = layer_norm_bwd(residuals, torch.tensor([[1.0, 0.0]]), cfg)
+>>> dparams.weight, dparams.bias
+(tensor([-1.,  0.]), tensor([1., 0.]))
 """
 
 from __future__ import annotations

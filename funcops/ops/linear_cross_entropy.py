@@ -8,6 +8,16 @@ x is `(x, labels)`. x, dx: [*, I]; labels: [*] int64; w, dw: [V, I]; one float d
 float64), or [*] with reduction "none". The forward goes by chunks of rows. The backward goes by chunks of classes, so that
 every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp: 4 bytes a row;
 each half of the backward, and the whole one once, recomputes the logits of a chunk at a time. arXiv:2411.09009, Liger-Kernel.
+
+>>> import torch
+>>> from funcops import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy_bwd, linear_cross_entropy_fwd
+>>> cfg, params = LinearCrossEntropyConfig(3, 8), LinearCrossEntropyParams(torch.zeros(8, 3))
+>>> loss, residuals = linear_cross_entropy_fwd(params, (torch.ones(2, 3), torch.tensor([0, 5])), cfg)
+>>> loss, residuals.logsumexp
+(tensor(2.0794), tensor([2.0794, 2.0794]))
+>>> dparams, (dx, _) = linear_cross_entropy_bwd(residuals, torch.ones(()), cfg)
+>>> dparams.weight[0], dx.shape
+(tensor([-0.3750, -0.3750, -0.3750]), torch.Size([2, 3]))
 """
 
 from __future__ import annotations

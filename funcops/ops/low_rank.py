@@ -8,6 +8,19 @@ x, dx: [*, I], y, dy: [*, O]; a: [R, I]; b: [O, R]; all of one float dtype. m is
 (`low_rank_dropout`, of x = (x, key)) it is drawn as `dropout` draws it, and drawn again in the backward. Kept: x, a and b, aliases,
 and c (m * x) a^T: [*, R]; not the dropped x. `into` may be float32 accumulators for 16-bit gradients.
 Source: LoRA, arXiv 2106.09685; initialisation and dropout as PEFT has them (peft/tuners/lora/layer.py).
+
+>>> import torch
+>>> from funcops import random
+>>> from funcops.lora import LowRankConfig, low_rank, low_rank_dropout
+>>> cfg = LowRankConfig(8, 4, 2, scale=0.5)
+>>> params = low_rank.init(cfg, key=random.key(0))
+>>> y, residuals = low_rank.fwd(params, torch.ones(3, 8), cfg)
+>>> y.abs().sum(), residuals.u.shape
+(tensor(0.), torch.Size([3, 2]))
+>>> cfg = LowRankConfig(8, 4, 2, dropout=0.1)
+>>> y, residuals = low_rank_dropout.fwd(params, (torch.ones(3, 8), random.key(1)), cfg)
+>>> residuals.key.shape
+torch.Size([2])
 """
 
 from __future__ import annotations

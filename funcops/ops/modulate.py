@@ -4,6 +4,16 @@
 
 x is `(x, scale, shift)`. x, y, dy, dx: [B, *T, D]; scale, shift and their gradients: [B, D]; one float dtype.
 Kept: x and scale, aliases: no bytes of their own. arXiv:2212.09748.
+
+>>> import torch
+>>> from funcops import ModulateConfig, modulate_bwd, modulate_fwd
+>>> x, scale, shift = torch.ones(1, 4, 2), torch.tensor([[1.0, 2.0]]), torch.zeros(1, 2)
+>>> y, residuals = modulate_fwd(None, (x, scale, shift), ModulateConfig())
+>>> y[0, 0]
+tensor([2., 3.])
+>>> dx, dscale, dshift = modulate_bwd(residuals, torch.ones_like(y), ModulateConfig())[1]
+>>> dx[0, 0], dscale
+(tensor([2., 3.]), tensor([[4., 4.]]))
 """
 
 from __future__ import annotations

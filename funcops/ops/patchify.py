@@ -5,6 +5,19 @@
 x, dx: [*, C, *S] with n sizes S; y, dy: [*, N, C p_1 ... p_n], N patches, the last dimension going slowest along S; one float
 dtype. `unpatchify` is the inverse. Kept: nothing. A linear layer after `patchify` is torch's convolution of kernel and stride p, of
 the weight [out, C, *p] as [out, C p_1 ... p_n]: the patch embedding of a ViT, arXiv:2010.11929.
+
+>>> import torch
+>>> from funcops import PatchifyConfig, UnpatchifyConfig, patchify_bwd, patchify_fwd, unpatchify_fwd
+>>> image = torch.arange(8.0).reshape(1, 2, 4)
+>>> y, residuals = patchify_fwd(None, image, PatchifyConfig((2, 2)))
+>>> y
+tensor([[0., 1., 4., 5.],
+        [2., 3., 6., 7.]])
+>>> patchify_bwd(residuals, y, PatchifyConfig((2, 2)))[1].equal(image)
+True
+>>> back, _ = unpatchify_fwd(None, y, UnpatchifyConfig((2, 2), grid=(1, 2)))
+>>> back.equal(image)
+True
 """
 
 from __future__ import annotations

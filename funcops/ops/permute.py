@@ -8,6 +8,15 @@ x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in 
 its row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
+
+>>> import torch
+>>> from funcops import PermuteConfig, permute_bwd, permute_fwd
+>>> cfg, indices = PermuteConfig(2), torch.tensor([[1], [0], [1]], dtype=torch.int32)
+>>> (rows, offsets, place), residuals = permute_fwd(None, (torch.tensor([[10.0], [20.0], [30.0]]), indices), cfg)
+>>> rows.flatten(), offsets, residuals.place is place
+(tensor([20., 10., 30.]), tensor([0, 1, 3], dtype=torch.int32), True)
+>>> permute_bwd(residuals, (torch.tensor([[1.0], [2.0], [3.0]]), None, None), cfg)[1][0].flatten()
+tensor([2., 1., 3.])
 """
 
 from __future__ import annotations

@@ -5,6 +5,13 @@
 x, y, dy, dx: [*, T, D]; w, dw: [P, D], of x's float dtype, `EmbeddingParams`; positions: [T] or [*, T], int64, without a gradient.
 x is `(x, positions)`. Kept: positions, an alias. dx is dy itself. A position outside [0, P) raises `IndexError` on the CPU; on CUDA
 it is a device-side assertion, as in PyTorch.
+
+>>> import torch
+>>> from funcops import EmbeddingParams, PositionEmbeddingConfig, position_embedding_bwd, position_embedding_fwd
+>>> cfg, params = PositionEmbeddingConfig(3, 1), EmbeddingParams(torch.tensor([[0.0], [10.0], [20.0]]))
+>>> y, residuals = position_embedding_fwd(params, (torch.ones(2, 1), torch.tensor([2, 1])), cfg)
+>>> y.flatten(), position_embedding_bwd(residuals, torch.ones(2, 1), cfg)[0].weight.flatten()
+(tensor([21., 11.]), tensor([0., 1., 1.]))
 """
 
 from __future__ import annotations

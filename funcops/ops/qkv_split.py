@@ -4,6 +4,17 @@
 
 x, dx: [*, T, (N + 2M) D]: N heads of q, then M of k, then M of v; q, dq: [*, T, N, D]; k, v, dk, dv: [*, T, M, D]; one float
 dtype. With `rope`, x is `(x, positions)` as in `rope`, or `(x, table)`. Kept: positions or table, an alias; without `rope` nothing.
+
+>>> import torch
+>>> from funcops import QKVSplitConfig, RopeConfig, qkv_split_bwd, qkv_split_fwd
+>>> cfg = QKVSplitConfig(4, 8, kv_heads=2, rope=RopeConfig(8))
+>>> positions = torch.arange(5)
+>>> (q, k, v), residuals = qkv_split_fwd(None, (torch.ones(1, 5, 64), positions), cfg)
+>>> q.shape, k.shape, v.shape, residuals.positions is positions
+(torch.Size([1, 5, 4, 8]), torch.Size([1, 5, 2, 8]), torch.Size([1, 5, 2, 8]), True)
+>>> dx, _ = qkv_split_bwd(residuals, (q, k, v), cfg)[1]
+>>> dx.shape
+torch.Size([1, 5, 64])
 """
 
 from __future__ import annotations

@@ -11,6 +11,20 @@ dx, dy by rows for dx and by columns for dw. Gradients are straight through: tho
 `cfg.recipe` says which formats (`funcops.recipes`). w is a tensor, which is then quantised in every forward and backward, or a
 `QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has amaxes there.
 Kept: x in low precision (`qlinear`), or x itself (`qlinear_of_input`: recipes with keep="input"); w, an alias.
+
+>>> import torch
+>>> from funcops import QLinearConfig, qlinear, random
+>>> from funcops.low_precision import Fp8Block
+>>> cfg = QLinearConfig(128, 128, recipe=Fp8Block(), bias=False)
+>>> params, x = qlinear.init(cfg, key=random.key(0)), torch.ones(4, 128)
+>>> y, residuals = qlinear.fwd(params, x, cfg)
+>>> residuals.x.codes.dtype, residuals.x.codes.shape
+(torch.uint8, torch.Size([4, 128]))
+>>> residuals.weight is params.weight
+True
+>>> dparams, dx = qlinear.bwd(residuals, torch.ones(4, 128), cfg)
+>>> dparams.weight[0, :2]
+tensor([4., 4.])
 """
 
 from __future__ import annotations
@@ -433,5 +447,10 @@ qlinear_of_input_bwd = both_halves(qlinear_of_input, qlinear_of_input_dgrad, qli
 
 
 def op_of(recipe: Recipe) -> Op:
-    """The op that keeps what the recipe says."""
+    """The op that keeps what the recipe says.
+
+    >>> from funcops.low_precision import Fp8Block, op_of
+    >>> op_of(Fp8Block()), op_of(Fp8Block(keep="input"))
+    (qlinear, qlinear_of_input)
+    """
     return qlinear_of_input if recipe.keep == "input" else qlinear

@@ -6,6 +6,18 @@
 x of `quantize` and y of `dequantize`: [*, K] of a float dtype; the other side is a `QTensor` of that shape, which counts as one
 leaf: its gradient is dense, [*, K] in the dtype of x. Gradients are straight through: rounding is taken for the identity, where an
 element saturates too. Kept: nothing.
+
+>>> import torch
+>>> from funcops import QuantizeConfig, dequantize_fwd, quantize_bwd, quantize_fwd
+>>> from funcops.low_precision import Format
+>>> cfg = QuantizeConfig(Format("e4m3"))
+>>> y, residuals = quantize_fwd(None, torch.tensor([[0.0, 1.0, 448.0]]), cfg)
+>>> y.codes.dtype
+torch.uint8
+>>> quantize_bwd(residuals, torch.ones(1, 3), cfg)[1]
+tensor([[1., 1., 1.]])
+>>> dequantize_fwd(None, y, cfg)[0]
+tensor([[  0.,   1., 448.]])
 """
 
 from __future__ import annotations

@@ -3,6 +3,13 @@
     y = x as [*, *out]        dx = dy as [*, *in]
 
 x, dx: [*, *in]; y, dy: [*, *out]; any dtype. Kept: nothing. y is a view of x where its strides allow, as dx is of dy.
+
+>>> import torch
+>>> from funcops import ReshapeConfig, reshape_bwd, reshape_fwd
+>>> cfg = ReshapeConfig((6,), (2, 3))
+>>> y, residuals = reshape_fwd(None, torch.ones(4, 6), cfg)
+>>> y.shape, reshape_bwd(residuals, y, cfg)[1].shape
+(torch.Size([4, 2, 3]), torch.Size([4, 6]))
 """
 
 from __future__ import annotations

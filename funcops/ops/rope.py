@@ -12,6 +12,20 @@ or [*, T, 1, 3R]. A model makes the table once and gives it to every layer. Kept
 
 With `sections` a token has a position on each of A axes (time, height, width), and each pair turns by one of them:
 positions are [A, T] or [A, *, T]. arXiv:2409.12191.
+
+>>> import torch
+>>> from funcops import RopeConfig, rope_bwd, rope_fwd, rope_table
+>>> cfg, positions = RopeConfig(4), torch.arange(3)
+>>> x = torch.ones(1, 3, 2, 4)
+>>> y, residuals = rope_fwd(None, (x, positions), cfg)
+>>> y[0, 0].equal(x[0, 0]), residuals.positions is positions
+(True, True)
+>>> dx, _ = rope_bwd(residuals, y, cfg)[1]
+>>> torch.allclose(dx, x)
+True
+>>> table = rope_table(positions, cfg)
+>>> table.shape, rope_fwd(None, (x, table), cfg)[0].equal(y)
+(torch.Size([3, 1, 12]), True)
 """
 
 from __future__ import annotations

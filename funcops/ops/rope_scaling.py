@@ -41,7 +41,14 @@ def check_positive(where: str, cfg: Any, *names: str) -> None:
 
 @config
 class LinearScaling:
-    """All frequencies over `factor`, as if positions were closer together."""
+    """All frequencies over `factor`, as if positions were closer together.
+
+    >>> import torch
+    >>> from funcops import LinearScaling, RopeConfig, rope_table
+    >>> cfg = RopeConfig(4, scaling=LinearScaling(2.0))
+    >>> rope_table(torch.tensor([4]), cfg).equal(rope_table(torch.tensor([2]), RopeConfig(4)))
+    True
+    """
 
     factor: float = field(kw_only=False)
 
@@ -58,7 +65,14 @@ class LinearScaling:
 @config
 class DynamicScaling:
     """A theta that grows with `length`, the longest sequence there will be, where that is beyond `original_context` (default: it is
-    not, and nothing changes)."""
+    not, and nothing changes).
+
+    >>> import torch
+    >>> from funcops import DynamicScaling
+    >>> scaling = DynamicScaling(2.0, original_context=1024, length=2048)
+    >>> scaling.frequencies(100.0, 4, torch.float32, None) * torch.tensor([1.0, 10.0])
+    tensor([1.0000, 0.3333])
+    """
 
     factor: float = field(kw_only=False)
     original_context: int
@@ -81,7 +95,15 @@ class DynamicScaling:
 class YarnScaling:
     """Slow pairs over `factor`, fast ones as they are. The table's factor is `attention_factor`, by default 1 + 0.1 ln(factor), or
     with both `mscale` and `mscale_all_dim` (DeepSeek) the quotient of 1 + 0.1 m ln(factor) for either. `truncate`: the ramp begins
-    and ends at whole pairs (GPT-OSS: False)."""
+    and ends at whole pairs (GPT-OSS: False).
+
+    >>> import torch
+    >>> from funcops import YarnScaling
+    >>> scaling = YarnScaling(4.0, original_context=64, truncate=False)
+    >>> times_plain = scaling.frequencies(10000.0, 8, torch.float32, None) * torch.tensor([1.0, 10.0, 100.0, 1000.0])
+    >>> times_plain, round(scaling.table_factor(), 4)
+    (tensor([1.0000, 0.2560, 0.2500, 0.2500]), 1.1386)
+    """
 
     factor: float = field(kw_only=False)
     original_context: int
@@ -129,7 +151,14 @@ class YarnScaling:
 class LongRopeScaling:
     """A divisor for each pair: `long_factor` where `length`, the longest sequence there will be, is beyond `original_context`, else
     `short_factor` (default). The table's factor is `attention_factor`, by default sqrt(1 + ln(factor) / ln(original_context)), with
-    `factor` the ratio of the new context to the original one."""
+    `factor` the ratio of the new context to the original one.
+
+    >>> import torch
+    >>> from funcops import LongRopeScaling
+    >>> scaling = LongRopeScaling(short_factor=(1.0, 1.0), long_factor=(2.0, 4.0), original_context=16, factor=4.0, length=64)
+    >>> scaling.frequencies(100.0, 4, torch.float32, None) * torch.tensor([1.0, 10.0]), round(scaling.table_factor(), 4)
+    (tensor([0.5000, 0.2500]), 1.2247)
+    """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
@@ -165,7 +194,14 @@ class LongRopeScaling:
 @config
 class Llama3Scaling:
     """Waves of up to original_context / high_freq_factor positions stay, those beyond original_context / low_freq_factor are
-    stretched by `factor`."""
+    stretched by `factor`.
+
+    >>> import torch
+    >>> from funcops import Llama3Scaling
+    >>> scaling = Llama3Scaling(8.0, original_context=64)
+    >>> scaling.frequencies(10000.0, 4, torch.float32, None) * torch.tensor([1.0, 100.0])
+    tensor([1.0000, 0.1250])
+    """
 
     factor: float = field(kw_only=False)
     original_context: int

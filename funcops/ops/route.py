@@ -31,6 +31,16 @@ paper's alpha. The second is ST-MoE's z loss (arXiv 2202.08906). The loss of no 
 `capacity`: an expert takes ceil(capacity T K / E) choices, the first of them by token. Those beyond are dropped: their index is E,
 their weight and its gradient are 0; w_k is normalised before, and n counts them. Then a tensor of [*, K] is kept for each of
 weights and indices.
+
+>>> import torch
+>>> from funcops import RouteConfig, RouteParams, route_bwd, route_fwd
+>>> cfg = RouteConfig(4, 2)
+>>> logits = torch.tensor([[0.0, 1.0, -1.0, 1.0]])
+>>> (weights, indices, load, loss), residuals = route_fwd(RouteParams(None), logits, cfg)
+>>> weights, indices, load
+(tensor([[0.5000, 0.5000]]), tensor([[1, 3]], dtype=torch.int32), tensor([0, 1, 0, 1], dtype=torch.int32))
+>>> route_bwd(residuals, (torch.tensor([[1.0, 0.0]]), None, None, None), cfg)[1]
+tensor([[ 0.0000,  0.2500,  0.0000, -0.2500]])
 """
 
 from __future__ import annotations

@@ -6,6 +6,17 @@ With `sigmoid` g is sigmoid(gate), and d gate = dg g (1 - g): the gate of a shar
 
 x is `(x, gate)`. x, y, dy, dx: [*, H]; gate, d gate: [*, 1], as a linear layer to one feature gives it; one float dtype.
 Kept: x and gate, aliases: no bytes of their own.
+
+>>> import torch
+>>> from funcops import RowScaleConfig, row_scale_bwd, row_scale_fwd
+>>> y, residuals = row_scale_fwd(None, (torch.ones(2, 3), torch.tensor([[2.0], [5.0]])), RowScaleConfig())
+>>> y
+tensor([[2., 2., 2.],
+        [5., 5., 5.]])
+>>> dx, dgate = row_scale_bwd(residuals, torch.ones(2, 3), RowScaleConfig())[1]
+>>> dx[:, 0], dgate
+(tensor([2., 5.]), tensor([[3.],
+        [3.]]))
 """
 
 from __future__ import annotations

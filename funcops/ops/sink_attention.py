@@ -6,6 +6,17 @@ where logsumexp is that of a row's scores s, as attention has them; L takes its 
 given y and L, gives dq, dk and dv. x, shapes, options and what is kept are attention's; sinks: [H], of x's dtype or float32.
 dgrad reads dy and y anyway, so it leaves dsinks as sums over rows [B, H].
 Kept besides: sinks, an alias: no bytes of its own. arXiv:2309.17453, arXiv:2508.10925.
+
+>>> import torch
+>>> from funcops import SinkAttentionConfig, SinkAttentionParams, sink_attention_bwd, sink_attention_fwd
+>>> cfg, params = SinkAttentionConfig(1), SinkAttentionParams(torch.zeros(1))
+>>> q, k, v = torch.zeros(1, 1, 1, 8), torch.zeros(1, 3, 1, 8), torch.ones(1, 3, 1, 8)
+>>> y, residuals = sink_attention_fwd(params, (q, k, v), cfg)
+>>> y[..., 0]
+tensor([[[0.7500]]])
+>>> dparams, _ = sink_attention_bwd(residuals, torch.ones_like(y), cfg)
+>>> dparams.sinks
+tensor([-1.5000])
 """
 
 from __future__ import annotations

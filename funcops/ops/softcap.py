@@ -4,6 +4,12 @@
 
 x, y, dy, dx: [*] of one float dtype. Kept: x, an alias: no bytes of its own. Of logits and attention scores in Gemma 2,
 arXiv:2408.00118.
+
+>>> import torch
+>>> from funcops import SoftcapConfig, softcap_bwd, softcap_fwd
+>>> y, residuals = softcap_fwd(None, torch.tensor([0.0, 1000.0]), SoftcapConfig(30.0))
+>>> y, softcap_bwd(residuals, torch.ones(2), SoftcapConfig(30.0))[1]
+(tensor([ 0., 30.]), tensor([1., 0.]))
 """
 
 from __future__ import annotations

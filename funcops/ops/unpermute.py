@@ -7,6 +7,13 @@ N = T K rows of T tokens; y, dy: [*, D]. Sums are in float32 (float64 for float6
 are zero as `permute` leaves them, and add nothing. Kept: place, an alias.
 A place outside [0, N) raises `IndexError` on the CPU. Weights are the business of whoever makes the rows: before a product they
 cost no kept rows, here they would.
+
+>>> import torch
+>>> from funcops import UnpermuteConfig, unpermute_bwd, unpermute_fwd
+>>> rows, place = torch.tensor([[1.0], [2.0], [3.0], [4.0]]), torch.tensor([[0, 3], [2, 1]], dtype=torch.int32)
+>>> y, residuals = unpermute_fwd(None, (rows, place), UnpermuteConfig())
+>>> y.flatten(), unpermute_bwd(residuals, torch.tensor([[10.0], [20.0]]), UnpermuteConfig())[1][0].flatten()
+(tensor([5., 5.]), tensor([10., 20., 20., 10.]))
 """
 
 from __future__ import annotations

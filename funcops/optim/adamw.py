@@ -59,7 +59,14 @@ class AdamWState:
 
 def adamw_init(params: Any, cfg: AdamWConfig) -> AdamWState:
     """m = v = 0 in the shape and dtype of each param, t = 0. Raises `TypeError` for a leaf that is neither a float tensor
-    nor None, `ValueError` for a tensor that stands at two paths (it would be updated twice)."""
+    nor None, `ValueError` for a tensor that stands at two paths (it would be updated twice).
+
+    >>> import torch
+    >>> from funcops.optim import AdamWConfig, AdamWState, adamw_init
+    >>> state = adamw_init({"w": torch.ones(2), "frozen": None}, AdamWConfig())
+    >>> isinstance(state, AdamWState), state.step, state.exp_avg
+    (True, tensor([0.]), {'w': tensor([0., 0.]), 'frozen': None})
+    """
     require_type("adamw_init", "cfg", cfg, AdamWConfig)
     given = own_tensors("adamw_init", params)
     step = torch.zeros(len(given), dtype=torch.float32, device=given[0].device if given else "cpu")
@@ -88,6 +95,8 @@ def adamw_update(
     Raises `ValueError` (structure, shape, device) or `TypeError` (not a float tensor, dtype), naming the path, before
     anything changes; `GradModeError` where a pure update would be recorded by autograd.
 
+    >>> import torch
+    >>> from funcops.optim import AdamWConfig, adamw_init, adamw_update
     >>> params, cfg = {"w": torch.ones(2)}, AdamWConfig(lr=0.1, weight_decay=0.0)
     >>> params, state = adamw_update(params, {"w": torch.ones(2)}, adamw_init(params, cfg), cfg)
     >>> params["w"]

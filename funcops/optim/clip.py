@@ -18,6 +18,8 @@ def global_norm(tree: Any) -> Tensor:
     """sqrt(sum of g^2 over all elements of all tensors of a tree): [], float32 (float64 where one of them is float64),
     on the device of the first. No host sync. Raises `TypeError` for a leaf that is neither a float tensor nor None.
 
+    >>> import torch
+    >>> from funcops.optim import global_norm
     >>> global_norm({"a": torch.tensor([3.0]), "b": (None, torch.tensor(4.0))})
     tensor(5.)
     """
@@ -34,6 +36,8 @@ def clip_by_global_norm(
     No host sync. A norm that is not finite spoils every gradient: see `funcops.precision.all_finite` and `select_step`.
     Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a negative max_norm.
 
+    >>> import torch
+    >>> from funcops.optim import clip_by_global_norm
     >>> clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 10.0)
     ({'w': tensor([3., 4.])}, tensor(5.))
     """

@@ -16,7 +16,13 @@ T = TypeVar("T")
 
 def ema_init(params: T, dtype: torch.dtype = torch.float32) -> T:
     """The average of nothing yet: copies of params, in `dtype` or a wider one. bfloat16 would lose updates of 1 - decay =
-    0.001. Raises `TypeError` or `ValueError` for what is no float dtype."""
+    0.001. Raises `TypeError` or `ValueError` for what is no float dtype.
+
+    >>> import torch
+    >>> from funcops.optim import ema_init
+    >>> ema_init({"w": torch.ones(2, dtype=torch.bfloat16)})
+    {'w': tensor([1., 1.])}
+    """
 
     require_dtype("ema_init", dtype)
 
@@ -38,6 +44,8 @@ def ema_update(average: T, params: T, decay: float | Tensor, *, in_place: bool =
     `in_place` the average is written to and returned. Raises `ValueError` for a decay outside of [0, 1], trees of two structures,
     or shapes and devices that differ; `TypeError` for a leaf that is a tensor in one of them alone.
 
+    >>> import torch
+    >>> from funcops.optim import ema_update
     >>> ema_update({"w": torch.zeros(2)}, {"w": torch.ones(2)}, 0.75)
     {'w': tensor([0.2500, 0.2500])}
     """

@@ -19,6 +19,9 @@ def decay_mask(params: T, exclude: Sequence[str] = NO_DECAY) -> T:
     Raises `ValueError` for a glob that matches no path (those of `NO_DECAY` may), `TypeError` for a bare string.
 
     >>> import torch
+    >>> from funcops.optim import NO_DECAY, decay_mask
+    >>> NO_DECAY
+    ('*norm*', '*.bias')
     >>> decay_mask({"norm": torch.ones(2), "up": torch.ones(2, 2)})
     {'norm': False, 'up': True}
     """

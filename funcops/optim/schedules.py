@@ -20,6 +20,7 @@ def warmup_cosine(step: int | Tensor, *, peak: float, warmup: int, total: int, f
     A tensor step (any shape) gives float32 of its shape, without a host sync. Raises `ValueError` unless
     0 <= warmup <= total.
 
+    >>> from funcops.optim import warmup_cosine
     >>> [round(warmup_cosine(s, peak=1.0, warmup=2, total=6), 3) for s in range(7)]
     [0.5, 1.0, 1.0, 0.854, 0.5, 0.146, 0.0]
     """

@@ -48,7 +48,14 @@ class SGDState:
 
 
 def sgd_init(params: Any, cfg: SGDConfig) -> SGDState:
-    """u = 0 in the shape and dtype of each param, or None leaves where cfg.momentum is 0. Raises as `adamw_init`."""
+    """u = 0 in the shape and dtype of each param, or None leaves where cfg.momentum is 0. Raises as `adamw_init`.
+
+    >>> import torch
+    >>> from funcops.optim import SGDConfig, SGDState, sgd_init
+    >>> state = sgd_init({"w": torch.ones(2)}, SGDConfig(momentum=0.9))
+    >>> isinstance(state, SGDState), state.momentum
+    (True, {'w': tensor([0., 0.])})
+    """
     require_type("sgd_init", "cfg", cfg, SGDConfig)
     own_tensors("sgd_init", params)
     return SGDState(zeros_like(params) if cfg.momentum else nothing_like(params))
@@ -73,6 +80,8 @@ def sgd_update(
 
     Raises as `adamw_update` does.
 
+    >>> import torch
+    >>> from funcops.optim import SGDConfig, sgd_init, sgd_update
     >>> params, cfg = {"w": torch.ones(2)}, SGDConfig(lr=0.25)
     >>> sgd_update(params, {"w": torch.ones(2)}, sgd_init(params, cfg), cfg)[0]["w"]
     tensor([0.7500, 0.7500])

@@ -56,7 +56,15 @@ def path_of(call: Call) -> str:
 
 def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Plan:
     """The calls of a combinator, and which run as one: a pure function of its arguments and of the rules that are registered.
-    Raises `TypeError` for a config of another op."""
+    Raises `TypeError` for a config of another op.
+
+    >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, plan
+    >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))
+    >>> [line.rule.name for line in plan(cfg).backward], plan(cfg).backward[0].saves
+    (['bias + activation'], Saving(passes=1, launches=1))
+    >>> [line.rule for line in plan(cfg, device_type="cpu").backward]
+    [None, None]
+    """
     require_type("plan", "needs", needs, Needs)
     require_type("plan", "device_type", device_type, str)
     require_device("plan", device_type)
@@ -108,7 +116,17 @@ class Explained(NamedTuple):
 def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
     """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is
     shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE. Raises `TypeError` for a config that is no
-    combinator's."""
+    combinator's.
+
+    >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
+    >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))
+    >>> print(explain(cfg))
+    (the program)
+      forward   bias: bias
+      forward   act: activation
+      backward  bias + act: bias + activation, saves 1 pass and 1 launch
+      not bias + activation at bias (forward): the activation keeps the sum
+    """
     if not hasattr(cfg, "with_parts"):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     found: dict[str, Plan] = {}

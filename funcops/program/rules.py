@@ -137,7 +137,22 @@ changes: list[Rule] = []  # that were registered or taken out: programs are othe
 
 def register_fusion(rule: Rule) -> Rule:
     """Add a rule to those that plans are made of. Of covers that cost the same the one that joins most calls wins, of equals the
-    latest rule. Raises `TypeError` for anything but a `Rule`, `ValueError` for a name that is taken."""
+    latest rule. Raises `TypeError` for anything but a `Rule`, `ValueError` for a name that is taken.
+
+    >>> from funcops import ChainConfig, Rule, Saving, ScaleConfig, Step, plan, register_fusion, scale
+    >>> def match(window):
+    ...     return 2 if [call.op.name for call in window.calls[:2]] == ["scale", "scale"] else None
+    ...
+    >>> def run(calls, params, main, values):
+    ...     return NotImplemented  # for this x: the calls run one by one
+    ...
+    >>> rule = register_fusion(Rule("two scales", "forward", match, run, Saving(passes=2, launches=1)))
+    >>> cfg = ChainConfig(steps=(Step("a", scale, ScaleConfig(0.25)), Step("b", scale, ScaleConfig(7.0))))
+    >>> [line.rule.name for line in plan(cfg).forward]
+    ['two scales']
+    >>> from funcops.program.rules import unregister_fusion
+    >>> unregister_fusion(rule)
+    """
     require_type("register_fusion", "rule", rule, Rule)
     if any(known.name == rule.name and known.phase == rule.phase for known in _rules):
         fail("register_fusion", "rule", "of a new name", f"{rule.name!r}, which is registered")

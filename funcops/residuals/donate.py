@@ -14,6 +14,16 @@ def donate(kept: Any) -> Any:
 
     Each leaf is dropped as soon as the backward has read it. Any later use of `kept`, or a second use of the cell, raises
     `DonatedError`. None and a cell are returned as they are. Raises `TypeError` for anything else.
+
+    >>> import torch
+    >>> from funcops import SoftcapConfig, donate, softcap
+    >>> y, residuals = softcap.fwd(None, torch.zeros(2), SoftcapConfig(30.0))
+    >>> softcap.bwd(donate(residuals), torch.ones(2), SoftcapConfig(30.0))[1]
+    tensor([1., 1.])
+    >>> softcap.bwd(residuals, torch.ones(2), SoftcapConfig(30.0))
+    Traceback (most recent call last):
+        ...
+    funcops.errors.DonatedError: softcap_bwd: residuals must be unused, got SoftcapResiduals given away with donate()
     """
     if kept is None or type(kept) is Donated:
         return kept

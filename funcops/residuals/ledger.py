@@ -19,6 +19,18 @@ class Ledger:
         ledger.close()                              # raises LedgerError while anything waits
 
     As a context it closes itself, or after an exception forgets what waits. A storage that two trees share counts once.
+
+    >>> import torch
+    >>> from funcops import Ledger, SoftcapConfig, softcap
+    >>> y, residuals = softcap.fwd(None, torch.ones(2), SoftcapConfig(30.0))
+    >>> ledger = Ledger()
+    >>> ledger.keep("microbatch 0", residuals)
+    >>> ledger.take("microbatch 0") is residuals
+    True
+    >>> ledger.take("microbatch 0")
+    Traceback (most recent call last):
+        ...
+    funcops.errors.LedgerError: Ledger: microbatch 0 must be waiting, got one taken already
     """
 
     def __init__(self, *besides: Any) -> None:

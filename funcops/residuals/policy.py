@@ -20,25 +20,70 @@ from funcops.residuals.codec import codec
 
 @dataclasses.dataclass(frozen=True)
 class Save:
-    """Keep the tensor as it is, also where a chain could compute it again."""
+    """Keep the tensor as it is, also where a chain could compute it again.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Policy, RMSNormConfig, Save, Step
+    >>> from funcops import chain, linear, random, report, rms_norm, with_policy
+    >>> cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(64)), Step("up", linear, LinearConfig(64, 64))))
+    >>> params, x = chain.init(cfg, key=random.key(0)), torch.ones(8, 64)
+    >>> for op in (chain, with_policy(chain, Policy({"up.x": Save()}))):
+    ...     print(report(op.fwd(params, x, cfg)[1], params, x).kept_bytes)
+    ...
+    32
+    2080
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Recompute:
     """Compute it again in the backward: for a step, all that it keeps, from its params and x; for the x of a step, from what the
-    step before read."""
+    step before read.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Policy, RMSNormConfig, Recompute, Step
+    >>> from funcops import chain, linear, random, report, rms_norm, with_policy
+    >>> cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(64)), Step("up", linear, LinearConfig(64, 64))))
+    >>> params, x = chain.init(cfg, key=random.key(0)), torch.ones(8, 64)
+    >>> for op in (chain, with_policy(chain, Policy({"norm": Recompute()}))):
+    ...     print(report(op.fwd(params, x, cfg)[1], params, x).kept_bytes)
+    ...
+    32
+    0
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
     """Keep it in the host's memory (pinned), and bring it back before the backward that reads it: on a stream of its own, and for a
-    repeat's layers while the layer after them runs its backward. On the CPU: as `Save`."""
+    repeat's layers while the layer after them runs its backward. On the CPU: as `Save`.
+
+    >>> import torch
+    >>> from funcops import Offload, Policy, SoftcapConfig, softcap, with_policy
+    >>> op = with_policy(softcap, Policy({"x": Offload()}))
+    >>> y, residuals = op.fwd(None, torch.zeros(2), SoftcapConfig(30.0))
+    >>> op.bwd(residuals, torch.ones(2), SoftcapConfig(30.0))[1]
+    tensor([1., 1.])
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Compress:
     """Keep it in fewer bytes: codec "bf16", "fp8" (blocks of 128), "mxfp8" (of 32) or "int8"; `funcops.residuals.codec` states the
-    errors."""
+    errors.
+
+    >>> import torch
+    >>> from funcops import Compress, Policy, SoftcapConfig, report, softcap, with_policy
+    >>> op = with_policy(softcap, Policy({"x": Compress("int8")}))
+    >>> print(report(op.fwd(None, torch.ones(32, 128), SoftcapConfig(30.0))[1]))
+    path  shape      dtype     bytes   share  alias of  needed by
+    x     [32, 128]  int8   4.12 KiB  100.0%            dgrad
+    kept 4.12 KiB in 1 tensors, aliased 0 bytes
+    >>> Compress("fp4")
+    Traceback (most recent call last):
+        ...
+    ValueError: Compress: codec must be one of bf16, fp8, mxfp8, int8, got 'fp4'
+    """
 
     codec: str
 
@@ -48,7 +93,18 @@ class Compress:
 
 @dataclasses.dataclass(frozen=True)
 class Drop:
-    """Do not keep it. A backward that needs it after all raises `ValueError`."""
+    """Do not keep it. A backward that needs it after all raises `ValueError`.
+
+    >>> import torch
+    >>> from funcops import Drop, LinearConfig, Policy, linear, random, with_policy
+    >>> cfg, op = LinearConfig(4, 4), with_policy(linear, Policy({"x": Drop()}))
+    >>> y, residuals = op.fwd(linear.init(cfg, key=random.key(0)), torch.ones(2, 4), cfg)
+    >>> dx, pending = op.dgrad(residuals, torch.ones(2, 4), cfg)
+    >>> op.wgrad(pending, cfg)
+    Traceback (most recent call last):
+        ...
+    ValueError: linear_wgrad: pending.x must be kept, as this half of the backward reads it, got dropped (policy)
+    """
 
 
 Action = Save | Recompute | Offload | Compress | Drop
@@ -60,7 +116,15 @@ class Policy:
     `optional` rules, as those of a preset, yield to `outputs`, and hold where they can.
     `outputs`: which steps' outputs a chain computes again: "cheap" (norms, activations, GLUs), "norms", or "none". `blocks`: what
     is kept of a repeat's body (of the op itself where it has no repeat): "residuals", or its "inputs" alone, or these "offloaded";
-    the rest is computed again."""
+    the rest is computed again.
+
+    >>> from funcops import POLICIES, Compress, Policy, Save
+    >>> policy = Policy({"*.x": Compress("fp8"), "head.x": Save()})
+    >>> policy.action("up.x"), policy.action("head.x"), policy.action("norm.rstd")
+    (Compress(codec='fp8'), Save(), None)
+    >>> sorted(POLICIES)
+    ['compress_fp8', 'compress_int8', 'minimal', 'offload_block_inputs', 'recompute_elementwise', 'recompute_norms', 'save_all']
+    """
 
     rules: Any = ()
     outputs: str = "cheap"

@@ -22,6 +22,16 @@ def stow(kept: T, action: Offload | Compress) -> T:
     What a codec loses is stated in `funcops.residuals.codec`; it leaves a `QTensor` as it is. A tree of any kind: residuals,
     pendings, lists of them. Raises `StaleResidualError` where something in it was written to since the forward, as the copy would
     not show it.
+
+    >>> import torch
+    >>> from funcops import Compress, SoftcapConfig, fetch, report, softcap, stow
+    >>> x = torch.ones(4, 128)
+    >>> y, residuals = softcap.fwd(None, x, SoftcapConfig(30.0))
+    >>> waiting = stow(residuals, Compress("fp8"))
+    >>> report(residuals).kept_bytes, report(waiting).kept_bytes
+    (2048, 516)
+    >>> softcap.bwd(fetch(waiting), torch.ones(4, 128), SoftcapConfig(30.0))[1].shape
+    torch.Size([4, 128])
     """
     require_type("stow", "action", action, Offload, Compress)
     _check_fresh("stow", kept)
@@ -32,7 +42,16 @@ def stow(kept: T, action: Offload | Compress) -> T:
 
 def fetch(stowed: T) -> T:
     """The tree as a backward reads it. What was never stowed is the same object.
-    Raises `StaleResidualError` for what was written to."""
+    Raises `StaleResidualError` for what was written to.
+
+    >>> import torch
+    >>> from funcops import Offload, SoftcapConfig, fetch, softcap, stow
+    >>> y, residuals = softcap.fwd(None, torch.ones(2), SoftcapConfig(30.0))
+    >>> fetch(residuals).x is residuals.x
+    True
+    >>> fetch(stow(residuals, Offload())).x
+    tensor([1., 1.])
+    """
     _check_fresh("fetch", stowed)
     fetched: T = unpack(stowed)
     return fetched

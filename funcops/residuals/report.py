@@ -103,6 +103,17 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
     or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
     tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own. Raises `TypeError` for
     anything but residuals or pending.
+
+    >>> import torch
+    >>> from funcops import RMSNormConfig, report, rms_norm
+    >>> params, x = rms_norm.init(RMSNormConfig(64)), torch.ones(32, 64)
+    >>> y, residuals = rms_norm.fwd(params, x, RMSNormConfig(64))
+    >>> print(report(residuals, params, x))
+    path    shape     dtype        bytes   share  alias of       needed by
+    x       [32, 64]  float32    0 bytes    0.0%  x              dgrad
+    weight  [64]      float32    0 bytes    0.0%  params.weight  dgrad
+    rstd    [32, 1]   float32  128 bytes  100.0%                 dgrad
+    kept 128 bytes in 3 tensors, aliased 8.25 KiB, 4 bytes per token
     """
     if tokens is not None:
         require_count("report", tokens=tokens)
@@ -165,7 +176,17 @@ def _change(nbytes: int) -> str:
 
 def diff(before: Report, after: Report) -> Difference:
     """What changes between two reports: the bytes of each path that both do not count alike. Raises `TypeError` for what is no
-    report."""
+    report.
+
+    >>> import torch
+    >>> from funcops import Compress, Policy, SoftcapConfig, diff, report, softcap, with_policy
+    >>> x, cfg = torch.ones(32, 128), SoftcapConfig(30.0)
+    >>> before = report(softcap.fwd(None, x, cfg)[1])
+    >>> after = report(with_policy(softcap, Policy({"x": Compress("fp8")})).fwd(None, x, cfg)[1])
+    >>> print(diff(before, after))
+    x     16.00 KiB ->     4.03 KiB    -11.97 KiB
+    -11.97 KiB in all
+    """
     for name, one in (("before", before), ("after", after)):
         require_type("diff", name, one, Report)
     sides = [{row.path: row.bytes for row in one.rows} for one in (before, after)]

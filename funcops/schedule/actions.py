@@ -23,7 +23,13 @@ KINDS = ("F", "I", "W", "B")
 
 
 class Action(NamedTuple):
-    """`2F5`: the forward of microbatch 5 on stage 2."""
+    """`2F5`: the forward of microbatch 5 on stage 2.
+
+    >>> from funcops.schedule import Action
+    >>> action = Action.parse("2F5")
+    >>> action.stage, action.kind, action.microbatch, str(action)
+    (2, 'F', 5, '2F5')
+    """
 
     stage: int
     kind: str
@@ -49,6 +55,15 @@ class Schedule:
     `together`: backwards that run side by side with the forward right before them: the two begin when both can.
 
     Raises `ValueError`, which names the rank and the action.
+
+    >>> from funcops.schedule import Schedule
+    >>> mine = Schedule.from_csv("0F0,0F1,0I0,0W0,0B1\\n1F0,1B0,1F1,1B1")
+    >>> mine.stages, mine.microbatches, mine.rank_of
+    (2, 2, {0: 0, 1: 1})
+    >>> Schedule.from_csv("0F0,0B0\\n1B0,1F0")
+    Traceback (most recent call last):
+        ...
+    ValueError: Schedule 'csv': rank 1 must be able to go on at 1B0, got a wait for 1F0 without end
     """
 
     name: str

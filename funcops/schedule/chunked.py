@@ -18,7 +18,12 @@ from funcops.schedule.generators import check_sizes
 def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """1F1B with stages r, r + p, r + 2 p, ... on rank r. With m a multiple of p the idle time is (p - 1)(F + B) a rank, where F and
     B are those of one chunk; rank r keeps up to (v - 1) p + 2 (p - 1 - r) + 1 chunks. arXiv:2104.04473. Raises `ValueError` for
-    fewer than one rank, microbatch or chunk."""
+    fewer than one rank, microbatch or chunk.
+
+    >>> from funcops.schedule import Costs, interleaved_1f1b, one_f_one_b, simulate
+    >>> simulate(interleaved_1f1b(2, 4), Costs(0.5, 0.5, 0.5)).time, simulate(one_f_one_b(2, 4)).time
+    (13.5, 15.0)
+    """
     check_sizes("interleaved_1f1b", ranks, microbatches)
     require(is_count(chunks, 1), "interleaved_1f1b", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
@@ -27,7 +32,13 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Schedule
 
 def interleaved_zb(ranks: int, microbatches: int, chunks: int = 2) -> Schedule:
     """ZB-H1 with several chunks a rank: half of interleaved 1F1B's lead, and weight gradients that wait for r dgrads, so that the
-    ranks' last ones fill what was its end. arXiv:2401.10241. Raises `ValueError` for fewer than one rank, microbatch or chunk."""
+    ranks' last ones fill what was its end. arXiv:2401.10241. Raises `ValueError` for fewer than one rank, microbatch or chunk.
+
+    >>> from funcops.schedule import Costs, interleaved_1f1b, interleaved_zb, simulate
+    >>> half = Costs(0.5, 0.5, 0.5)
+    >>> simulate(interleaved_zb(2, 4), half).bubble < simulate(interleaved_1f1b(2, 4), half).bubble
+    True
+    """
     check_sizes("interleaved_zb", ranks, microbatches)
     require(is_count(chunks, 1), "interleaved_zb", "chunks", "at least 1", repr(chunks))
     whole = -(-microbatches // ranks) * ranks
@@ -105,7 +116,13 @@ class _Rank:
 def zb_v(ranks: int, microbatches: int) -> Schedule:
     """Two stages a rank, placed as a V, so that the first rank has the last stage too and no gradient waits for a way back. With
     equal times of F, I and W no rank waits between its first action and its last; keeps up to 2 p chunks, each half of a stage of
-    1F1B: its memory on every rank. arXiv:2405.15362. Raises `ValueError` for fewer than one rank or microbatch."""
+    1F1B: its memory on every rank. arXiv:2405.15362. Raises `ValueError` for fewer than one rank or microbatch.
+
+    >>> from funcops.schedule import simulate, zb_v
+    >>> schedule = zb_v(2, 4)
+    >>> schedule.rank_of, simulate(schedule).waiting
+    ({0: 0, 3: 0, 1: 1, 2: 1}, (0.0, 0.0))
+    """
     check_sizes("zb_v", ranks, microbatches)
     whole = max(2 * ranks - 1, microbatches)
     return _kept("zb_v", microbatches, [_zb_v(_Rank(r, ranks), r, ranks, whole).actions for r in range(ranks)])
@@ -142,7 +159,13 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V: two stages a rank, forwards of one side together with backwards of the other, so that the
     communication of each may hide behind the other's work. The idle time is (p - 1)(F&B + B - 3 W) a rank, F&B the time of such a
     pair; keeps 2 p + 1 chunks. https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than
-    one rank or microbatch."""
+    one rank or microbatch.
+
+    >>> from funcops.schedule import dualpipe_v
+    >>> schedule = dualpipe_v(2, 4)
+    >>> schedule.rank_of, len(schedule.together)
+    ({0: 0, 3: 0, 1: 1, 2: 1}, 6)
+    """
     check_sizes("dualpipe_v", ranks, microbatches)
     whole = max(2 * ranks, microbatches)
     made = [_dualpipe_v(_Rank(r, ranks), r, ranks, whole) for r in range(ranks)]

@@ -24,7 +24,14 @@ WHEN = ("F", "I", "W", "step")
 class Collective:
     """Communication of a stage on an axis of the mesh. `nbytes`: of the whole tensor, which each rank has or gets a part of;
     `hidden_under`: time of other work that it runs beside, in the unit of the costs; `during`: the forward, dgrad or wgrad of each
-    microbatch, or once a "step", after the stage's last action; `times`: so many of them, each beside work of its own."""
+    microbatch, or once a "step", after the stage's last action; `times`: so many of them, each beside work of its own.
+
+    >>> from funcops.schedule import Collective, Costs, Link, Network, gpipe, simulate
+    >>> network = Network(axes=(Link("tp", 2, bandwidth=10.0),))
+    >>> gather = Collective("all_gather", "tp", nbytes=20.0)
+    >>> simulate(gpipe(1, 1)).time, simulate(gpipe(1, 1), Costs(collectives=(gather,)), network).time
+    (3.0, 4.0)
+    """
 
     kind: str
     axis: str
@@ -47,7 +54,12 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """An axis of a mesh, as communication sees it: its ranks, the latency of a message and the bytes per time of each rank."""
+    """An axis of a mesh, as communication sees it: its ranks, the latency of a message and the bytes per time of each rank.
+
+    >>> from funcops.schedule import Link
+    >>> Link("tp", size=4, latency=0.5, bandwidth=10.0).time("all_gather", 40.0)
+    4.5
+    """
 
     axis: str
     size: int

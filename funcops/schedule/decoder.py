@@ -35,7 +35,13 @@ class Decoder:
     """A model to plan for, and its step: `batch` sequences of `seq` tokens. `kv_heads`: as many as `heads` by default; `gated`: an
     MLP of three matrices, not two; `flash`: attention keeps no scores; without it they are written out, over all pairs, and
     computed again in the backward; `window`: the keys that a query sees at most, by default all before it. `residual_bytes`: what
-    a layer keeps of a token; by default that of a block of funcops in 16 bits."""
+    a layer keeps of a token; by default that of a block of funcops in 16 bits.
+
+    >>> from funcops.schedule import Decoder
+    >>> model = Decoder(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, seq=8192, batch=128)
+    >>> f"{model.params:,}"
+    '8,030,261,248'
+    """
 
     hidden: int
     ffn: int

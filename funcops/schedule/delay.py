@@ -20,6 +20,10 @@ def delay_w(
     by `simulate` is returned.
 
     Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
+
+    >>> from funcops.schedule import delay_w, one_f_one_b, simulate
+    >>> simulate(one_f_one_b(2, 4)).time, simulate(delay_w(one_f_one_b(2, 4), budget_bytes=2)).time
+    (15.0, 13.0)
     """
     require_type("delay_w", "schedule", schedule, Schedule)
     require_number("delay_w", 0, finite=False, budget_bytes=budget_bytes)

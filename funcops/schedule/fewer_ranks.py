@@ -12,7 +12,12 @@ from funcops.schedule.simulate import Costs, Network, simulate
 def fold(schedule: Schedule, ranks: int, costs: Costs | Sequence[Costs] | None = None, network: Network | None = None) -> Schedule:
     """The schedule with the stages of neighbouring ranks on one: of n ranks, those from r n / `ranks` on go to rank r, and do their
     actions in the order of the times at which `simulate` starts them; pairs come apart.
-    Raises `ValueError` where `ranks` does not divide n."""
+    Raises `ValueError` where `ranks` does not divide n.
+
+    >>> from funcops.schedule import fold, gpipe
+    >>> fold(gpipe(4, 2), 2).rank_of
+    {0: 0, 1: 0, 2: 1, 3: 1}
+    """
     require_type("fold", "schedule", schedule, Schedule)
     count = len(schedule.ranks)
     require_count("fold", ranks=ranks)

@@ -13,14 +13,26 @@ def check_sizes(where: str, ranks: int, microbatches: int) -> None:
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
     """All forwards, then all backwards. Bubble (p - 1) / (m + p - 1); keeps m microbatches. arXiv:1811.06965. Raises
-    `ValueError` for fewer than one rank or microbatch."""
+    `ValueError` for fewer than one rank or microbatch.
+
+    >>> from funcops.schedule import gpipe
+    >>> gpipe(2, 2).to_csv().splitlines()
+    ['0F0,0F1,0B0,0B1', '1F0,1F1,1B0,1B1']
+    """
     check_sizes("gpipe", ranks, microbatches)
     return Schedule("gpipe", tuple(tuple(Action(r, k, m) for k in "FB" for m in range(microbatches)) for r in range(ranks)))
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
     """As soon as a rank has p - r microbatches in flight, one backward for each forward. Bubble as GPipe's; rank r keeps
-    min(p - r, m). PipeDream-Flush, arXiv:2006.09503. Raises `ValueError` for fewer than one rank or microbatch."""
+    min(p - r, m). PipeDream-Flush, arXiv:2006.09503. Raises `ValueError` for fewer than one rank or microbatch.
+
+    >>> from funcops.schedule import one_f_one_b, simulate
+    >>> one_f_one_b(2, 3).to_csv().splitlines()
+    ['0F0,0F1,0B0,0F2,0B1,0B2', '1F0,1B0,1F1,1B1,1F2,1B2']
+    >>> simulate(one_f_one_b(2, 3)).peak_bytes
+    (2.0, 1.0)
+    """
     check_sizes("one_f_one_b", ranks, microbatches)
     return Schedule("one_f_one_b", tuple(_one_f_one_b(r, ranks - r, microbatches) for r in range(ranks)))
 
@@ -38,7 +50,12 @@ def _one_f_one_b(stage: int, in_flight: int, microbatches: int) -> tuple[Action,
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B whose weight gradients wait: rank r has as many microbatches in flight as in 1F1B, and puts off the first r weight
     gradients. Every rank keeps at most p. At m >= p the idle time is (p - 1)(F + I - W) a rank, where that is positive.
-    arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch."""
+    arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
+
+    >>> from funcops.schedule import one_f_one_b, simulate, zb_h1
+    >>> simulate(one_f_one_b(2, 4)).idle, simulate(zb_h1(2, 4)).idle
+    ((3.0, 3.0), (1.0, 1.0))
+    """
     check_sizes("zb_h1", ranks, microbatches)
     return Schedule("zb_h1", tuple(_delayed(r, ranks - r, r, microbatches) for r in range(ranks)))
 
@@ -46,7 +63,12 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
     """No bubble but the optimiser's: rank r has 2 (p - r) - 1 microbatches in flight. Keeps up to 2 p - 1. At m >= 2 p - 1 the idle
     time is (p - 1)(F + I - 2 W) a rank, where that is positive. arXiv:2401.10241. Raises `ValueError` for fewer than one rank
-    or microbatch."""
+    or microbatch.
+
+    >>> from funcops.schedule import simulate, zb_h1, zb_h2
+    >>> simulate(zb_h1(2, 4)).peak_bytes, simulate(zb_h2(2, 4)).peak_bytes
+    ((2.0, 2.0), (3.0, 3.0))
+    """
     check_sizes("zb_h2", ranks, microbatches)
     return Schedule("zb_h2", tuple(_delayed(r, 2 * (ranks - r) - 1, 2 * r, microbatches) for r in range(ranks)))
 

@@ -15,7 +15,15 @@ TILE = (256, 128)  # of cuBLAS's fastest kernels, in NVIDIA's guide to the perfo
 class GPU:
     """A kind of GPU and of the machine around it, in seconds and bytes. `flops`: a second, of dense 16-bit products; `efficiency`:
     the part of them that a product reaches whose tiles fill every wave of the `sms`, fitted; `attention`: the part of that which
-    fused attention reaches; `memory_bandwidth`: of its own memory; `near_`: within a node, else the network's, for each GPU."""
+    fused attention reaches; `memory_bandwidth`: of its own memory; `near_`: within a node, else the network's, for each GPU.
+
+    >>> import dataclasses
+    >>> from funcops.schedule import GPU, GPUS
+    >>> sorted(GPUS), isinstance(GPUS["H100"], GPU)
+    (['A100', 'H100'], True)
+    >>> dataclasses.replace(GPUS["H100"], bandwidth=20e9).bandwidth
+    20000000000.0
+    """
 
     name: str
     flops: float

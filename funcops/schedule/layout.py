@@ -24,7 +24,13 @@ class Layout:
     """How a step is spread: data, tensor (with sequence parallelism), pipeline and context parallel sizes; `chunks`: stages of each
     pipeline rank; `microbatch`: sequences of one; `zero`: what replicas share out, 1 the optimiser's state, 2 gradients too, 3
     params too; `recompute`: "none", "mlp" (its first product) or "block", all but a block's input. dp is outermost, then pp, cp,
-    tp."""
+    tp.
+
+    >>> from funcops.schedule import Layout
+    >>> layout = Layout(dp=4, tp=8, pp=2, chunks=3)
+    >>> layout.gpus, layout.replicas, layout.stages
+    (64, 4, 6)
+    """
 
     dp: int = 1
     tp: int = 1

@@ -25,7 +25,16 @@ from funcops.trees import nbytes, tensors, tree_map_tensors
 def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:
     """The costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (one run before them is not
     counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`. Raises
-    `ValueError` or `TypeError` for what is no op of that config, fewer than one repeat, and an x without values."""
+    `ValueError` or `TypeError` for what is no op of that config, fewer than one repeat, and an x without values.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, linear, random
+    >>> from funcops.schedule import measure
+    >>> cfg = LinearConfig(64, 64, bias=False)
+    >>> costs = measure(linear, linear.init(cfg, key=random.key(0)), torch.ones(8, 64), cfg, repeats=1)
+    >>> costs.residual_bytes, costs.output_bytes
+    (2048, 2048)
+    """
     check_body("measure", op, cfg)
     require_count("measure", repeats=repeats)
     check_needs("measure", needs, params, x)
@@ -58,7 +67,16 @@ def measure_stages(
     params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
 ) -> tuple[Costs, ...]:
     """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`. Raises
-    `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are no stages."""
+    `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are no stages.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.schedule import measure_stages, one_f_one_b, simulate
+    >>> cfg = ChainConfig(steps=(Step("bottom", linear, LinearConfig(8, 8)), Step("top", linear, LinearConfig(8, 8))))
+    >>> costs = measure_stages(chain.init(cfg, key=random.key(0)), torch.ones(4, 8), cfg, repeats=1)
+    >>> [cost.output_bytes for cost in costs], simulate(one_f_one_b(2, 4), costs).peak_bytes
+    ([128, 128], (256.0, 128.0))
+    """
     check_body("measure_stages", chain, cfg)
     check_staged("measure_stages", cfg, len(cfg.steps))
     check_names("measure_stages", "params", params, cfg)

@@ -97,6 +97,12 @@ def plan_parallel(
 
         print(plan := plan_parallel(Decoder(4096, 14336, 32, 32, 128256, 8192, 256, kv_heads=8), 64, 70 * 2**30))
         plan.draw("best.svg")
+
+    >>> from funcops.schedule import Decoder, plan_parallel
+    >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
+    >>> plan = plan_parallel(model, gpus=2, memory=70 * 2**30, fixed={"pp": 1, "cp": 1})
+    >>> plan.best.layout.gpus, plan.best.peak_bytes < 70 * 2**30
+    (2, True)
     """
     where = "plan_parallel"
     require_type(where, "model", model, Decoder)

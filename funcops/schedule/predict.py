@@ -98,6 +98,12 @@ def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicte
     chunks. Raises `ValueError` for a layout that does not divide the model.
 
         print(predict(Decoder(8192, 28672, 80, 64, 128256, 8192, 512, kv_heads=8), Layout(dp=8, tp=8, pp=4)))
+
+    >>> from funcops.schedule import Decoder, Layout, predict
+    >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
+    >>> one, two = predict(model, Layout()), predict(model, Layout(dp=2))
+    >>> one.time > two.time > one.time / 2, one.layout
+    (True, Layout(dp=1, tp=1, pp=1, cp=1, chunks=1, microbatch=1, zero=0, recompute='none'))
     """
     require_type("predict", "model", model, Decoder)
     require_type("predict", "layout", layout, Layout)

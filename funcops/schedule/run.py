@@ -65,6 +65,17 @@ def run(
 
     Raises `ValueError` or `TypeError` for a chain that does not fit, before anything runs; `LedgerError` where something was used
     twice or never.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, ScaleConfig, Step, chain, scale
+    >>> from funcops.schedule import one_f_one_b, run
+    >>> cfg = ChainConfig(steps=(Step("bottom", scale, ScaleConfig(2.0)), Step("top", scale, ScaleConfig(3.0))))
+    >>> xs = [torch.ones(1), torch.full((1,), 10.0)]
+    >>> ran = run(one_f_one_b(2, 2), chain.init(cfg), xs, cfg, dys=[torch.ones(1), torch.ones(1)])
+    >>> ran.ys, ran.dxs
+    ([tensor([6.]), tensor([60.])], [tensor([6.]), tensor([6.])])
+    >>> [str(event.action) for event in ran.events]
+    ['0F0', '0F1', '1F0', '1B0', '1F1', '1B1', '0B0', '0B1']
     """
     require_type("run", "schedule", schedule, Schedule)
     check_staged("run", cfg, schedule.stages)

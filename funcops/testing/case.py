@@ -19,7 +19,14 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Draw:
-    """Makes seeded tensors in one dtype."""
+    """Makes seeded tensors in one dtype.
+
+    >>> import torch
+    >>> from funcops.testing import Draw
+    >>> draw = Draw(torch.float64, 0)
+    >>> draw.randn(2, 3).dtype, draw.integers(0, 10, 4).shape
+    (torch.float64, torch.Size([4]))
+    """
 
     def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
         require_dtype("Draw", dtype)
@@ -43,7 +50,16 @@ class Draw:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """`x(draw)` makes x; `reference(params, x, cfg)` is plain differentiable PyTorch for y; `params(draw)` makes params, by
-    default `op.init` with every leaf drawn anew."""
+    default `op.init` with every leaf drawn anew.
+
+    >>> import torch
+    >>> from funcops import ScaleConfig, scale
+    >>> from funcops.testing import Case
+    >>> case = Case(op=scale, cfg=ScaleConfig(2.0), x=lambda draw: draw.randn(3), reference=lambda params, x, cfg: 2.0 * x)
+    >>> params, x = case.make(torch.float64)
+    >>> case.reference(params, x, case.cfg).equal(case.op.fwd(params, x, case.cfg)[0])
+    True
+    """
 
     op: Op
     cfg: Any
@@ -90,7 +106,18 @@ class Case:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Error:
-    """A bad call, and a fragment of the message it must give."""
+    """A bad call, and a fragment of the message it must give.
+
+    >>> from funcops import ScaleConfig, scale
+    >>> from funcops.testing import Error
+    >>> bad = Error(call=lambda: scale.fwd(None, [1.0], ScaleConfig(2.0)), match="x must be", error=TypeError)
+    >>> try:
+    ...     bad.call()
+    ... except bad.error as error:
+    ...     bad.match in str(error)
+    ...
+    True
+    """
 
     call: Callable[[], Any]
     match: str

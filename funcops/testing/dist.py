@@ -115,7 +115,16 @@ def check_dist(
     dparams within `tolerance` of their largest value; `bwd` = `dgrad` then `wgrad`, donated, into accumulators, under needs, and of
     `twin`, bit for bit; on each rank within `tolerance` of `near`; what must be the same on all ranks is, in bits; x, y and params
     kept as the very same objects, in 1/n of their bytes where all are shared out; nothing left in flight. Raises `AssertionError`
-    with the case and the number of ranks."""
+    with the case and the number of ranks.
+
+    >>> from funcops import dist
+    >>> from funcops.testing import DistCase, Placed, check_dist
+    >>> case = DistCase(
+    ...     cfg=dist.GatherConfig, x=lambda draw: draw.randn(8, 3), reference=lambda params, x, n: 1.0 * x,
+    ...     placed_x=Placed("shard"), placed_y=Placed("replicate"),
+    ... )
+    >>> check_dist(dist.gather, case, sizes=(2,))
+    """
     require_type("check_dist", "op", op, Op)
     given = [cases] if isinstance(cases, DistCase) else cases
     right = isinstance(given, (list, tuple)) and all(isinstance(case, DistCase) for case in given)

@@ -262,6 +262,19 @@ def check_op(
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
     free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves
     whose gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
+
+    >>> from funcops import ScaleConfig, scale
+    >>> from funcops.testing import LAWS, check_op
+    >>> list(LAWS)[:5]
+    ['split', 'pure', 'mirror', 'frugal', 'right']
+    >>> laws, x = ("split", "mirror", "right"), lambda draw: draw.randn(3)
+    >>> check_op(scale, cfg=ScaleConfig(2.0), x=x, reference=lambda params, x, cfg: 2.0 * x, laws=laws)
+    >>> try:
+    ...     check_op(scale, cfg=ScaleConfig(2.0), x=x, reference=lambda params, x, cfg: 3.0 * x, laws=laws)
+    ... except AssertionError as error:
+    ...     print(str(error).partition(";")[0])
+    ...
+    law 'right', torch.float64: y of scale-ScaleConfig(factor=2.0) differs
     """
 
     def maker(value: Any) -> Any:

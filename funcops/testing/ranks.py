@@ -173,7 +173,12 @@ _VALUES: dict[str, Callable[[list[_Given], Axis], Tensor]] = {
 def run_ranks(sizes: Mapping[str, int], fn: Callable[[Mesh], T]) -> list[T]:
     """`fn(mesh)` on every rank of a mesh of these sizes, each a thread: what the ranks return, in their order.
 
-    Raises what a rank raises, with a note that names the rank; the others end."""
+    Raises what a rank raises, with a note that names the rank; the others end.
+
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"dp": 2, "tp": 2}, lambda mesh: (mesh.rank, mesh["dp"].rank, mesh["tp"].rank))
+    [(0, 0, 0), (1, 0, 1), (2, 1, 0), (3, 1, 1)]
+    """
     require_callable("run_ranks", fn=fn)
     first = Mesh.abstract(sizes, 0)
     meshes = [first, *[Mesh.abstract(sizes, rank) for rank in range(1, first.size)]]

@@ -51,7 +51,12 @@ def assert_close(
     bits: int | None = None,
 ) -> None:
     """Compare two trees leaf by leaf and report every leaf that differs: path, largest error, where, bound. Raises
-    `AssertionError` that lists them; `TypeError` or `ValueError` for wrong options."""
+    `AssertionError` that lists them; `TypeError` or `ValueError` for wrong options.
+
+    >>> import torch
+    >>> from funcops.testing import assert_close
+    >>> assert_close({"w": torch.ones(2)}, {"w": torch.ones(2) + 1e-7}, dtype=torch.float32)
+    """
     require_dtype("assert_close", dtype)
     require_count("assert_close", length=length)
     if bits is not None:

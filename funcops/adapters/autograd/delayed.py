@@ -185,6 +185,18 @@ def delayed_wgrad() -> WgradStore:
     left with work, or blocks are nested; where the model runs under DistributedDataParallel without `no_sync()`; and where the ops
     are compiled by torch.compile, whose weight gradients cannot wait. Gradients of one process belong to one store at a time,
     whatever thread runs them.
+
+    >>> import torch
+    >>> from funcops import delayed_wgrad, nn
+    >>> layer = nn.Linear(2, 1)
+    >>> with delayed_wgrad() as store:
+    ...     layer(torch.ones(1, 2)).sum().backward()
+    ...
+    >>> layer.weight.grad is None, len(store)
+    (True, 1)
+    >>> store.run()
+    >>> layer.weight.grad
+    tensor([[1., 1.]])
     """
     return WgradStore()
 

@@ -226,6 +226,14 @@ def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
     params and x are trees of tensors as the op takes them. Gradients flow to the leaves that require them. A graph may be kept and
     run backward again, but not differentiated twice: that raises `RuntimeError`. So does a call under `torch.autocast` (an op's
     dtype is that of its inputs, and nothing is cast in silence) or inside a `torch.func` transform.
+
+    >>> import torch
+    >>> from funcops import ScaleConfig, differentiable, scale
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> y = differentiable(scale)(None, x, ScaleConfig(3.0))
+    >>> y.sum().backward()
+    >>> x.grad
+    tensor([3., 3.])
     """
     require_type("differentiable", "op", op, Op)
     return functools.partial(run, op)

@@ -76,6 +76,13 @@ def op_from_torch(
 
         softplus = op_from_torch(lambda params, x, cfg: torch.nn.functional.softplus(x), name="softplus")
         y, residuals = softplus.fwd(None, x, TorchConfig())
+
+    >>> import torch
+    >>> from funcops import TorchConfig, op_from_torch
+    >>> squared = op_from_torch(lambda params, x, cfg: x * x, name="squared")
+    >>> y, residuals = squared.fwd(None, torch.tensor([3.0]), TorchConfig())
+    >>> y, squared.bwd(residuals, torch.ones(1), TorchConfig())[1]
+    (tensor([9.]), tensor([6.]))
     """
     require_callable("op_from_torch", fn=fn)
     if name is not None:

@@ -39,6 +39,15 @@ class GraphCache:
     and `cut_rows` do so for a leading dimension. All graphs share one memory pool: `warm` captures the largest first, so that the
     others fit into its memory. At most `capacity` are held, the least recently used is thrown away. Other arguments are
     `graphed`'s.
+
+    >>> import torch
+    >>> from funcops.graphs import GraphCache, cut_rows, pad_rows
+    >>> cache = GraphCache(
+    ...     lambda x: 2 * x, sizes=(4, 8), size_of=len, pad=lambda trees, size: (pad_rows(trees[0], size),), cut=cut_rows
+    ... )
+    >>> cache.warm(torch.ones(1))
+    >>> cache(torch.ones(3)), cache.report().hits
+    (tensor([2., 2., 2.]), 1)
     """
 
     def __init__(
@@ -116,7 +125,15 @@ class GraphCache:
 
 def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
     """Every tensor [n, ...] with n at most `size`, filled up to [size, ...] with `value`. Raises `ValueError` for a tensor of
-    more rows, or of none, `TypeError` for a value that is no number."""
+    more rows, or of none, `TypeError` for a value that is no number.
+
+    >>> import torch
+    >>> from funcops.graphs import pad_rows
+    >>> pad_rows({"x": torch.ones(2, 2)}, 3)
+    {'x': tensor([[1., 1.],
+            [1., 1.],
+            [0., 0.]])}
+    """
 
     require_count("pad_rows", 0, size=size)
     require_type("pad_rows", "value", value, float, int, bool)
@@ -129,6 +146,12 @@ def pad_rows(tree: Any, size: int, value: float = 0) -> Any:
 
 
 def cut_rows(tree: Any, size: int) -> Any:
-    """The first `size` rows of every tensor [n, ...]. Raises `ValueError` for a negative size."""
+    """The first `size` rows of every tensor [n, ...]. Raises `ValueError` for a negative size.
+
+    >>> import torch
+    >>> from funcops.graphs import cut_rows
+    >>> cut_rows({"x": torch.arange(4.0)}, 3)
+    {'x': tensor([0., 1., 2.])}
+    """
     require_count("cut_rows", 0, size=size)
     return tree_map_tensors(lambda t: t[:size], tree)

@@ -211,6 +211,14 @@ def make_graphed_callables(
     Raises `ValueError` for modules with hooks or with buffers that require grad, under autocast with its cache, and for unused
     inputs unless they are allowed; `CaptureError` for what a graph cannot hold; later `BorrowedError` where a graph that was
     captured earlier into `pool` may have written over what a forward or backward kept.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> from funcops.graphs import make_graphed_callables
+    >>> layer = make_graphed_callables(nn.Linear(2, 1), (torch.ones(4, 2),))
+    >>> layer(torch.ones(4, 2)).sum().backward()
+    >>> layer.weight.grad
+    tensor([[4., 4.]])
     """
     where = "make_graphed_callables"
     require(outputs in ("clone", "borrow"), where, "outputs", "'clone' or 'borrow'", repr(outputs))

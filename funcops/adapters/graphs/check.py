@@ -168,6 +168,16 @@ def check_capturable(fn: Callable[..., Any], *trees: Any) -> list[Fault]:
     tensors that come from the host, draws from a generator, tensors that outlive the call without being returned, and values that
     are baked in: Python numbers and caches that another run would find changed. Inputs are copied, so nothing of the caller's is
     written to. Raises `TypeError` where `fn` is no function.
+
+    >>> import torch
+    >>> from funcops.graphs import check_capturable
+    >>> check_capturable(lambda x: 2 * x, torch.ones(2))
+    []
+    >>> def clipped(x):
+    ...     return x / x.norm() if x.norm() > 1 else x
+    ...
+    >>> [fault.kind for fault in check_capturable(clipped, torch.ones(4))]
+    ['host sync']
     """
     require_callable("check_capturable", fn=fn)
     faults: list[Fault] = []

@@ -123,6 +123,18 @@ def graphed(
     write over what the other lent: with `debug` any use after that raises, too.
 
     Raises `CaptureError` for what a graph cannot hold, with the line where that is known (`check_capturable` says more).
+
+    >>> import torch
+    >>> from funcops.graphs import Graphed, Report, graphed
+    >>> double = graphed(lambda x: 2 * x, torch.ones(2))
+    >>> double(torch.tensor([1.0, 5.0])), isinstance(double, Graphed)
+    (tensor([ 2., 10.]), True)
+    >>> isinstance(double.report(), Report), double.report().input_bytes
+    (True, 8)
+    >>> double(torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    ValueError: graphed: input 0 must be float32[2], got float32[3]
     """
     require_callable("graphed", fn=fn)
     require_count("graphed", slots=slots)

@@ -223,6 +223,16 @@ def graphed_op(
     Raises `CaptureError`; later `GraphOrderError` for a wrong order, `StaleResidualError` where params were written to between a
     forward and its backward, `BorrowedError` where a buffer in flight was, or may have been: a graph captured earlier into `pool`
     was replayed meanwhile.
+
+    >>> import torch
+    >>> from funcops import ScaleConfig, scale
+    >>> from funcops.graphs import GraphedOp, InFlight, graphed_op
+    >>> graph = graphed_op(scale, ScaleConfig(3.0), None, torch.ones(2), slots=2)
+    >>> y, first = graph.fwd(None, torch.ones(2))
+    >>> y, isinstance(graph, GraphedOp), isinstance(first, InFlight)
+    (tensor([3., 3.]), True, True)
+    >>> graph.bwd(first, torch.ones(2))
+    (None, tensor([3., 3.]))
     """
     check_body("graphed_op", op, cfg)
     require_count("graphed_op", slots=slots)

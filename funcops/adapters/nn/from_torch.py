@@ -56,6 +56,13 @@ def from_torch(
     Raises `TypeError` for a model that is no module and for what is no pattern or recipe, `ValueError` for a pattern that finds no
     module, an unknown policy, one whose rules match nothing, one for a model without an MLP that is known, a recipe with state, and
     one for a model without a linear layer. The model is then as it was, as after any other exception.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Conv1d(1, 1, 1))
+    >>> said = nn.from_torch(model)
+    >>> isinstance(model[0], nn.Linear), type(model[1]).__name__
+    (True, 'Conv1d')
     """
     require_type("from_torch", "model", model, nn.Module)
     if policy is not None:
@@ -232,6 +239,14 @@ def to_torch(model: nn.Module) -> Replaced:
     stays one. So does one whose class was changed again since (parametrized, sharded): it is left, with the reason.
 
     Raises `TypeError` for a model that is no module.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8))
+    >>> said = nn.from_torch(model)
+    >>> said = nn.to_torch(model)
+    >>> type(model[0]) is torch.nn.Linear
+    True
     """
     require_type("to_torch", "model", model, nn.Module)
     done = Replaced([], [], [])

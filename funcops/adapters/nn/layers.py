@@ -28,7 +28,15 @@ from funcops.recipes import Recipe
 
 class Linear(OpModule, nn.Linear):
     """`torch.nn.Linear` by `funcops.linear`; with a `recipe` of `funcops.low_precision` (one without state) by `qlinear`: the
-    parameters stay in high precision, and are quantised in every call, or once a step by `quantize_weights`."""
+    parameters stay in high precision, and are quantised in every call, or once a step by `quantize_weights`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> layer = nn.Linear(3, 2)
+    >>> layer(torch.ones(4, 3)).sum().backward()
+    >>> layer.bias.grad, isinstance(layer, torch.nn.Linear)
+    (tensor([4., 4.]), True)
+    """
 
     op: Any = linear
     params_class, fields, values = LinearParams, ("weight", "bias"), ("in_features", "out_features", "recipe")
@@ -45,7 +53,13 @@ class Linear(OpModule, nn.Linear):
 
 
 class Embedding(OpModule, nn.Embedding):
-    """`torch.nn.Embedding` by `funcops.embedding`, without max_norm, scale_grad_by_freq and sparse."""
+    """`torch.nn.Embedding` by `funcops.embedding`, without max_norm, scale_grad_by_freq and sparse.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.Embedding(10, 4)(torch.tensor([[1, 2]])).shape
+    torch.Size([1, 2, 4])
+    """
 
     op, params_class, fields = embedding, EmbeddingParams, ("weight",)
     values = ("num_embeddings", "embedding_dim", "padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
@@ -66,7 +80,13 @@ def ids(t: Any) -> Any:
 
 
 class LayerNorm(OpModule, nn.LayerNorm):
-    """`torch.nn.LayerNorm` by `funcops.layer_norm`, with its weight."""
+    """`torch.nn.LayerNorm` by `funcops.layer_norm`, with its weight.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.LayerNorm(2, eps=0.0)(torch.tensor([[1.0, 3.0]])).detach()
+    tensor([[-1.,  1.]])
+    """
 
     op, params_class, fields, values = layer_norm, LayerNormParams, ("weight", "bias"), ("normalized_shape", "eps")
     autocast = "aten::layer_norm"
@@ -77,7 +97,13 @@ class LayerNorm(OpModule, nn.LayerNorm):
 
 
 class RMSNorm(OpModule, nn.RMSNorm):
-    """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype."""
+    """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.RMSNorm(2, eps=0.0)(torch.tensor([[0.0, 4.0]])).detach()
+    tensor([[0.0000, 1.4142]])
+    """
 
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
     autocast, pairs = "aten::rms_norm", DTYPES
@@ -93,7 +119,14 @@ def _affine(name: str, module: Any) -> None:
 
 
 class Dropout(OpModule, nn.Dropout):
-    """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` decides."""
+    """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` decides.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> layer = nn.Dropout(0.5)
+    >>> sorted(set(layer(torch.ones(64)).tolist())), set(layer.eval()(torch.ones(64)).tolist())
+    ([0.0, 2.0], {1.0})
+    """
 
     op, values = dropout, ("p", "training", "inplace")
 
@@ -127,7 +160,13 @@ class _Activation(OpModule):
 
 
 class GELU(_Activation, nn.GELU):
-    """`torch.nn.GELU` by `funcops.activation`."""
+    """`torch.nn.GELU` by `funcops.activation`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.GELU()(torch.tensor([0.0, 100.0]))
+    tensor([  0., 100.])
+    """
 
     values = ("approximate",)
 
@@ -136,31 +175,61 @@ class GELU(_Activation, nn.GELU):
 
 
 class ReLU(_Activation, nn.ReLU):
-    """`torch.nn.ReLU` by `funcops.activation`."""
+    """`torch.nn.ReLU` by `funcops.activation`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.ReLU()(torch.tensor([-1.0, 2.0]))
+    tensor([0., 2.])
+    """
 
     kind, values = "relu", ("inplace",)
 
 
 class SiLU(_Activation, nn.SiLU):
-    """`torch.nn.SiLU` by `funcops.activation`."""
+    """`torch.nn.SiLU` by `funcops.activation`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.SiLU()(torch.tensor([0.0, 100.0]))
+    tensor([  0., 100.])
+    """
 
     kind, values = "silu", ("inplace",)
 
 
 class Sigmoid(_Activation, nn.Sigmoid):
-    """`torch.nn.Sigmoid` by `funcops.activation`."""
+    """`torch.nn.Sigmoid` by `funcops.activation`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.Sigmoid()(torch.tensor([-200.0, 0.0]))
+    tensor([0.0000, 0.5000])
+    """
 
     kind = "sigmoid"
 
 
 class Tanh(_Activation, nn.Tanh):
-    """`torch.nn.Tanh` by `funcops.activation`."""
+    """`torch.nn.Tanh` by `funcops.activation`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.Tanh()(torch.tensor([0.0, 100.0]))
+    tensor([0., 1.])
+    """
 
     kind = "tanh"
 
 
 class GLU(OpModule, nn.GLU):
-    """`torch.nn.GLU` over the last dimension by `funcops.glu`; `kind` and `gate` choose another of its gates."""
+    """`torch.nn.GLU` over the last dimension by `funcops.glu`; `kind` and `gate` choose another of its gates.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.GLU()(torch.tensor([3.0, 0.0])), nn.GLU(kind="reglu", gate="first")(torch.tensor([3.0, 5.0]))
+    (tensor([1.5000]), tensor([15.]))
+    """
 
     op, values = glu, ("kind", "gate", "dim")
 
@@ -186,7 +255,13 @@ class GLU(OpModule, nn.GLU):
 
 
 class SwiGLU(GLU):
-    """`silu(first half) * second half`, as most models of that kind have it."""
+    """`silu(first half) * second half`, as most models of that kind have it.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.SwiGLU()(torch.tensor([100.0, 5.0]))
+    tensor([500.])
+    """
 
     def __init__(self, *, gate: str = "first") -> None:
         super().__init__(kind="swiglu", gate=gate)

@@ -18,7 +18,13 @@ from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCro
 
 class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or
-    [N, V, *] as in torch. Targets that are probabilities are left to torch. The loss of 16-bit logits is float32."""
+    [N, V, *] as in torch. Targets that are probabilities are left to torch. The loss of 16-bit logits is float32.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.CrossEntropyLoss()(torch.zeros(2, 4), torch.tensor([0, 3]))
+    tensor(1.3863)
+    """
 
     op, values = cross_entropy, ("label_smoothing", "ignore_index", "reduction")
 
@@ -37,6 +43,12 @@ class LinearCrossEntropyLoss(OpModule):
     """A projection and the cross entropy of its logits, which never exist as a whole: `funcops.linear_cross_entropy`.
 
     `weight`: [num_classes, in_features], initialised as that of `torch.nn.Linear`; give another module's to share it.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> loss = nn.LinearCrossEntropyLoss(8, 100)
+    >>> loss.weight.shape, loss(torch.zeros(4, 8), torch.tensor([0, 1, 2, 3])).detach()
+    (torch.Size([100, 8]), tensor(4.6052))
     """
 
     op, params_class, fields = linear_cross_entropy, LinearCrossEntropyParams, ("weight",)

@@ -56,6 +56,12 @@ class OpModule(Prepared):
     the config is made of; `fields`: the parameters, in the order of `params_class`; `autocast`: which of autocast's lists it is on.
 
     x of a dtype that is not in `dtypes`, or not beside the first parameter's in `pairs`, is left to torch.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> layer = nn.Linear(3, 2)
+    >>> isinstance(layer, nn.OpModule), layer.op, layer.cfg.in_features
+    (True, linear, 3)
     """
 
     op: Op
@@ -220,7 +226,15 @@ def config_or_absent(module: Any) -> Any:
 
 def functional(module: Any) -> tuple[Op, Any, Any]:
     """`(op, cfg, params)` of a module or of a Sequential of them, for `op.fwd(params, x, cfg)`: params are detached views of the
-    module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain."""
+    module's own, so that an update in place is seen by both. Raises `ValueError` for a Sequential that is not one chain.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> op, cfg, params = nn.functional(nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2)))
+    >>> y, residuals = op.fwd(params, torch.ones(4, 3), cfg)
+    >>> op, y.shape, list(residuals)
+    (chain, torch.Size([4, 2]), ['m0', 'm1', 'm2'])
+    """
     if not hasattr(type(module), "op_params"):
         fail("functional", "module", "a module of funcops.nn", describe(module), TypeError)
     return module.op, module.known_cfg(), tree_map_tensors(lambda t: t.detach(), module.op_params())

@@ -58,7 +58,15 @@ def quantize_weights(model: nn.Module, *, dtype: torch.dtype | None = None, colu
     any call of this, and quantises in every replay.
 
     Raises `ValueError` for a model without such a layer, and `TypeError` for weights that are no plain tensors (under `fully_shard`
-    layers quantise the gathered weight in every call)."""
+    layers quantise the gathered weight in every call).
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> from funcops.low_precision import Fp8Block
+    >>> model = nn.Sequential(nn.Linear(128, 128, recipe=Fp8Block()), nn.GELU())
+    >>> nn.quantize_weights(model), model(torch.ones(2, 128)).shape
+    (['0'], torch.Size([2, 128]))
+    """
     where = "quantize_weights"
     require_type(where, "model", model, nn.Module)
     require_flag(where, columns=columns)

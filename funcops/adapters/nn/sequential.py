@@ -83,7 +83,14 @@ class Group:
 
 class Sequential(Prepared, nn.Sequential):
     """`torch.nn.Sequential` whose runs of funcops modules are each one `chain`: what a step reads of a cheap one before it is
-    computed again, and fused kernels run where there are some. An ordinary module, or one with hooks, splits a run."""
+    computed again, and fused kernels run where there are some. An ordinary module, or one with hooks, splits a run.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> model = nn.Sequential(nn.Linear(3, 8), nn.GELU(), nn.Linear(8, 2))
+    >>> model(torch.ones(4, 3)).shape, [step.op for step in model.cfg.steps]
+    (torch.Size([4, 2]), [linear, activation, linear])
+    """
 
     op = chain
 

@@ -4,6 +4,18 @@
 
 r: this rank. x, dx: [*]; y, dy: the same with 1/n of the size along `split` and n times that along `cat`; any float
 dtype. Kept: nothing. Its own pair, with `split` and `cat` exchanged.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.AllToAllConfig(mesh["tp"], split=0, cat=1)
+...     x = torch.tensor([[1.0], [2.0]]) + 10 * mesh["tp"].rank
+...     y, residuals = dist.all_to_all_fwd(None, x, cfg)
+...     return y, dist.all_to_all_bwd(residuals, y, cfg)[1].equal(x)
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([[ 1., 11.]]), True), (tensor([[ 2., 12.]]), True)]
 """
 
 from __future__ import annotations

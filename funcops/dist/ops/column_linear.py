@@ -12,6 +12,20 @@ Kept: x_r and w_r, both aliases. The weight gradient gathers x once more, whenev
 `overlap="bulk"` orders the whole backward so that x is on its way under the product of dx, and dx under that of dw: the same bits.
 `overlap="ring"` sends x on from rank to rank, each part under the product of another, and sums dx as it goes round, under its own
 products: in another order. In the whole backward x is on its way meanwhile, and whole before dw, whose bits are the same.
+
+>>> import torch
+>>> from funcops import LinearParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ColumnLinearConfig(2, 4, axis=mesh["tp"], bias=False)
+...     x, params = torch.ones(1, 2), LinearParams(torch.full((2, 2), 1.0 + mesh["tp"].rank), None)
+...     y, residuals = dist.column_linear_fwd(params, x, cfg)
+...     dparams, dx = dist.column_linear_bwd(residuals, torch.ones(2, 2), cfg)
+...     return y, residuals.x is x, dx
+...
+>>> run_ranks({"tp": 2}, each)[1]
+(tensor([[4., 4.],
+        [4., 4.]]), True, tensor([[6., 6.]]))
 """
 
 from __future__ import annotations

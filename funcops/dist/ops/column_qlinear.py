@@ -13,6 +13,20 @@ is then gathered as it is. On an axis of one rank it has the bits of `qlinear`.
 Tiles of w and dy along features are those of a rank: they have the bits of one process where O/n is a multiple of the tile. A
 recipe that rounds stochastically folds the rank into its key. Amaxes of delayed scaling are of this rank's parts: take the largest
 of all ranks before the update (`funcops.dist.amaxes_over`).
+
+>>> import torch
+>>> from funcops import dist, random
+>>> from funcops.low_precision import Fp8Block
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ColumnQLinearConfig(128, 256, recipe=Fp8Block(), axis=mesh["tp"], bias=False)
+...     params = dist.column_qlinear_init(cfg, key=random.key(0))
+...     y, residuals = dist.column_qlinear_fwd(params, torch.ones(2, 128), cfg)
+...     dparams, dx = dist.column_qlinear_bwd(residuals, torch.ones(4, 128), cfg)
+...     return y.shape, dx.shape, dparams.weight[0, :2]
+...
+>>> run_ranks({"tp": 2}, each)[1]
+(torch.Size([4, 128]), torch.Size([2, 128]), tensor([4., 4.]))
 """
 
 from __future__ import annotations

@@ -18,6 +18,21 @@ of dk and dv are sent and summed in the wide dtype.
 round, each under the attention to the one before, and dk and dv follow them: k and v of two ranks at a time in memory.
 Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 1/n of what attention keeps. The backward sends k and v again.
 arXiv:2310.01889, arXiv:2407.21783.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> q, k = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 1, 8)
+>>> v = torch.arange(4.0).reshape(1, 4, 1, 1).expand(1, 4, 1, 8)
+>>> def each(mesh):
+...     mine = tuple(dist.zigzag(t, mesh["cp"]) for t in (q, k, v))
+...     cfg = dist.ContextAttentionConfig(mesh["cp"], causal=True)
+...     y, residuals = dist.context_attention_fwd(None, mine, cfg)
+...     dq, dk, dv = dist.context_attention_bwd(residuals, torch.ones_like(y), cfg)[1]
+...     return y[..., 0].flatten(), dv.shape
+...
+>>> run_ranks({"cp": 2}, each)
+[(tensor([0.0000, 1.5000]), torch.Size([1, 2, 1, 8])), (tensor([0.5000, 1.0000]), torch.Size([1, 2, 1, 8]))]
 """
 
 from __future__ import annotations

@@ -4,6 +4,18 @@
 
 x, y, dy, dx: [*]; any float dtype. Kept: nothing. x must be the same on all ranks. y is x itself.
 The pair of `sum_over` (Megatron's f).
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.CopyToConfig(mesh["tp"])
+...     x = torch.ones(1)
+...     y, residuals = dist.copy_to_fwd(None, x, cfg)
+...     return y is x, dist.copy_to_bwd(residuals, torch.ones(1), cfg)[1]
+...
+>>> run_ranks({"tp": 2}, each)
+[(True, tensor([2.])), (True, tensor([2.]))]
 """
 
 from __future__ import annotations

@@ -5,6 +5,17 @@
 x, dx: [*]; y, dy: the same with n times the size along `dim`; any float dtype. Kept: nothing. The ranks may use y in
 different ways, so that each has a part of its gradient: their sum is scattered. `scatter_sum` is the pair of this op; where all
 ranks have the same dy, that is `gather_same`.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.GatherConfig(mesh["tp"])
+...     y, residuals = dist.gather_fwd(None, torch.tensor([1.0 + mesh["tp"].rank]), cfg)
+...     return y, dist.gather_bwd(residuals, torch.tensor([10.0, 20.0]), cfg)[1]
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([1., 2.]), tensor([20.])), (tensor([1., 2.]), tensor([40.]))]
 """
 
 from __future__ import annotations

@@ -4,6 +4,17 @@
 
 x, dx: [*]; y, dy: the same with n times the size along `dim`; any float dtype. Kept: nothing. dy must be the same on all
 ranks; where each has a part of it, that is `gather`. The pair of `slice_of`.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.GatherSameConfig(mesh["tp"])
+...     y, residuals = dist.gather_same_fwd(None, torch.tensor([1.0 + mesh["tp"].rank]), cfg)
+...     return y, dist.gather_same_bwd(residuals, torch.tensor([10.0, 20.0]), cfg)[1]
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([1., 2.]), tensor([10.])), (tensor([1., 2.]), tensor([20.]))]
 """
 
 from __future__ import annotations

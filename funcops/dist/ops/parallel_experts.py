@@ -18,6 +18,20 @@ x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], s
 [E/n, 2I, H], down: [E/n, H, I], biases likewise. Kept: what the rank's `experts` keep of the rows that came, these rows, and where
 rows go. The gradients of weights are whole: they are of the tokens of all ranks. In the whole backward dx is on its way under the
 products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and Megatron-Core: token dispatcher; arXiv:2006.16668.
+
+>>> import torch
+>>> from funcops import dist, random
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ParallelExpertsConfig(4, 8, 16, axis=mesh["ep"])
+...     params = dist.parallel_experts_init(cfg, key=random.key(0))
+...     weights, indices = torch.ones(3, 1), torch.tensor([[0], [3], [3]], dtype=torch.int32)
+...     y, residuals = dist.parallel_experts_fwd(params, (weights, torch.ones(3, 8), indices), cfg)
+...     dparams, dx = dist.parallel_experts_bwd(residuals, torch.ones(3, 8), cfg)
+...     return y.shape, params.up.weight.shape, (dparams.up.weight != 0).any((1, 2))
+...
+>>> run_ranks({"ep": 2}, each)[1]
+(torch.Size([3, 8]), torch.Size([2, 32, 8]), tensor([False,  True]))
 """
 
 from __future__ import annotations

@@ -12,6 +12,19 @@ such layers: sum it over the axis. Without, y and dy are the same on all ranks, 
 Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is on its way while db is summed, for the same bits.
 `overlap="ring"` sums y as it goes round the ranks, each part under the product of another: in another order. dy goes round likewise
 in the backward, under the products of dx.
+
+>>> import torch
+>>> from funcops import LinearParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.RowLinearConfig(4, 1, axis=mesh["tp"], bias=False)
+...     x, params = torch.ones(2, 2), LinearParams(torch.full((1, 2), 1.0 + mesh["tp"].rank), None)
+...     y, residuals = dist.row_linear_fwd(params, x, cfg)
+...     dparams, dx = dist.row_linear_bwd(residuals, torch.ones(1, 1), cfg)
+...     return y, residuals.x is x, dparams.weight
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([[6.]]), True, tensor([[2., 2.]])), (tensor([[6.]]), True, tensor([[2., 2.]]))]
 """
 
 from __future__ import annotations

@@ -13,6 +13,20 @@ bits of `qlinear`.
 
 Tiles of x and w along features are those of a rank: they have the bits of one process where I/n is a multiple of the tile. db, keys
 and amaxes: see `row_linear`, `column_qlinear`.
+
+>>> import torch
+>>> from funcops import dist, random
+>>> from funcops.low_precision import Fp8Block
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.RowQLinearConfig(256, 128, recipe=Fp8Block(), axis=mesh["tp"], bias=False)
+...     params = dist.row_qlinear_init(cfg, key=random.key(0))
+...     y, residuals = dist.row_qlinear_fwd(params, torch.ones(4, 128), cfg)
+...     dparams, dx = dist.row_qlinear_bwd(residuals, torch.ones(2, 128), cfg)
+...     return y.shape, dx.shape, dparams.weight[0, :2]
+...
+>>> run_ranks({"tp": 2}, each)[1]
+(torch.Size([2, 128]), torch.Size([4, 128]), tensor([4., 4.]))
 """
 
 from __future__ import annotations

@@ -3,6 +3,17 @@
     y = this rank's part, along dim, of the sum of x over the axis        dx = dy of rank 0, 1, ... n - 1, along dim
 
 x, dx: [*]; y, dy: the same with 1/n of the size along `dim`; any float dtype. Kept: nothing. The pair of `gather`.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ScatterSumConfig(mesh["tp"])
+...     y, residuals = dist.scatter_sum_fwd(None, torch.tensor([1.0, 2.0]), cfg)
+...     return y, dist.scatter_sum_bwd(residuals, torch.tensor([10.0 + mesh["tp"].rank]), cfg)[1]
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([2.]), tensor([10., 11.])), (tensor([4.]), tensor([10., 11.]))]
 """
 
 from __future__ import annotations

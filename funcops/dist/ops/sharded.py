@@ -9,6 +9,19 @@ and gives. Kept: the body's residuals, without the params that they alias: the d
 weight gradient reads none, but for what its x is computed again of (the weight of a norm). In a `repeat` the params of a layer
 are on their way while the layer before it computes, and the sums of a layer's gradients while the next does; no more than two
 layers are whole at a time.
+
+>>> import torch
+>>> from funcops import LinearConfig, dist, linear, random
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ShardedConfig(linear, LinearConfig(2, 4), axis=mesh["dp"])
+...     params = dist.sharded_init(cfg, key=random.key(0))
+...     y, residuals = dist.sharded_fwd(params, torch.ones(3, 2), cfg)
+...     dparams, dx = dist.sharded_bwd(residuals, torch.ones(3, 4), cfg)
+...     return params.weight.shape, y.shape, dparams.bias
+...
+>>> run_ranks({"dp": 2}, each)
+[(torch.Size([2, 2]), torch.Size([3, 4]), tensor([6., 6.])), (torch.Size([2, 2]), torch.Size([3, 4]), tensor([6., 6.]))]
 """
 
 from __future__ import annotations

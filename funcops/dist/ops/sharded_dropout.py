@@ -4,6 +4,18 @@
 
 x is `(x, key)`, the key the same on all ranks. x, y, dy, dx: [*] of one float dtype; key: int64[2]. Kept: the key, an alias; the
 backward draws the same bits again. Nothing is sent. Where nothing is shared out it is `dropout`.
+
+>>> import torch
+>>> from funcops import DropoutConfig, dist, dropout, random
+>>> from funcops.testing import run_ranks
+>>> key = random.key(0)
+>>> def each(mesh):
+...     cfg = dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, mesh["tp"]),))
+...     y, residuals = dist.sharded_dropout_fwd(None, (torch.ones(3), key), cfg)
+...     return dist.sharded_dropout_bwd(residuals, torch.ones(3), cfg)[1][0]
+...
+>>> torch.cat(run_ranks({"tp": 2}, each)), dropout.fwd(None, (torch.ones(6), key), DropoutConfig(0.5))[0]
+(tensor([0., 2., 2., 2., 2., 0.]), tensor([0., 2., 2., 2., 2., 0.]))
 """
 
 from __future__ import annotations

@@ -3,6 +3,17 @@
     y = x of rank r - by        dx = dy of rank r + by        (modulo n)
 
 r: this rank. x, y, dy, dx: [*], of one shape on all ranks; any float dtype. Kept: nothing.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ShiftConfig(mesh["tp"])
+...     y, residuals = dist.shift_fwd(None, torch.tensor([1.0 + mesh["tp"].rank]), cfg)
+...     return y, dist.shift_bwd(residuals, y, cfg)[1]
+...
+>>> run_ranks({"tp": 3}, each)
+[(tensor([3.]), tensor([1.])), (tensor([1.]), tensor([2.])), (tensor([2.]), tensor([3.]))]
 """
 
 from __future__ import annotations

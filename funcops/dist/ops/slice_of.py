@@ -4,6 +4,17 @@
 
 x, dx: [*]; y, dy: the same with 1/n of the size along `dim`; any float dtype. Kept: nothing. x must be the same on all
 ranks. y is a view of it. The pair of `gather_same`.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.SliceOfConfig(mesh["tp"])
+...     y, residuals = dist.slice_of_fwd(None, torch.tensor([1.0, 2.0]), cfg)
+...     return y, dist.slice_of_bwd(residuals, 10 * y, cfg)[1]
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([1.]), tensor([10., 20.])), (tensor([2.]), tensor([10., 20.]))]
 """
 
 from __future__ import annotations

@@ -4,6 +4,17 @@
 
 x, y, dy, dx: [*]; any float dtype. Kept: nothing. y is the same on all ranks, and so must dy be: dx is dy itself. The pair of
 `copy_to` (Megatron's g).
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg, dy = dist.SumOverConfig(mesh["tp"]), torch.ones(1)
+...     y, residuals = dist.sum_over_fwd(None, torch.tensor([1.0 + mesh["tp"].rank]), cfg)
+...     return y, dist.sum_over_bwd(residuals, dy, cfg)[1] is dy
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([3.]), True), (tensor([3.]), True)]
 """
 
 from __future__ import annotations

@@ -10,6 +10,18 @@ reduction "none". Rows with label ignore_index have loss and gradient 0 and do n
 The ranks talk once, in the forward: they gather three floats a row, lse_r, the label's logit where rank r has it, and mean_r (two
 without smoothing). Each then has the same bits. The gradient needs no communication.
 Kept: logits and labels, aliases, and lse: 4 bytes a row; no probabilities.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.VocabCrossEntropyConfig(mesh["tp"])
+...     loss, residuals = dist.vocab_cross_entropy_fwd(None, (torch.zeros(1, 2), torch.tensor([3])), cfg)
+...     dlogits, _ = dist.vocab_cross_entropy_bwd(residuals, torch.ones(()), cfg)[1]
+...     return loss, dlogits
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor(1.3863), tensor([[0.2500, 0.2500]])), (tensor(1.3863), tensor([[ 0.2500, -0.7500]]))]
 """
 
 from __future__ import annotations

@@ -9,6 +9,18 @@ Of a row of y all but one rank have zeros, so that y has the bits of the plain o
 
 Kept: ids, an alias. The weight gradient gathers dy whenever it comes: a schedule can hide that.
 An id outside [0, V) raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
+
+>>> import torch
+>>> from funcops import EmbeddingParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.VocabEmbeddingConfig(4, 1, axis=mesh["tp"])
+...     params = EmbeddingParams(torch.tensor([[0.0], [10.0]]) + 20 * mesh["tp"].rank)
+...     y, residuals = dist.vocab_embedding_fwd(params, torch.tensor([3, 0]), cfg)
+...     return y, dist.vocab_embedding_bwd(residuals, torch.ones(1, 1), cfg)[0].weight.flatten()
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([[30.]]), tensor([1., 0.])), (tensor([[0.]]), tensor([0., 1.]))]
 """
 
 from __future__ import annotations

@@ -9,6 +9,19 @@ and gets 1/n of dx, of a sum that is scattered. Without, x is the same on all ra
 For the losses the ranks gather three floats a row, once, after the last chunk. Kept: x and w_r and labels, aliases, and logsumexp:
 4 bytes a row; each half of the backward, and the whole one once, gathers x and recomputes the logits of a chunk of classes at a
 time, as `linear_cross_entropy` does.
+
+>>> import torch
+>>> from funcops import LinearCrossEntropyParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.VocabLinearCrossEntropyConfig(1, 8, axis=mesh["tp"])
+...     params, labels = LinearCrossEntropyParams(torch.zeros(4, 1)), torch.tensor([0, 5])
+...     loss, residuals = dist.vocab_linear_cross_entropy_fwd(params, (torch.ones(1, 1), labels), cfg)
+...     dparams, (dx, _) = dist.vocab_linear_cross_entropy_bwd(residuals, torch.ones(()), cfg)
+...     return loss, dx.shape, dparams.weight[0]
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor(2.0794), torch.Size([1, 1]), tensor([-0.3750])), (tensor(2.0794), torch.Size([1, 1]), tensor([0.1250]))]
 """
 
 from __future__ import annotations
