@@ -1,4 +1,5 @@
-"""Which public names an example shows: the code of a docstring or a page is read, and what it names is looked up."""
+"""Which public names an example shows: the code of docstrings and pages is read, and what it names is looked up, so that
+`dist.load` is not taken for `torch.load`. That the code runs is what tests/test_docs.py sees to."""
 
 from __future__ import annotations
 
@@ -9,67 +10,75 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
+
+import funcops
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.S | re.M)
 
 
-def session(text: str | None) -> str:
-    """What the `>>>` lines of a docstring say."""
+def session(value: Any) -> str:
+    """What the `>>>` lines of a docstring say: that of a module, a class or a function."""
+    text = inspect.unwrap(value).__doc__ if callable(value) else value.__doc__
     return "".join(example.source for example in doctest.DocTestParser().get_examples(text or ""))
 
 
-def named(code: str, known: Any = MappingProxyType({})) -> Iterator[Any]:
-    """The values of funcops that code names beyond its imports, each dotted name with what it is a part of. `known`: what names
-    mean that the code does not import."""
-    tree = ast.parse(code)
-    means = dict(known)
+def named(code: str) -> Iterator[Any]:
+    """The values of funcops that code names beyond its imports, each dotted name with what it is a part of."""
+    tree, means = ast.parse(code), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            means |= {a.asname or a.name.partition(".")[0]: _module(a.name, whole=bool(a.asname)) for a in node.names}
+            for name in (alias for alias in node.names if alias.name.partition(".")[0] == "funcops"):
+                module = importlib.import_module(name.name)
+                means[name.asname or "funcops"] = module if name.asname else funcops
         elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "funcops":
             module = importlib.import_module(node.module)
-            means |= {a.asname or a.name: getattr(module, a.name) for a in node.names}
+            means |= {alias.asname or alias.name: getattr(module, alias.name) for alias in node.names}
     for node in ast.walk(tree):
-        if isinstance(node, (ast.Name, ast.Attribute)):
-            found = _value(node, means)
-            if found is not None:
-                yield found
+        found = _value(node, means)
+        if found is not None:
+            yield found
 
 
-def _module(name: str, whole: bool) -> Any:
-    if name.partition(".")[0] != "funcops":
-        return None
-    module = importlib.import_module(name)
-    return module if whole else sys.modules["funcops"]
-
-
-def _value(node: ast.expr, means: dict[str, Any]) -> Any:
+def _value(node: ast.AST, means: dict[str, Any]) -> Any:
     if isinstance(node, ast.Name):
         return means.get(node.id)
-    if isinstance(node, ast.Attribute):
-        return getattr(_value(node.value, means), node.attr, None)
-    return None
+    return getattr(_value(node.value, means), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def shown(code: Iterable[str]) -> frozenset[int]:
+    """The `id` of each value that is named, and of each class that a function among these says it returns. Those that a name of
+    the package is for live as long as it does."""
+    values = [value for text in code for value in named(text)]
+    return frozenset(map(id, [*values, *(given for value in values if inspect.isfunction(value) for given in _returned(value))]))
+
+
+def _returned(function: Any) -> Iterator[type]:
+    module = vars(sys.modules[function.__module__])
+    words = re.findall(r"\w+", str(getattr(function, "__annotations__", {}).get("return", "")))
+    return (module[word] for word in words if isinstance(module.get(word), type))
 
 
 @functools.cache
-def pages() -> dict[str, frozenset[int]]:
-    """By the path of a page: the `id` of each value that its code names. Values live as long as the package."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+def in_module(name: str) -> frozenset[int]:
+    """What the docstrings show of a module, and of its functions and classes."""
+    module = importlib.import_module(name)
+    own = [value for value in vars(module).values() if callable(value) and getattr(value, "__module__", None) == name]
+    return shown(map(session, (module, *own)))
+
+
+@functools.cache
+def in_pages() -> dict[str, frozenset[int]]:
+    """What the code blocks of a page show, by its path."""
+    paths = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     return {
-        path.relative_to(ROOT).as_posix(): frozenset(map(id, named("\n".join(BLOCK.findall(path.read_text(encoding="utf-8"))))))
-        for path in found
+        path.relative_to(ROOT).as_posix(): shown(["\n".join(BLOCK.findall(path.read_text(encoding="utf-8")))]) for path in paths
     }
 
 
-@functools.cache
-def of_module(name: str) -> frozenset[int]:
-    """What the sessions of a module's docstring, and of those of its functions and classes, name."""
-    module = importlib.import_module(name)
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == name]
-    texts = [module.__doc__, *(inspect.unwrap(value).__doc__ for value in own if callable(value))]
-    return frozenset(id(value) for text in texts for value in named(session(text), vars(module)))
+def uses(value: Any) -> list[str]:
+    """The pages whose code names it."""
+    return [path for path, values in in_pages().items() if id(value) in values]

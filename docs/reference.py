@@ -10,12 +10,13 @@ import inspect
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import funcops
+from docs import examples
 
 ROOMS = tuple(funcops._ROOMS)
 GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")
@@ -89,10 +90,15 @@ def _home(op: funcops.Op) -> str:
 ORDER = "_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Params", "Residuals", "Pending"
 
 
-def _order(name: str) -> tuple[int, str]:
+def is_part(name: str) -> bool:
+    """Whether it is a config, a function or a tree of an op, and not the op, nor a thing of its own."""
+    return name.endswith(("Config", *ORDER))
+
+
+def _order(name: str) -> int:
     """The op, its config, then the functions in the order in which they run, then what they take and give."""
     ends = [i for i, end in enumerate(ORDER) if name.endswith(end)]
-    return (ends[0] + 2 if ends else 1 if name.endswith("Config") else 0), ""
+    return ends[0] + 2 if ends else int(is_part(name))
 
 
 def _room(name: str) -> Page:
@@ -139,14 +145,28 @@ def markdown(page: Page) -> str:
     lines = [f"# {page.title}", "", *(_docstring(page.opening) if page.opening else [])]
     for section in page.sections:
         if section.home:
-            lines += [f"## {section.title}", "", *_docstring(section.home)]
+            ops = [value for value in map(value_of, section.names) if isinstance(value, funcops.Op)]
+            lines += [f"## {section.title}", "", *_docstring(section.home), *_in_use(*ops, *(op.fwd for op in ops))]
         level = 3 if section.home else 2
         lines += [line for name in section.names for line in _entry(name, level)]
     return "\n".join(lines)
 
 
+def _in_use(*values: Any) -> list[str]:
+    """Links to the pages whose code has one of these."""
+    found = dict.fromkeys(path for value in values for path in examples.uses(value))
+    links = [f"[{title}](../{'index.md' if path == 'README.md' else path.removeprefix('docs/')})" for path, title in _titles(found)]
+    return [f"In use: {', '.join(links)}.", ""] if links else []
+
+
+def _titles(paths: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for path in paths:
+        yield path, (examples.ROOT / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+
+
 def _entry(name: str, level: int) -> list[str]:
-    """A name that a module has too, such as `funcops.report`, is looked up where it is defined, and shown as itself."""
+    """A name that a module has too, such as `funcops.report`, is looked up where it is defined, and shown as itself. One of no
+    operator's says which pages use it."""
     found, anchor = defined(name), []
     if found != name:
         anchor = [f'<a id="{name}"></a>', ""]
@@ -154,7 +174,7 @@ def _entry(name: str, level: int) -> list[str]:
         f"      heading_level: {level}",
         *([f"      heading: {name}", f"      toc_label: {name.rpartition('.')[2]}"] if anchor else []),
     ]
-    return [*anchor, f"::: {found}", "    options:", *options, ""]
+    return [*anchor, f"::: {found}", "    options:", *options, "", *(_in_use(value_of(name)) if level == 2 else [])]
 
 
 def value_of(name: str) -> Any:

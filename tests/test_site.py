@@ -1,4 +1,5 @@
-"""The site: every page is in its navigation, every public name in its reference, and each of these says what it does and raises.
+"""The site: every page is in its navigation, every public name in its reference, and each of these says what it does and raises,
+and has an example.
 `make docs` builds it, in seconds; so does a test where MkDocs is installed."""
 
 import ast
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import funcops
-from docs import reference
+from docs import examples, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 NAVIGATION = set(re.findall(r": (\S+\.md)$|- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.M))
@@ -96,6 +97,54 @@ def test_an_op_has_its_math_or_meaning_and_shapes(home):
     """In the docstring of its file, which opens its section: a formula or words for it, the shapes of x and y, and what is kept."""
     text = inspect.getdoc(importlib.import_module(home))
     assert len(text.split()) > 15 and re.search(r"\[.*\]|shape", text), home
+
+
+def of_an_op(name, opening, beside):
+    """Whether the session that opens its section shows an op; its parts share that, other names have one in the same file."""
+    value = reference.value_of(name)
+    if isinstance(value, funcops.Op):
+        return bool({id(value), id(value.fwd)} & opening)
+    return reference.is_part(name) or id(value) in beside
+
+
+def alone(name, page):
+    """Whether a session of its own file shows it, a page's, or, of a constant, whose file nothing says, one beside it."""
+    value = reference.value_of(name)
+    home = getattr(value, "__module__", None)
+    homes = [home] if home else [getattr(reference.value_of(n), "__module__", None) for s in page.sections for n in s.names]
+    return bool(examples.uses(value)) or any(id(value) in examples.in_module(one) for one in {*homes, page.opening} if one)
+
+
+def test_an_example_shows_every_name():
+    """Examples are those of docstrings and of pages, all of which run (tests/test_docs.py)."""
+    missing = []
+    for page in reference.pages():
+        for section in page.sections:
+            if section.home:
+                opening = examples.shown([examples.session(importlib.import_module(section.home))])
+                beside = examples.in_module(section.home)
+                missing += [name for name in section.names if not of_an_op(name, opening, beside)]
+            else:
+                missing += [name for name in section.names if not alone(name, page)]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("code", "shows"),
+    [
+        ("from funcops import dist\ndist.load(path)", {"dist.load", "dist"}),
+        ("from funcops import dist\nimport torch\ntorch.load(path)", set()),
+        ("import funcops as F\nF.linear.fwd(params, x, cfg)", {"linear"}),
+        ("import torch, funcops\nfuncops.dist.gather_start(x, axis)", {"dist", "dist.gather_start", "dist.InFlight"}),
+        ("from funcops import linear", set()),
+        ("from funcops.checkpoint import load as read\nread(path)", {"checkpoint.load"}),
+    ],
+)
+def test_an_example_shows_what_it_names_and_what_that_gives(code, shows):
+    found = examples.shown([code])
+    public = {"dist": funcops.dist, "linear": funcops.linear, "checkpoint.load": funcops.checkpoint.load}
+    public |= {f"dist.{name}": getattr(funcops.dist, name) for name in ("load", "gather_start", "InFlight", "finish")}
+    assert {name for name, value in public.items() if id(value) in found} == shows
 
 
 def test_the_checks_see_what_lacks_words():
