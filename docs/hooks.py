@@ -11,6 +11,7 @@ import inspect
 import posixpath
 import re
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
@@ -137,7 +138,7 @@ def plain(text: str) -> str:
     blocks = []
     for block in re.split(r"\n{2,}", text):
         if block.lstrip().startswith(">>>"):
-            block = "```pycon\n" + re.sub(r"^ {1,8}", "", block, flags=re.M) + "\n```"
+            block = f"```pycon\n{textwrap.dedent(block)}\n```"
         elif not block.startswith("    "):
             block = "".join(part if part.startswith("`") else _escaped(part) for part in re.split(r"(`[^`]*`)", block))
         blocks.append(block)

@@ -3,6 +3,7 @@ and has an example.
 `make docs` builds it, in seconds; so does a test where MkDocs is installed."""
 
 import ast
+import doctest
 import importlib.util
 import inspect
 import re
@@ -172,4 +173,11 @@ def test_it_builds_and_each_name_is_there_to_read_without_a_script(tmp_path):
     for page in reference.pages():
         for section in page.sections:
             assert all(f'id="{name}"' in pages[page.path] for name in section.names), (page.path, section.title)
-    assert "y = x w^T + b" in unescape(re.sub(r"<script.*?</script>|<[^>]+>", "", pages["reference/layers.md"], flags=re.S))
+    texts = {path: unescape(re.sub(r"<script.*?</script>|<[^>]+>", "", page, flags=re.S)) for path, page in pages.items()}
+    assert "y = x w^T + b" in texts["reference/layers.md"]
+    for page in reference.pages():
+        named = [reference.value_of(name) for section in page.sections for name in section.names if name in {*FUNCTIONS, *CLASSES}]
+        opening = [importlib.import_module(section.home) for section in page.sections if section.home]
+        for session in (doctest.DocTestParser().get_examples(inspect.getdoc(value)) for value in [*opening, *named]):
+            for example in session:
+                assert ">>> " + example.source.splitlines()[0] in texts[page.path] and example.want in texts[page.path], example.source
