@@ -106,7 +106,7 @@ class BorrowedError(RuntimeError):
     ... except BorrowedError as error:
     ...     print(error)
     ...
-    output  was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'
+    the output was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'
     """
 
 

@@ -78,7 +78,7 @@ class Compress:
     >>> print(report(op.fwd(None, torch.ones(32, 128), SoftcapConfig(30.0))[1]))
     path  shape      dtype     bytes   share  alias of  needed by
     x     [32, 128]  int8   4.12 KiB  100.0%            dgrad
-    kept 4.12 KiB in 1 tensors, aliased 0 bytes
+    kept 4.12 KiB in 1 tensor, aliased 0 bytes
     >>> Compress("fp4")
     Traceback (most recent call last):
         ...

@@ -63,7 +63,8 @@ class Report:
 
     def totals(self) -> str:
         per_token = f", {size_of(self.bytes_per_token)} per token" if self.bytes_per_token is not None else ""
-        return f"kept {size_of(self.kept_bytes)} in {len(self.rows)} tensors, aliased {size_of(self.aliased_bytes)}{per_token}"
+        tensors = "1 tensor" if len(self.rows) == 1 else f"{len(self.rows)} tensors"
+        return f"kept {size_of(self.kept_bytes)} in {tensors}, aliased {size_of(self.aliased_bytes)}{per_token}"
 
     def _cells(self) -> list[tuple[str, ...]]:
         shown = [(row.path, row) for row in self.rows]

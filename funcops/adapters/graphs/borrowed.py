@@ -49,13 +49,14 @@ class Borrowed(Tensor):
 
 def _check(t: Any) -> None:
     generation, at, path = t.__dict__["_of"]
+    name = f"output {path}" if path else "the output"
     if generation.now != at:
         raise BorrowedError(
-            f"output {path} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'"
+            f"{name} was borrowed from a graph that has been replayed since: clone it, or capture with outputs='clone'"
         )
     if generation.place.overwritten():
         raise BorrowedError(
-            f"output {path} was borrowed from a graph, and {SHARED} has been replayed since: clone it, or capture without pool="
+            f"{name} was borrowed from a graph, and {SHARED} has been replayed since: clone it, or capture without pool="
         )
 
 
