@@ -95,9 +95,17 @@ def test_what_raises_says_so():
 
 @pytest.mark.parametrize("home", sorted({section.home for page in reference.pages() for section in page.sections if section.home}))
 def test_an_op_has_its_math_or_meaning_and_shapes(home):
-    """In the docstring of its file, which opens its section: a formula or words for it, the shapes of x and y, and what is kept."""
-    text = inspect.getdoc(importlib.import_module(home))
-    assert len(text.split()) > 15 and re.search(r"\[.*\]|shape", text), home
+    """In the docstring of its file, which opens its section: a formula or words for it, the shapes and dtypes of x and y, and what
+    is kept. What a forward raises, it says itself."""
+    module = importlib.import_module(home)
+    text = inspect.getdoc(module).partition(">>>")[0]
+    assert len(text.split()) > 15 and re.search(r"\[.*\]|shape", text) and re.search(r"dtype|float|int64", text), home
+    assert re.search(r"\b[Kk](eep|ept)\b", text), home
+    assert all(
+        "aises" in vars(module)[name].__doc__ or "As `" in vars(module)[name].__doc__
+        for name in module.__all__
+        if name[-4:] == "_fwd"
+    )
 
 
 def of_an_op(name, opening, beside):
@@ -180,4 +188,6 @@ def test_it_builds_and_each_name_is_there_to_read_without_a_script(tmp_path):
         opening = [importlib.import_module(section.home) for section in page.sections if section.home]
         for session in (doctest.DocTestParser().get_examples(inspect.getdoc(value)) for value in [*opening, *named]):
             for example in session:
-                assert ">>> " + example.source.splitlines()[0] in texts[page.path] and example.want in texts[page.path], example.source
+                assert ">>> " + example.source.splitlines()[0] in texts[page.path] and example.want in texts[page.path], (
+                    example.source
+                )

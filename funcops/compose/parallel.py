@@ -2,9 +2,10 @@
 
     y = (body_1(x), body_2(x), ...)        dx = sum of the bodies' dx
 
-x has the shape that each body takes. Params, residuals and pending are dicts by branch name; y is a tuple in the order of the
-branches. A branch that is a combinator gets those of the extras that it asks for. What branches give beside their main values, by
-different names, are outputs: y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so is dy.
+x has the shape and dtype that each body takes. Kept: what the bodies keep. Params, residuals and pending are dicts by branch name;
+y is a tuple in the order of the branches. A branch that is a combinator gets those of the extras that it asks for. What branches
+give beside their main values, by different names, are outputs: y is then `WithExtras((main_1, main_2, ...), {name: ...})`, and so
+is dy.
 
 >>> import torch
 >>> from funcops import ParallelConfig, ScaleConfig, Step, parallel, scale
@@ -129,7 +130,8 @@ def parallel_init(cfg: ParallelConfig, *, key: Any = None, device: Any = None, d
 @forward(ParallelConfig, dict)
 def parallel_fwd(params: dict[str, Any], x: Any, cfg: ParallelConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
     """`y = (body_1(x), ...)`. x: what every body takes, in `WithExtras` where one of them has extras; y: in `WithExtras` where one
-    gives outputs."""
+    gives outputs. Raises `ValueError` or `TypeError` for extras that are not the config's, and whatever a branch
+    raises."""
     main, extras = split_x("parallel_fwd", x, cfg)
     return programs.forward(parallel, cfg, needs, main)(params, main, extras)
 

@@ -2,10 +2,10 @@
 
     h_0 = x        h_i = body(h_{i-1}; params_i)        y = h_n
 
-Params are a tuple of per-layer trees, or, with `stacked=True`, one tree whose leaves have a leading layer dimension.
-Residuals and pending are dicts by layer number. Extras go to every layer, and their gradients are summed; the layer
-number is folded into every random key. Outputs of the body are stacked, those of layer i at [i]: y is then
-`WithExtras(h_n, {name: [n, ...]})`, and so is dy.
+x, y and what is between have one shape and dtype, any that the body maps to itself. Kept: what each layer keeps. Params are a
+tuple of per-layer trees, or, with `stacked=True`, one tree whose leaves have a leading layer dimension. Residuals and pending are
+dicts by layer number. Extras go to every layer, and their gradients are summed; the layer number is folded into every random key.
+Outputs of the body are stacked, those of layer i at [i]: y is then `WithExtras(h_n, {name: [n, ...]})`, and so is dy.
 
 >>> import torch
 >>> from funcops import LinearConfig, RepeatConfig, linear, random, repeat

@@ -2,9 +2,9 @@
 
     dx = dy + body_dx(dy)
 
-x, y, dy and dx have one shape, any that the body maps to itself. Transparent in trees: params, residuals and pending are the
-body's own. Nothing is kept for the sum. The sum is that of main values: the body's extras are passed in, and its outputs handed
-on.
+x, y, dy and dx have one shape and dtype, any that the body maps to itself. Transparent in trees: params, residuals and pending are
+the body's own. Nothing is kept for the sum. The sum is that of main values: the body's extras are passed in, and its outputs
+handed on.
 
 >>> import torch
 >>> from funcops import ScaleConfig, SkipConfig, scale, skip

@@ -4,9 +4,10 @@
 
     dx = q(dy) q(w)        dw = q(dy)^T q(x), summed over rows        db = sum over rows of dy
 
-x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None, as for `linear`. q rounds to a format and back (`funcops.formats`). Each
-product quantises its operands along what it sums over: x by rows for y and by columns for dw, w by rows for y and by columns for
-dx, dy by rows for dx and by columns for dw. Gradients are straight through: those of the products, with q taken for the identity.
+x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None, of one float dtype, as for `linear`. q rounds to a format and back
+(`funcops.formats`). Each product quantises its operands along what it sums over: x by rows for y and by columns for dw, w by rows
+for y and by columns for dx, dy by rows for dx and by columns for dw. Gradients are straight through: those of the products, with q
+taken for the identity.
 
 `cfg.recipe` says which formats (`funcops.recipes`). w is a tensor, which is then quantised in every forward and backward, or a
 `QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has amaxes there.

@@ -167,7 +167,8 @@ def column_qlinear_init(
 def column_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: ColumnQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ColumnQLinearResiduals | None]:
-    """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]."""
+    """`y_r = q(x) q(w_r)^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n].
+    Raises as `qlinear_fwd`."""
     return _fwd("column_qlinear", params, x, cfg, needs)
 
 

@@ -162,7 +162,7 @@ def row_qlinear_fwd(
     params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, RowQLinearResiduals | None]:
     """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
-    [*, O])."""
+    [*, O]). Raises as `qlinear_fwd`."""
     return _fwd("row_qlinear", params, x, cfg, needs)
 
 

@@ -4,11 +4,11 @@
 
     dx = body's        dparams_r = rank r's part of the sum over ranks of the body's
 
-Params and dparams are trees of shards (`funcops.dist.own_shards`), x and dx this rank's own, of the shapes that the body takes
-and gives. Kept: the body's residuals, without the params that they alias: the dgrad gathers those that it reads once more. A
-weight gradient reads none, but for what its x is computed again of (the weight of a norm). In a `repeat` the params of a layer
-are on their way while the layer before it computes, and the sums of a layer's gradients while the next does; no more than two
-layers are whole at a time.
+Params and dparams are trees of shards (`funcops.dist.own_shards`), x and dx this rank's own, of the shapes and dtypes that the
+body takes and gives. Kept: the body's residuals, without the params that they alias: the dgrad gathers those that it reads once
+more. A weight gradient reads none, but for what its x is computed again of (the weight of a norm). In a `repeat` the params of a
+layer are on their way while the layer before it computes, and the sums of a layer's gradients while the next does; no more than
+two layers are whole at a time.
 
 >>> import torch
 >>> from funcops import LinearConfig, dist, linear, random
