@@ -107,8 +107,8 @@ def test_a_graph_can_hold_every_half(name, bias):
         layer = GroupedLinearConfig(4, 6, 3, bias=bias, gathered=True)
 
         def both(params, x, indices, dy):
-            _, token, offsets, place = sort_by_expert(indices, 4)
-            y, residuals = grouped_linear.fwd(params, (x, offsets, token, place), layer)
+            order, _, offsets, place = sort_by_expert(indices, 4)
+            y, residuals = grouped_linear.fwd(params, (x, offsets, order, place), layer)
             return y, grouped_linear.bwd(residuals, dy, layer)
 
         of_layer = grouped_linear.init(layer, key=key(1), dtype=torch.float32)

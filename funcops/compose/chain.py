@@ -130,7 +130,7 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
     return frozenset(
-        step.name for step in steps if step.name in asked and step.op.again is not None and not (step.names or step.given)
+        step.name for step in steps if step.name in asked and step.op.again is not None and not step.given
     )
 
 

@@ -1,4 +1,4 @@
-"""Gated linear units. x, dx: [*, 2H], y, dy: [*, H], scales, dscales: [*] or absent.
+"""Gated linear units. x, dx: [*, 2H], y, dy: [*, H], scales, dscales: [*] or absent, of x's dtype or the wide one.
 
 y = f(gate) * linear * scale, where gate and linear are the halves of x.
 """
@@ -53,7 +53,7 @@ def glu_fwd(x: Tensor, scales: Optional[Tensor], kind: str, first: bool) -> Tens
     """y = f(gate) * linear (* scales per row)."""
     gate, linear = _halves(x, first)
     y = ACTIVATIONS[GATES[kind]].forward(gate).mul_(linear)
-    return y if scales is None else y * scales.unsqueeze(-1)
+    return y if scales is None else (y * scales.unsqueeze(-1)).to(x.dtype)  # scales may be wide
 
 
 @kernel()
@@ -63,10 +63,10 @@ def glu_bwd(
     """d gate = dy scale linear f'(gate), d linear = dy scale f(gate); dscales = sum over H of dy f(gate) linear."""
     gate, linear = _halves(x, first)
     f = ACTIVATIONS[GATES[kind]]
-    d_scales = _row_sums(dy, f.forward(gate).mul_(linear)) if dscales else None
+    d_scales = _row_sums(dy, f.forward(gate).mul_(linear), scales) if dscales else None
     if not dx:
         return None, d_scales
-    return _dx(dy if scales is None else dy * scales.unsqueeze(-1), x, f, first, False), d_scales
+    return _dx(dy if scales is None else (dy * scales.unsqueeze(-1)).to(dy.dtype), x, f, first, False), d_scales
 
 
 @glu_bwd.plain
@@ -165,7 +165,7 @@ def clamped_swiglu_bwd(
     gate, linear = raw_gate.clamp(max=limit), raw_linear.clamp(-limit, limit).add_(offset)
     active = (gate * alpha).sigmoid_().mul_(gate)
     d = dy.to(dtype)
-    d_scales = (active * linear).mul_(d).sum(-1).to(x.dtype) if dscales else None
+    d_scales = (active * linear).mul_(d).sum(-1).to((x if scales is None else scales).dtype) if dscales else None
     if not dx:
         return None, d_scales
     if scales is not None:
@@ -190,6 +190,6 @@ def plain_clamped_swiglu_bwd(
     return torch.cat((d_gate, d_linear) if first else (d_linear, d_gate), -1), (dy * g * s * (l + offset)).sum(-1)
 
 
-def _row_sums(dy: Tensor, y: Tensor) -> Tensor:
+def _row_sums(dy: Tensor, y: Tensor, like: Optional[Tensor]) -> Tensor:
     dtype = wide(dy.dtype)
-    return (dy.to(dtype) * y.to(dtype)).sum(-1).to(dy.dtype)
+    return (dy.to(dtype) * y.to(dtype)).sum(-1).to((dy if like is None else like).dtype)

@@ -38,6 +38,17 @@ def sort_by_expert(indices: Tensor, experts: int) -> tuple[Tensor, Tensor, Tenso
     return order, order // indices.shape[-1], offsets, place
 
 
+def of_rows(weights: Tensor, order: Tensor) -> Tensor:
+    """[N], as `order` is: the weight of each row."""
+    return weights.reshape(-1).index_select(0, order.reshape(-1)).view(order.shape)
+
+
+def of_choices(rows: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
+    """The reverse: numbers of rows [N], each where the row's choice is, in `shape`."""
+    flat = rows.reshape(-1)
+    return torch.empty_like(flat).scatter_(0, order.reshape(-1).to(torch.int64), flat).view(shape)
+
+
 def over_capacity(indices: Tensor, experts: int, capacity: int) -> Tensor:
     """Of each choice, [T, K], whether `capacity` choices of tokens before it, or of its own token, took its expert's room."""
     _, _, offsets, place = sort_by_expert(indices, experts)

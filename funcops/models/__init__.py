@@ -1,6 +1,7 @@
 """Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, `decode` and `generate` go on with a text, and
 `from_hf` and `to_hf` read and write the checkpoints of Hugging Face's. `moe` is the chain of a mixture of experts alone."""
 
+from funcops.compose.plain_experts import plain_experts as plain_experts
 from funcops.models.cache import Cache as Cache
 from funcops.models.cache import KVCache as KVCache
 from funcops.models.cache import cache_init as cache_init

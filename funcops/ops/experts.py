@@ -45,7 +45,7 @@ from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
 from funcops.kernels.grouped import grouped_product, grouped_wgrad
-from funcops.kernels.routing import check_row_count, gather_rows, sort_by_expert
+from funcops.kernels.routing import check_row_count, gather_rows, of_rows, sort_by_expert
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.glu import GLUConfig
@@ -184,11 +184,6 @@ def _rows(t: Tensor) -> Tensor:
     return t.reshape(-1, t.shape[-1])
 
 
-def _of_rows(weights: Tensor, order: Tensor) -> Tensor:
-    """[N]: the weight of each row."""
-    return weights.reshape(-1).index_select(0, order)
-
-
 @forward(ExpertsConfig, ExpertsParams)
 def experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig, *, needs: Needs = Needs.ALL
@@ -208,7 +203,7 @@ def computed(
     up, down = params.up, params.down
     order, _, offsets, place = sort_by_expert(_rows(indices), cfg.experts)
     z, scaled = kernels.experts_up(_rows(tokens), up.weight, up.bias, _rows(weights), order, offsets, *cfg.gated)
-    s = _of_rows(weights, order) if cfg.bias else None
+    s = of_rows(weights, order) if cfg.bias else None
     y = gather_rows(grouped_product(scaled, down.weight, down.bias, offsets, None, 1, s, True), place, None).view(tokens.shape)
     kept = ExpertsResiduals.keep(
         cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=up.weight, down=down.weight,
@@ -253,7 +248,7 @@ def experts_wgrad(pending: ExpertsPending, cfg: ExpertsConfig, *, into: ExpertsP
     p, needs = pending, pending.needs
     biases = [cfg.bias and needs.param(f"{name}.bias") for name in ("up", "down")]
     x, dz, dy, scaled = (None if t is None else _rows(t) for t in (p.x, p.dz, p.dy, p.scaled))
-    s = _of_rows(p.weights, p.order) if biases[1] and p.weights is not None else None
+    s = of_rows(p.weights, p.order) if biases[1] and p.weights is not None else None
     of_up = dz, x, p.offsets, None, p.order, p.choices, None
     of_down = dy, scaled, p.offsets, p.order, None, p.choices, s
     if into is not None:

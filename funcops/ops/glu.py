@@ -6,9 +6,11 @@ gate and linear are the halves of x; which half is the gate is said in the confi
 second, most SwiGLU models with the first). f: glu sigmoid, reglu relu, squared_reglu relu^2, geglu gelu (erf), geglu_tanh,
 quick_geglu x sigmoid(1.702 x), swiglu silu. clamped_swiglu (GPT-OSS): g = min(gate, limit), l = clamp(linear, ±limit),
 y = g sigmoid(alpha g) (l + offset). With `scaled`, x is `(x, scales)` and y is multiplied by scales row by row;
-d scales = sum over H of dy times the unscaled y. With `paired`, x is `(gate, linear)`, two tensors of their own.
+d scales = sum over H of dy times the unscaled y. With `gathered` as well, x is `(x, weights, order)` and the scale of row n is
+weights.flat[order[n]], as of the sorted rows of experts (`permute`). With `paired`, x is `(gate, linear)`, two tensors of their own.
 
-x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*]; one float dtype. Kept: x and scales, aliases:
+x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*], of x's dtype or the wide one; else one float dtype. Gathered:
+x [N, 2H], weights and d weights of N numbers, order [N], a permutation, int32. Kept: x, scales, weights and order, aliases:
 no bytes of their own. arXiv:2002.05202.
 
 >>> import torch
@@ -24,15 +26,18 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import coded_glu
 from funcops.kernels import glu as kernels
+from funcops.kernels.routing import of_choices, of_rows
 from funcops.needs import Needs
 from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.residuals.forms import Packed, block_of, unpack
-from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
+from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved, static
 
 __all__ = ["GLUConfig", "GLUResiduals", "glu", "glu_bwd", "glu_dgrad", "glu_fwd", "glu_init", "glu_wgrad"]
 
@@ -42,12 +47,13 @@ KINDS = (*kernels.GATES, "clamped_swiglu")
 @config
 class GLUConfig:
     """`kind` must be given, and `gate` ("first" or "second" half) unless x is `paired`; limit, alpha and offset are those of
-    clamped_swiglu."""
+    clamped_swiglu. `gathered`: the scales of a `scaled` GLU are found by an index."""
 
     kind: str
     gate: str = ""
     scaled: bool = False
     paired: bool = False
+    gathered: bool = False
     limit: float = 7.0
     alpha: float = 1.702
     offset: float = 1.0
@@ -60,6 +66,7 @@ class GLUConfig:
             require(plain, "GLUConfig", "paired", "False for a scaled or clamped GLU", True)
         else:
             require(self.gate in ("first", "second"), "GLUConfig", "gate", "'first' or 'second'", repr(self.gate))
+        require(self.scaled or not self.gathered, "GLUConfig", "gathered", "False for a GLU that is not scaled", True)
         require(self.limit > 0, "GLUConfig", "limit", "above 0", self.limit)
         for name in ("alpha", "offset"):
             require(math.isfinite(getattr(self, name)), "GLUConfig", name, "finite", getattr(self, name))
@@ -77,18 +84,20 @@ class GLUConfig:
 
 class GLUResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN, blocks=True)
-    scales: Tensor | None = saved("[*]", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
+    scales: Tensor | None = saved("[*], or of as many", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
     linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
+    order: Tensor | None = saved("[*]", alias="x.2", needed_by=DGRAD | AGAIN)
+    scales_like: tuple[torch.Size, torch.dtype] | None = static(None)
 
 
-def _split(x: Any, names: str) -> tuple[Tensor, Tensor]:
-    if not isinstance(x, tuple) or len(x) != 2:
-        fail("glu_fwd", "x", f"a tuple ({names}), as the config says", describe(x), TypeError)
-    return x[0], x[1]
+def _split(x: Any, *names: str) -> tuple[Tensor, ...]:
+    if not isinstance(x, tuple) or len(x) != len(names):
+        fail("glu_fwd", "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
+    return x
 
 
 def _pair(x: Any, cfg: GLUConfig, needs: Needs) -> tuple[Tensor, Any]:
-    gate, linear = _split(x, "gate, linear")
+    gate, linear = _split(x, "gate", "linear")
     check("glu_fwd", "x.0 (gate)", gate, (...,), FLOATS)
     check("glu_fwd", "x.1 (linear)", linear, gate.shape, gate.dtype, gate)
     if gate.dim() < 1:
@@ -102,20 +111,40 @@ def glu_kept(cfg: GLUConfig, needs: Needs, x: Tensor) -> GLUResiduals | None:
     return GLUResiduals.keep(cfg, needs, x=x, scales=None, inputs=None)
 
 
+def scaled_glu_kept(cfg: GLUConfig, needs: Needs, x: tuple[Tensor, ...]) -> GLUResiduals | None:
+    """Of one tensor and its scales, which may be gathered."""
+    t, scales, order = (*x, None)[:3]
+    like = scales.shape, scales.dtype
+    return GLUResiduals.keep(cfg, needs, x=t, scales=scales, order=order, scales_like=like, inputs=Inputs.of(x))
+
+
 @forward(GLUConfig)
 def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -> tuple[Tensor, GLUResiduals | None]:
-    """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)` or `(gate, linear)` -> y: [*, H]. Raises `ValueError` or `TypeError`."""
+    """`y = f(gate) * linear`. x: [*, 2H], `(x, scales)`, `(x, weights, order)` or `(gate, linear)` -> y: [*, H]. Raises
+    `ValueError` or `TypeError`."""
     if cfg.paired:
         return _pair(x, cfg, needs)
-    t, scales = _split(x, "x, scales") if cfg.scaled else (x, None)
+    names = ("x", "weights", "order") if cfg.gathered else ("x", "scales")
+    parts = _split(x, *names) if cfg.scaled else (x,)
+    t = parts[0]
     check("glu_fwd", "x", t, (...,), FLOATS)
     if t.dim() < 1 or t.shape[-1] % 2 != 0:
         fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
-    if cfg.scaled:
-        check("glu_fwd", "scales", scales, t.shape[:-1], t.dtype, t)
     if not cfg.scaled:
         return _gated(t, None, cfg), glu_kept(cfg, needs, t)
-    return _gated(t, scales, cfg), GLUResiduals.keep(cfg, needs, x=t, scales=scales, inputs=Inputs.of(x))
+    scales, order = (*parts, None)[1:3]
+    dtypes = tuple({t.dtype: 0, wide(t.dtype): 0})
+    check("glu_fwd", names[1], scales, (...,) if cfg.gathered else t.shape[:-1], dtypes, t)
+    if cfg.gathered:
+        rows = t.shape[:-1].numel()
+        if scales.numel() != rows:
+            fail("glu_fwd", "weights", f"{rows} numbers, as x has rows", list(scales.shape))
+        check("glu_fwd", "order", order, t.shape[:-1], torch.int32, t)
+    return _gated(t, _by_row(scales, order), cfg), scaled_glu_kept(cfg, needs, x)
+
+
+def _by_row(scales: Tensor | None, order: Tensor | None) -> Tensor | None:
+    return scales if scales is None or order is None else of_rows(scales, order)
 
 
 def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
@@ -134,7 +163,7 @@ def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
         x = unpack(x)
     if cfg.paired:
         return kernels.glu_pair_fwd(x, residuals.linear, cfg.kind)
-    return _gated(x, residuals.scales, cfg)
+    return _gated(x, _by_row(residuals.scales, residuals.order), cfg)
 
 
 def _reads(cfg: GLUConfig) -> bool:
@@ -144,7 +173,7 @@ def _reads(cfg: GLUConfig) -> bool:
 
 @dgrad_of(GLUResiduals)
 def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any, None]:
-    """dx: [*, 2H], or `(dx, dscales)`. There is no weight gradient: pending is None."""
+    """dx: [*, 2H], `(dx, dscales)` or `(dx, dweights, None)`. There is no weight gradient: pending is None."""
     x, scales, needs = residuals.x, residuals.scales, residuals.needs
     if not needs.x:
         return residuals.nothing(), None
@@ -160,11 +189,25 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     check("glu_dgrad", "dy", dy, (*x.shape[:-1], x.shape[-1] // 2), x.dtype, x)
     wanted = (needs.input(0), needs.input(1)) if cfg.scaled else (True, False)
     first = cfg.first
+    if wanted[1] and scales is None:  # their own gradient reads no more of them than the dtype
+        scales = x.new_empty(x.shape[:-1], dtype=residuals.scales_like[1])
+    else:
+        scales = _by_row(scales, residuals.order)
     if cfg.kind == "clamped_swiglu":
         found = kernels.clamped_swiglu_bwd(dy, x, scales, first, cfg.limit, cfg.alpha, cfg.offset, *wanted)
     else:
         found = kernels.glu_bwd(dy, x, scales, cfg.kind, first, *wanted)
-    return residuals.inputs.make(found) if cfg.scaled else found[0], None
+    return _with_dscales(*found, residuals) if cfg.scaled else found[0], None
+
+
+def _with_dscales(dx: Tensor | None, ds: Tensor | None, residuals: GLUResiduals) -> Any:
+    """dx and the gradient of the scales; of weights, which were gathered, each where it was found."""
+    shape, _ = residuals.scales_like
+    if residuals.inputs.parts == 2:
+        return residuals.inputs.make((dx, ds))
+    if ds is not None:
+        ds = of_choices(ds, residuals.order, shape)
+    return residuals.inputs.make((dx, ds, None))
 
 
 glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)

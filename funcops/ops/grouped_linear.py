@@ -5,11 +5,13 @@
     dx_n = dy_n w_e        dw_e = dy^T x, db_e = sum of dy, each over the rows of e: 0 where it has none
 
 Rows behind offsets[E] are in no group: y and dx are 0 there. x is `(rows, offsets)`: [N, I] and [E + 1], int32, ascending from 0 to
-at most N. With `gathered` it is `(x, offsets, token, place)`, as `sort_by_expert` makes them of the choices of experts, int32: x
-[*, I] of T tokens with K choices each, row n being x[token[n]]; token [N = T K]; place [*, K], the rows of a token. Then
-dx = the sum of a token's rows, in the order of its choices: no [N, I] is made of x. y, dy: [N, O]; w: [E, O, I], b: [E, O] or None,
+at most N. With `gathered` it is `(x, offsets, order, place)`, as `permute` makes them of the choices of experts, int32: x
+[*, I] of T tokens with K choices each, row n being x[order[n] // K]; order [N = T K]; place [*, K], the rows of a token. Then
+dx = the sum of a token's rows, in the order of its choices: no [N, I] is made of x. With `weighted` a bias counts s_n times, as
+after rows that were multiplied by s_n: x is `(rows, offsets, order, weights)`, s_n = weights.flat[order[n]], weights [*, K] of x's
+dtype or the wide one, and y_n = x_n w_e^T + s_n b_e, db_e = sum of s_n dy_n, d weights.flat[order[n]] = dy_n . b_e. y, dy: [N, O]; w: [E, O, I], b: [E, O] or None,
 or with `stacked=False` a tuple of E tensors each (checkpoints of others), which costs a copy of the weights a call. One float dtype
-(float64, float32, bfloat16, float16). Kept: x, w, offsets, token and place, aliases: no bytes of its own. `into` may be float32
+(float64, float32, bfloat16, float16). Kept: x, w, offsets, order, place, weights and b, aliases: no bytes of its own. `into` may be float32
 accumulators for 16-bit gradients. The offsets stay on the device. TransformerEngine's GroupedLinear; arXiv:2211.15841.
 
 >>> import torch
@@ -36,7 +38,7 @@ from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import grouped as kernels
-from funcops.kernels.routing import check_row_count, gather_rows
+from funcops.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
@@ -59,7 +61,7 @@ __all__ = [
 @config
 class GroupedLinearConfig:
     """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are found
-    by an index; `stacked`: whether a leaf holds all experts."""
+    by an index; `weighted`: the bias counts as often as the row's weight says; `stacked`: whether a leaf holds all experts."""
 
     experts: int = field(kw_only=False)
     in_features: int = field(kw_only=False)
@@ -67,10 +69,13 @@ class GroupedLinearConfig:
     bias: bool = True
     gathered: bool = False
     stacked: bool = True
+    weighted: bool = False
 
     def __post_init__(self) -> None:
         for name in ("experts", "in_features", "out_features"):
             require(getattr(self, name) >= 1, "GroupedLinearConfig", name, "at least 1", getattr(self, name))
+        right = not self.weighted or (self.bias and not self.gathered)
+        require(right, "GroupedLinearConfig", "weighted", "False without a bias, or where rows are gathered", True)
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
 
     weight_shape: ClassVar[tuple[int, int]]  # of an expert
@@ -94,17 +99,25 @@ class GroupedLinearParams:
 class GroupedLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
     x: Tensor = saved("[N, I] or [*, I]", alias="x.0", needed_by=WGRAD, of=("params.weight",))
     weight: Any = saved("[E, O, I], or E of [O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
-    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight", "params.bias"))
-    token: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=("params.weight",))
+    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "x.3", "params.weight", "params.bias"))
+    order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=("params.weight",))
     place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
+    bias: Any = saved("[E, O], or E of [O]", alias="params.bias", needed_by=DGRAD, of=("x.3",), tree=True)  # where it is weighted
+    weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=WGRAD, of=("params.bias",))
+    weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD | WGRAD, of=("x.3", "params.bias"))
     y_shape: torch.Size = static()
+    weights_like: tuple[torch.Size, torch.dtype] | None = static()
+    choices: int = static()  # K; 1 of rows
 
 
 class GroupedLinearPending(Pending):
     x: Tensor = saved("[N, I] or [*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
     dy: Tensor = saved("[N, O]", alias="dy", needed_by=WGRAD)
     offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD)
-    token: Tensor | None = saved("[N]", alias="residuals.token", needed_by=WGRAD, of=("params.weight",))
+    order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=("params.weight",))
+    weights: Tensor | None = saved("[*, K]", alias="residuals.weights", needed_by=WGRAD, of=("params.bias",))
+    weights_order: Tensor | None = saved("[N]", alias="residuals.weights_order", needed_by=WGRAD, of=("params.bias",))
+    choices: int = static()  # K; 1 of rows
 
 
 @init_of(GroupedLinearConfig)
@@ -135,43 +148,63 @@ def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[i
 
 
 def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    names = ("x", "offsets", "token", "place") if cfg.gathered else ("rows", "offsets")
+    """What x is made of; at last `place`, or the weights."""
+    names = ("x", "offsets", "order", "place") if cfg.gathered else ("rows", "offsets", "order", "weights")[: 4 if cfg.weighted else 2]
     if not isinstance(x, tuple) or len(x) != len(names):
         fail("grouped_linear_fwd", "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
-    rows, offsets, token, place = (*x, None, None)[:4]
+    rows, offsets, order, last = (*x, None, None)[:4]
     check("grouped_linear_fwd", f"x.0 ({names[0]})", rows, (..., cfg.in_features), FLOATS)
     if not cfg.gathered and rows.dim() != 2:
         fail("grouped_linear_fwd", "x.0 (rows)", f"[N, {cfg.in_features}]", list(rows.shape))
     check("grouped_linear_fwd", "x.1 (offsets)", offsets, (cfg.experts + 1,), torch.int32, rows)
     if cfg.gathered:
-        check("grouped_linear_fwd", "x.3 (place)", place, (...,), torch.int32, rows)
-        if place.dim() < 1 or place.shape[:-1] != rows.shape[:-1] or place.shape[-1] < 1:
-            fail("grouped_linear_fwd", "x.3 (place)", f"{[*rows.shape[:-1], 'K']}, K at least 1", list(place.shape))
-        check("grouped_linear_fwd", "x.2 (token)", token, (place.numel(),), torch.int32, rows)
-    check_row_count("grouped_linear_fwd", f"x.0 ({names[0]})", len(rows) if token is None else len(token))
-    return rows, offsets, token, place
+        check("grouped_linear_fwd", "x.3 (place)", last, (...,), torch.int32, rows)
+        if last.dim() < 1 or last.shape[:-1] != rows.shape[:-1] or last.shape[-1] < 1:
+            fail("grouped_linear_fwd", "x.3 (place)", f"{[*rows.shape[:-1], 'K']}, K at least 1", list(last.shape))
+        check("grouped_linear_fwd", "x.2 (order)", order, (last.numel(),), torch.int32, rows)
+    elif cfg.weighted:
+        check("grouped_linear_fwd", "x.2 (order)", order, (len(rows),), torch.int32, rows)
+        check("grouped_linear_fwd", "x.3 (weights)", last, (...,), tuple({rows.dtype: 0, wide(rows.dtype): 0}), rows)
+        if last.numel() != len(rows):
+            fail("grouped_linear_fwd", "x.3 (weights)", f"{len(rows)} numbers, one for each row", list(last.shape))
+    check_row_count("grouped_linear_fwd", f"x.0 ({names[0]})", len(rows) if order is None else len(order))
+    return rows, offsets, order, last
 
 
 @forward(GroupedLinearConfig, GroupedLinearParams)
 def grouped_linear_fwd(
     params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GroupedLinearResiduals | None]:
-    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)` or `(x, offsets, token, place)` -> y: [N, O]. Raises `ValueError` or
-    `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend from 0 to at most N."""
-    rows, offsets, token, place = _inputs(x, cfg)
+    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)`, `(x, offsets, order, place)` or `(rows, offsets, order, weights)` -> y: [N, O].
+    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend from 0 to at
+    most N."""
+    rows, offsets, order, last = _inputs(x, cfg)
+    place, weights = (last, None) if cfg.gathered else (None, last)
     weight, bias = params.weight, params.bias
     check_experts("grouped_linear_fwd", "params.weight", weight, cfg.experts, cfg.weight_shape, rows, cfg.stacked)
     if cfg.bias:
         check_experts("grouped_linear_fwd", "params.bias", bias, cfg.experts, (cfg.out_features,), rows, cfg.stacked)
     elif bias is not None:
         require(False, "grouped_linear_fwd", "params.bias", "None (cfg.bias is False)", "a tensor")
-    flat = rows.reshape(-1, cfg.in_features)
-    y = kernels.grouped_product(flat, _stacked(weight), None if bias is None else _stacked(bias), offsets, token, 1, None, True)
-    kept = GroupedLinearResiduals.keep(
-        cfg, needs, x=rows, weight=weight, offsets=offsets, token=token, place=place, y_shape=y.shape, inputs=Inputs.of(x),
-        shape=rows.shape, dtype=y.dtype,
+    s = None if weights is None else of_rows(weights, order)
+    index, every = (None, 1) if place is None else (order, place.shape[-1])
+    flat, b = rows.reshape(-1, cfg.in_features), None if bias is None else _stacked(bias)
+    y = kernels.grouped_product(flat, _stacked(weight), b, offsets, index, every, s, True)
+    return y, grouped_linear_kept(cfg, needs, params, x, y.shape)
+
+
+def grouped_linear_kept(
+    cfg: GroupedLinearConfig, needs: Needs, params: GroupedLinearParams, x: tuple[Tensor, ...], y_shape: torch.Size
+) -> GroupedLinearResiduals | None:
+    """Of inputs that were looked at."""
+    rows, offsets, order, last = (*x, None, None)[:4]
+    given: dict[str, Any] = dict(order=order, place=last, choices=last.shape[-1]) if cfg.gathered else dict(choices=1)
+    if cfg.weighted:
+        given |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
+    return GroupedLinearResiduals.keep(
+        cfg, needs, x=rows, weight=params.weight, offsets=offsets, y_shape=y_shape, inputs=Inputs.of(x), shape=rows.shape,
+        dtype=rows.dtype, **given,
     )  # fmt: skip
-    return y, kept
 
 
 def _stacked(leaf: Any) -> Tensor:
@@ -182,29 +215,36 @@ def _stacked(leaf: Any) -> Tensor:
 def grouped_linear_dgrad(
     residuals: GroupedLinearResiduals, dy: Tensor, cfg: GroupedLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedLinearPending | None]:
-    """`dx_n = dy_n w_e`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending
-    weight gradient, all aliases."""
-    needs, offsets = residuals.needs, residuals.offsets
-    check("grouped_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, offsets)
-    pending = GroupedLinearPending.keep(cfg, needs, x=residuals.x, dy=dy, offsets=offsets, token=residuals.token)
-    if not needs.input(0):
-        return residuals.nothing(), pending
-    dx = kernels.grouped_product(dy, _stacked(residuals.weight), None, offsets, None, 1, None, False)
-    place = residuals.place
-    if place is not None:
-        dx = gather_rows(dx, place.reshape(-1, place.shape[-1]), None).view(residuals.shape)
-    return residuals.inputs.make((dx, *[None] * (residuals.inputs.parts - 1))), pending
+    """`dx_n = dy_n w_e`, by token where x was gathered; `d weights = dy_n . b_e`; offsets and indices have none. dy: [N, O] -> dx as x,
+    and the pending weight gradient, all aliases."""
+    r, needs, offsets = residuals, residuals.needs, residuals.offsets
+    check("grouped_linear_dgrad", "dy", dy, r.y_shape, r.dtype, offsets)
+    pending = GroupedLinearPending.keep(
+        cfg, needs, x=r.x, dy=dy, offsets=offsets, order=r.order, weights=r.weights, weights_order=r.weights_order,
+        choices=r.choices,
+    )  # fmt: skip
+    dx = d_weights = None
+    if needs.input(0):
+        dx = kernels.grouped_product(dy, _stacked(r.weight), None, offsets, None, 1, None, False)
+        if r.place is not None:
+            dx = gather_rows(dx, r.place.reshape(-1, r.place.shape[-1]), None).view(r.shape)
+    if cfg.weighted and needs.input(3):
+        shape, dtype = r.weights_like
+        ds = kernels.grouped_product(dy, _stacked(r.bias).unsqueeze(-1), None, offsets, None, 1, None, False)
+        d_weights = of_choices(ds.to(dtype), r.weights_order, shape)
+    return r.inputs.make((dx, None, None, d_weights)[: r.inputs.parts]), pending
 
 
 @wgrad_of(GroupedLinearPending, GroupedLinearParams)
 def grouped_linear_wgrad(
     pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
-    """`dw_e = dy^T x`, `db_e = sum of dy`, 0 for an expert without rows; added to `into` where that is given."""
+    """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` where that is given."""
     x, dy, needs = pending.x, pending.dy, pending.needs
     bias = cfg.bias and needs.param("bias")
     rows = None if x is None else x.reshape(-1, cfg.in_features)
-    args = dy, rows, pending.offsets, None, pending.token, 1, None
+    s = None if pending.weights is None else of_rows(pending.weights, pending.weights_order)
+    args = dy, rows, pending.offsets, None, pending.order, pending.choices, s
     if into is None:
         return _apart(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
     shape = dy.new_empty(()).expand(cfg.experts, *cfg.weight_shape)

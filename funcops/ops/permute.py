@@ -6,6 +6,9 @@ x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in 
 `(rows, offsets, place)`: rows [N, D], N = T K of T tokens, of which those from offsets[e] to offsets[e + 1] are expert e's; offsets
 [E + 1] and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a choice that was dropped:
 its row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
+With `gathered` no rows are made, for what finds them by an index (`grouped_linear`, `glu`): x is `(weights, x, indices)`, as
+`experts` takes it, and y `(x, weights, offsets, order, place)`, the first two themselves; row n is of token order[n] // K, its weight
+weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is kept.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 
@@ -27,11 +30,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
-from funcops.schema import DGRAD, Inputs, Residuals, saved
+from funcops.ops._tuples import parts_of
+from funcops.schema import DGRAD, Inputs, Residuals, saved, static
 
 __all__ = [
     "PermuteConfig",
@@ -47,27 +52,32 @@ __all__ = [
 
 @config
 class PermuteConfig:
-    """`experts` (E), by which rows are sorted."""
+    """`experts` (E), by which rows are sorted; `gathered`: they are found by an index, not made."""
 
     experts: int = field(kw_only=False)
+    gathered: bool = False
 
     def __post_init__(self) -> None:
         require(self.experts >= 1, "PermuteConfig", "experts", "at least 1", self.experts)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
-        return None, width
+        return None, None if self.gathered else width
 
 
 class PermuteResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    offsets: Tensor = saved("[E + 1]", alias="y.1", needed_by=DGRAD, of=("x.0",))
-    place: Tensor = saved("[*, K]", alias="y.2", needed_by=DGRAD, of=("x.0",))
+    offsets: Tensor | None = saved("[E + 1]", alias="y.1", needed_by=DGRAD, of=("x.0",))
+    place: Tensor | None = saved("[*, K]", alias="y.2", needed_by=DGRAD, of=("x.0",))
+    weights_like: tuple[torch.Size, torch.dtype] | None = static()
 
 
 @forward(PermuteConfig)
 def permute_fwd(
-    params: None, x: tuple[Tensor, Tensor], cfg: PermuteConfig, *, needs: Needs = Needs.ALL
-) -> tuple[tuple[Tensor, Tensor, Tensor], PermuteResiduals | None]:
-    """x: `(x, indices)` -> `(rows, offsets, place)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    params: None, x: tuple[Tensor, ...], cfg: PermuteConfig, *, needs: Needs = Needs.ALL
+) -> tuple[tuple[Tensor, ...], PermuteResiduals | None]:
+    """x: `(x, indices)` -> `(rows, offsets, place)`, or `(weights, x, indices)` -> `(x, weights, offsets, order, place)`. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    if cfg.gathered:
+        return _sorted(x, cfg, needs)
     t, indices = check_rows_and_choices("permute_fwd", x, "indices")
     check("permute_fwd", "x.0", t, (...,), FLOATS)
     if tuple(t.shape[:-1]) != tuple(indices.shape[:-1]) or not t.dim():
@@ -77,6 +87,21 @@ def permute_fwd(
     rows = kernels.scatter_rows(t.reshape(by_token.shape[0], t.shape[-1]), by_token, offsets)
     kept = PermuteResiduals.keep(cfg, needs, offsets=offsets, place=place, inputs=Inputs.of(x), shape=rows.shape, dtype=t.dtype)
     return (rows, offsets, place), kept
+
+
+def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...], PermuteResiduals | None]:
+    """Where rows are, of an x that stays where it is."""
+    weights, t, indices = parts_of("permute_fwd", x, "weights", "x", "indices")
+    check("permute_fwd", "x.1 (x)", t, (...,), FLOATS)
+    check("permute_fwd", "x.0 (weights)", weights, (...,), tuple({t.dtype: 0, wide(t.dtype): 0}), t)
+    if not t.dim() or not weights.dim() or weights.shape[:-1] != t.shape[:-1] or not weights.shape[-1]:
+        fail("permute_fwd", "x.0 (weights)", f"{[*t.shape[:-1], 'K']}, K at least 1, as x.1 has tokens", list(weights.shape))
+    check("permute_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, t)
+    kernels.check_row_count("permute_fwd", "x.2 (indices)", indices.numel())
+    order, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
+    like = weights.shape, weights.dtype
+    kept = PermuteResiduals.keep(cfg, needs, weights_like=like, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return (t, weights, offsets, order, place), kept
 
 
 def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tensor]:
@@ -92,7 +117,10 @@ def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tenso
 
 @dgrad_of(PermuteResiduals)
 def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> tuple[tuple[Tensor, None], None]:
-    """dy: `(drows, None, None)` -> `(dx, None)`. There is no weight gradient: pending is None."""
+    """dy: `(drows, None, None)` -> `(dx, None)`, or `(dx, d weights, None, None, None)` -> `(d weights, dx, None)`. There is no weight
+    gradient: pending is None."""
+    if cfg.gathered:
+        return _back(residuals, dy), None
     if not isinstance(dy, tuple) or len(dy) != 3:
         fail("permute_dgrad", "dy", "a tuple (drows, None, None)", describe(dy), TypeError)
     for i, name in ((1, "offsets"), (2, "place")):
@@ -105,6 +133,20 @@ def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> t
         return residuals.nothing(), None
     dx = kernels.gather_rows(drows, place.view(-1, place.shape[-1]), residuals.offsets)
     return residuals.inputs.make((dx.view(*place.shape[:-1], dx.shape[-1]), None)), None
+
+
+def _back(residuals: PermuteResiduals, dy: Any) -> tuple[Tensor | None, ...]:
+    names = "dx", "d weights", "offsets", "order", "place"
+    if not isinstance(dy, tuple) or len(dy) != len(names):
+        fail("permute_dgrad", "dy", "a tuple (dx, d weights, None, None, None)", describe(dy), TypeError)
+    for i, like in enumerate(((residuals.shape, residuals.dtype), residuals.weights_like)):
+        if dy[i] is not None:
+            check("permute_dgrad", f"dy.{i} ({names[i]})", dy[i], *like)
+    for i, name in enumerate(names[2:], 2):
+        if dy[i] is not None:
+            fail("permute_dgrad", f"dy.{i}", f"None ({name} are integers, without a gradient)", describe(dy[i]), TypeError)
+    wanted = [d if residuals.needs.input(i) else None for i, d in enumerate((dy[1], dy[0]))]
+    return residuals.inputs.make((*wanted, None))
 
 
 permute = make_op("permute", PermuteConfig, fwd=permute_fwd, dgrad=permute_dgrad)

@@ -19,7 +19,9 @@ GATES = {
 def reference(params, x, cfg):
     if cfg.paired:
         return GATES[cfg.kind](x[0]) * x[1]
-    t, scales = x if cfg.scaled else (x, None)
+    t, scales = x[:2] if cfg.scaled else (x, None)
+    if cfg.gathered:
+        scales = scales.reshape(-1)[x[2].long()]
     gate, linear = t.chunk(2, -1) if cfg.gate == "first" else t.chunk(2, -1)[::-1]
     if cfg.kind == "clamped_swiglu":
         gate, linear = gate.clamp(max=cfg.limit), linear.clamp(-cfg.limit, cfg.limit)
@@ -42,6 +44,20 @@ def case(kind, gate, rows=(2, 3), h=5, scaled=False, **options):
     )
 
 
+def gathered(kind, tokens, choices, h=5, wide=False, **options):
+    """Rows in another order than their weights."""
+    cfg = GLUConfig(kind=kind, gate="first", scaled=True, gathered=True, **options)
+
+    def x(d):
+        weights = d.randn(*tokens, choices)
+        rows = weights.numel()
+        order = d.rand(rows).float().argsort().to(torch.int32)
+        return d.randn(rows, 2 * h), weights.float() if wide and d.dtype.itemsize == 2 else weights, order
+
+    name = f"glu-{kind}-gathered-{tokens}x{choices}-{h}-{wide}"
+    return Case(op=glu, cfg=cfg, x=x, reference=reference, name=name)
+
+
 def pair(kind, rows=(2, 3), h=5):
     def x(d):
         return d.randn(*rows, h), d.randn(*rows, h)
@@ -57,6 +73,9 @@ CASES = [case(kind, gate) for kind in GATES for gate in ("first", "second")] + [
     case("swiglu", "first", rows=(), h=1),
     case("swiglu", "first", rows=(1, 69), h=69),
     *(pair(kind) for kind in GATES),
+    gathered("swiglu", (2, 3), 2, wide=True),
+    gathered("clamped_swiglu", (4,), 3, limit=0.7),
+    gathered("geglu", (0,), 2),
     pair("swiglu", rows=(0,)),
     pair("geglu", rows=(), h=69),
     case("geglu", "first", rows=(4,), h=1),
@@ -68,11 +87,14 @@ def drawn(draw):
     rows = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     if draw(st.booleans()):
         return pair(draw(st.sampled_from(sorted(GATES))), rows, draw(st.integers(1, 6)))
+    if draw(st.booleans()):
+        return gathered(draw(st.sampled_from(sorted(GATES))), rows, draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.booleans()))
     kind = draw(st.sampled_from([*sorted(GATES), "clamped_swiglu"]))
     return case(kind, draw(st.sampled_from(["first", "second"])), rows, draw(st.integers(1, 6)), draw(st.booleans()))
 
 
 SWIGLU = GLUConfig(kind="swiglu", gate="first")
+SORTED = GLUConfig(kind="swiglu", gate="first", scaled=True, gathered=True)
 ERRORS = [
     Error(call=lambda: GLUConfig(kind="silu", gate="first"), match="GLUConfig: kind must be one of glu"),
     Error(call=lambda: GLUConfig(kind="swiglu", gate="left"), match="GLUConfig: gate must be 'first' or 'second'"),
@@ -82,6 +104,19 @@ ERRORS = [
     Error(
         call=lambda: glu_fwd(None, (torch.ones(2, 3), torch.ones(3)), GLUConfig(kind="swiglu", paired=True)),
         match="glu_fwd: x.1 (linear) must be [2, 3], got [3]",
+    ),
+    Error(
+        call=lambda: GLUConfig(kind="swiglu", gate="first", gathered=True),
+        match="GLUConfig: gathered must be False for a GLU that is not scaled, got True",
+    ),
+    Error(
+        call=lambda: glu_fwd(None, (torch.ones(6, 4), torch.ones(2, 2), torch.arange(6).int()), SORTED),
+        match="glu_fwd: weights must be 6 numbers, as x has rows, got [2, 2]",
+    ),
+    Error(
+        call=lambda: glu_fwd(None, (torch.ones(6, 4), torch.ones(3, 2), torch.arange(6)), SORTED),
+        match="glu_fwd: order must be int32, got int64",
+        error=TypeError,
     ),
     Error(call=lambda: GLUConfig(kind="clamped_swiglu", gate="first", limit=0), match="GLUConfig: limit must be above 0"),
     Error(call=lambda: glu_fwd(None, torch.ones(2, 3), SWIGLU), match="glu_fwd: x must be [..., 2H]"),

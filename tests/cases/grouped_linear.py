@@ -9,13 +9,14 @@ from funcops.testing import Case, Draw, Error
 
 def reference(params, x, cfg):
     """One expert after the other, each of the rows that are its own."""
-    rows, offsets, token = (*x, None)[:3]
+    rows, offsets, order, last = (*x, None, None)[:4]
     rows = rows.reshape(-1, cfg.in_features)
-    rows = rows if token is None else rows[token.long()]
+    rows = rows[order.long() // last.shape[-1]] if cfg.gathered else rows
+    scales = last.reshape(-1)[order.long(), None] if cfg.weighted else rows.new_ones(len(rows), 1)
     at, parts = offsets.tolist(), []
     for e in range(cfg.experts):
         own = rows[at[e] : at[e + 1]] @ params.weight[e].T
-        parts.append(own + params.bias[e] if cfg.bias else own)
+        parts.append(own + scales[at[e] : at[e + 1]] * params.bias[e] if cfg.bias else own)
     return torch.cat([*parts, rows.new_zeros(len(rows) - at[-1], cfg.out_features)])
 
 
@@ -30,15 +31,30 @@ def case(counts, i, o, behind=0, **options):
     return Case(op=grouped_linear, cfg=cfg, x=x, reference=reference, name=f"grouped-{counts}-{behind}-{i}-{o}-{options}")
 
 
+def weighted(counts, choices, i, o, behind=0, wide=False, **options):
+    """Biases that count as weights say, of rows in another order than these."""
+    cfg = GroupedLinearConfig(len(counts), i, o, weighted=True, **options)
+    rows = sum(counts) + behind
+
+    def x(d):
+        offsets = torch.tensor([0, *counts], device="cpu").cumsum(0).to(torch.int32)
+        weights = d.randn(rows // choices, choices)
+        order = d.rand(rows).float().argsort().to(torch.int32)
+        return d.randn(rows, i), offsets, order, weights.float() if wide and d.dtype.itemsize == 2 else weights
+
+    name = f"grouped-weighted-{counts}-{behind}-{choices}-{i}-{o}-{wide}-{options}"
+    return Case(op=grouped_linear, cfg=cfg, x=x, reference=reference, name=name)
+
+
 def gathered(tokens, choices, experts, i, o, low=0, high=None, **options):
     """Choices of the experts from `low` to `high`, the one behind the last being a choice that was dropped."""
     cfg = GroupedLinearConfig(experts, i, o, gathered=True, **options)
 
     def x(d):
-        order, token, offsets, place = sort_by_expert(
+        order, _, offsets, place = sort_by_expert(
             d.integers(low, experts if high is None else high, *tokens, choices).to(torch.int32).view(-1, choices), experts
         )
-        return d.randn(*tokens, i), offsets, token, place.view(*tokens, choices)
+        return d.randn(*tokens, i), offsets, order, place.view(*tokens, choices)
 
     name = f"grouped-{tokens}x{choices}-of-{low}-{high}-{experts}-{i}-{o}-{options}"
     return Case(op=grouped_linear, cfg=cfg, x=x, reference=reference, name=name)
@@ -51,6 +67,8 @@ CASES = [
     case((0, 2, 1), 1, 5, stacked=False),
     case(tuple(3 * (e in (1, 62)) for e in range(64)), 3, 2),
     case((4,), 3, 2),
+    weighted((3, 0, 2), 2, 5, 3, behind=1, wide=True),
+    weighted((0, 3, 1), 1, 3, 2, stacked=False),
     gathered((2, 5), 2, 4, 5, 3),
     gathered((0,), 8, 4, 3, 2),
     gathered((7,), 8, 64, 3, 5, high=65, bias=False),
@@ -66,6 +84,8 @@ def drawn(draw):
         low = draw(st.integers(0, experts))
         return gathered(tokens, draw(st.integers(1, 3)), experts, *sizes, low, draw(st.integers(low, experts)) + 1, **options)
     counts = draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
+    if draw(st.booleans()):
+        return weighted(tuple(counts), 1, *sizes, draw(st.integers(0, 3)), draw(st.booleans()), stacked=draw(st.booleans()))
     return case(tuple(counts), *sizes, draw(st.integers(0, 3)), stacked=draw(st.booleans()), **options)
 
 
@@ -81,6 +101,14 @@ ERRORS = [
     Error(
         call=_call(x=(torch.ones(1, 4).expand(2**31, 4), TWO)),
         match="grouped_linear_fwd: x.0 (rows) must be of at most 2147418112 rows, got 2147483648",
+    ),
+    Error(
+        call=lambda: GroupedLinearConfig(2, 4, 3, bias=False, weighted=True),
+        match="GroupedLinearConfig: weighted must be False without a bias, or where rows are gathered, got True",
+    ),
+    Error(
+        call=_call(cfg=GroupedLinearConfig(2, 4, 3, weighted=True), x=(torch.ones(2, 4), TWO, TWO[:2], torch.ones(3, 1))),
+        match="grouped_linear_fwd: x.3 (weights) must be 2 numbers, one for each row, got [3, 1]",
     ),
     Error(call=lambda: GroupedLinearConfig(0, 4, 3), match="GroupedLinearConfig: experts must be at least 1, got 0"),
     Error(call=_call(x=torch.ones(2, 4)), match="grouped_linear_fwd: x must be a tuple (rows, offsets)", error=TypeError),

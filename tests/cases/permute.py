@@ -35,7 +35,34 @@ def case(rows, width, experts, choices, used=None):
     )
 
 
+def ordered(params, x, cfg):
+    """Of choices of experts, where each row is."""
+    weights, t, indices = x
+    _, offsets, place = reference(None, (t, indices), cfg)
+    order = torch.empty_like(place.flatten())
+    for choice, row in enumerate(place.flatten().tolist()):
+        order[row] = choice
+    return t * 1, weights * 1, offsets, order, place
+
+
+def gathered(rows, width, experts, choices, wide=False):
+    def x(d):
+        weights = d.rand(*rows, choices)
+        indices = d.integers(0, experts + 1, *rows, choices).to(torch.int32)
+        return weights.float() if wide and d.dtype.itemsize == 2 else weights, d.randn(*rows, width), indices
+
+    return Case(
+        op=permute,
+        cfg=PermuteConfig(experts, gathered=True),
+        x=x,
+        reference=ordered,
+        name=f"permute-gathered-{list(rows)}-{width}-{experts}-{choices}-{wide}",
+    )
+
+
 CASES = [
+    gathered((2, 5), 3, 4, 2, wide=True),
+    gathered((0,), 3, 4, 2),
     case((2, 5), 6, 4, 2),
     case((9,), 5, 6, 3, used=(1, 2, 4, 6)),  # the first, a middle and the last are empty, and some are dropped
     case((7,), 16, 4, 2, used=(2,)),
@@ -55,6 +82,8 @@ def drawn(draw):
     experts = draw(st.integers(1, 5))
     used = draw(st.lists(st.integers(0, experts), min_size=1, max_size=3))
     rows = tuple(draw(st.lists(st.integers(0, 4), max_size=2)))
+    if draw(st.booleans()):
+        return gathered(rows, draw(st.integers(0, 4)), experts, draw(st.integers(1, 3)), draw(st.booleans()))
     return case(rows, draw(st.integers(0, 4)), experts, draw(st.integers(1, 3)), used)
 
 
@@ -63,6 +92,22 @@ ERRORS = [
     Error(
         call=lambda: permute_fwd(None, (X[:1].expand(2**30, -1), TOP[:1, :1].expand(2**30, 2)), TO_TWO),
         match="permute_fwd: x.1 (indices) must be of at most 2147418112 rows, got 2147483648",
+    ),
+    Error(
+        call=lambda: permute_fwd(None, (X[:, :2], TOP), PermuteConfig(2, gathered=True)),
+        match="permute_fwd: x must be a tuple (weights, x, indices)",
+        error=TypeError,
+    ),
+    Error(
+        call=lambda: permute_fwd(None, (X[:2, :2], X, TOP), PermuteConfig(2, gathered=True)),
+        match="permute_fwd: x.0 (weights) must be [3, 'K'], K at least 1, as x.1 has tokens, got [2, 2]",
+    ),
+    Error(
+        call=lambda: permute_dgrad(
+            permute_fwd(None, (X[:, :2], X, TOP), PermuteConfig(2, gathered=True))[1], (X, X, None, None, None),
+            PermuteConfig(2, gathered=True),
+        ),
+        match="permute_dgrad: dy.1 (d weights) must be [3, 2], got [3, 4]",
     ),
     Error(call=lambda: PermuteConfig(0), match="PermuteConfig: experts must be at least 1, got 0"),
     Error(call=lambda: permute_fwd(None, X, TO_TWO), match="permute_fwd: x must be a tuple (x, indices)", error=TypeError),

@@ -123,7 +123,7 @@ def _bwd(
     width //= 2
     dy, scales = dy.contiguous(), None if scales is None else scales.contiguous()
     d_x = torch.empty_like(x) if dx else None
-    d_scales = x.new_zeros(x.shape[:-1]) if dscales else None
+    d_scales = (x if scales is None else scales).new_zeros(x.shape[:-1]) if dscales else None
     if rows and width and (dx or dscales):
         block = block_of(width, BLOCK)
         _launch_backward(

@@ -1,0 +1,41 @@
+"""The experts of a mixture as a chain of steps, for what changes or looks at a step: `experts` is the same in one op.
+
+    order, place = the choices sorted by expert      z = x[token] up_e^T      a = s f(g) l of z = (g, l)      y = sum of a down_e^T
+
+Params have the paths of `experts`' own, `up.weight` to `down.bias`, so that a checkpoint of one is the other's. It keeps the same
+bytes: z, two int32 a row, and offsets, as a GLU's output is computed again.
+"""
+
+from __future__ import annotations
+
+from funcops.compose.chain import ChainConfig
+from funcops.compose.step import Step
+from funcops.errors import require_type
+from funcops.ops.experts import ExpertsConfig
+from funcops.ops.glu import GLUConfig, glu
+from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
+from funcops.ops.permute import PermuteConfig, permute
+from funcops.ops.unpermute import UnpermuteConfig, unpermute
+
+__all__ = ["plain_experts"]
+
+
+def plain_experts(cfg: ExpertsConfig) -> ChainConfig:
+    """The chain for a step that is `experts` of `cfg`: x is `WithExtras(weights, {"tokens": x, "indices": indices})`, y: [*, H].
+    Params: `up` and `down`, each `GroupedLinearParams`. Fused it runs by the kernels of `experts`. Raises `TypeError` for what is
+    no `ExpertsConfig`."""
+    require_type("plain_experts", "cfg", cfg, ExpertsConfig)
+    rows, numbers = ("offsets", "order", "place"), ("order", "weights")
+    up = GroupedLinearConfig(cfg.experts, cfg.dim, 2 * cfg.hidden, bias=cfg.bias, gathered=True)
+    act = GLUConfig(
+        kind=cfg.kind, gate="first", scaled=True, gathered=True, limit=cfg.limit, alpha=cfg.alpha, offset=cfg.offset
+    )
+    down = GroupedLinearConfig(cfg.experts, cfg.hidden, cfg.dim, bias=cfg.bias, weighted=cfg.bias)
+    steps = (
+        Step("sort", permute, PermuteConfig(cfg.experts, gathered=True), takes=("tokens", "indices"), gives=("weights", *rows)),
+        Step("up", grouped_linear, up, takes=rows),
+        Step("act", glu, act, takes=numbers[::-1]),
+        Step("down", grouped_linear, down, takes=("offsets", *numbers) if cfg.bias else ("offsets",)),
+        Step("combine", unpermute, UnpermuteConfig(), takes=("place",)),
+    )
+    return ChainConfig(steps=steps, extras=("tokens", "indices"))
