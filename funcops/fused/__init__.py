@@ -4,6 +4,7 @@ from funcops.fused import add_norm as add_norm
 from funcops.fused import bias_activation as bias_activation
 from funcops.fused import bias_gradients as bias_gradients
 from funcops.fused import dropout_add as dropout_add
+from funcops.fused import experts as experts
 from funcops.fused import fork as fork
 from funcops.fused import glu_linear as glu_linear
 from funcops.fused import linear_cross_entropy as linear_cross_entropy

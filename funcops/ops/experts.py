@@ -199,18 +199,25 @@ def computed(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig, needs: Needs
 ) -> tuple[Tensor, ExpertsResiduals | None]:
     """`experts_fwd` of params and x that were looked at, of however many choices."""
+    y, z, _, order, offsets, place = products(params, x, cfg)
+    weights, tokens, indices = x
+    kept = ExpertsResiduals.keep(
+        cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=params.up.weight,
+        down=params.down.weight, down_bias=params.down.bias, z=z, order=order, place=place, offsets=offsets,
+        inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype, weights_dtype=weights.dtype, choices=weights.shape[-1],
+    )  # fmt: skip
+    return y, kept
+
+
+def products(params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ExpertsConfig) -> tuple[Tensor, ...]:
+    """y, and with it z, what down reads, order, offsets and place [T, K]."""
     weights, tokens, indices = x
     up, down = params.up, params.down
     order, _, offsets, place = sort_by_expert(_rows(indices), cfg.experts)
     z, scaled = kernels.experts_up(_rows(tokens), up.weight, up.bias, _rows(weights), order, offsets, *cfg.gated)
     s = of_rows(weights, order) if cfg.bias else None
     y = gather_rows(grouped_product(scaled, down.weight, down.bias, offsets, None, 1, s, True), place, None).view(tokens.shape)
-    kept = ExpertsResiduals.keep(
-        cfg, needs, x=tokens, weights=weights, indices=indices if cfg.bias else None, up=up.weight, down=down.weight,
-        down_bias=down.bias, z=z, order=order, place=place, offsets=offsets, inputs=Inputs.of(x), shape=tokens.shape,
-        dtype=tokens.dtype, weights_dtype=weights.dtype, choices=weights.shape[-1],
-    )  # fmt: skip
-    return y, kept
+    return y, z, scaled, order, offsets, place
 
 
 @dgrad_of(ExpertsResiduals)

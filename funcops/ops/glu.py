@@ -140,11 +140,8 @@ def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -
         if scales.numel() != rows:
             fail("glu_fwd", "weights", f"{rows} numbers, as x has rows", list(scales.shape))
         check("glu_fwd", "order", order, t.shape[:-1], torch.int32, t)
-    return _gated(t, _by_row(scales, order), cfg), scaled_glu_kept(cfg, needs, x)
-
-
-def _by_row(scales: Tensor | None, order: Tensor | None) -> Tensor | None:
-    return scales if scales is None or order is None else of_rows(scales, order)
+        scales = of_rows(scales, order)
+    return _gated(t, scales, cfg), scaled_glu_kept(cfg, needs, x)
 
 
 def _gated(t: Tensor, scales: Tensor | None, cfg: GLUConfig) -> Tensor:
@@ -163,7 +160,8 @@ def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
         x = unpack(x)
     if cfg.paired:
         return kernels.glu_pair_fwd(x, residuals.linear, cfg.kind)
-    return _gated(x, _by_row(residuals.scales, residuals.order), cfg)
+    scales, order = residuals.scales, residuals.order
+    return _gated(x, scales if order is None else of_rows(scales, order), cfg)
 
 
 def _reads(cfg: GLUConfig) -> bool:
@@ -191,8 +189,8 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
     first = cfg.first
     if wanted[1] and scales is None:  # their own gradient reads no more of them than the dtype
         scales = x.new_empty(x.shape[:-1], dtype=residuals.scales_like[1])
-    else:
-        scales = _by_row(scales, residuals.order)
+    elif scales is not None and residuals.order is not None:
+        scales = of_rows(scales, residuals.order)
     if cfg.kind == "clamped_swiglu":
         found = kernels.clamped_swiglu_bwd(dy, x, scales, first, cfg.limit, cfg.alpha, cfg.offset, *wanted)
     else:

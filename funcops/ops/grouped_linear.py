@@ -112,7 +112,8 @@ class GroupedLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
 
 class GroupedLinearPending(Pending):
     x: Tensor = saved("[N, I] or [*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
-    dy: Tensor = saved("[N, O]", alias="dy", needed_by=WGRAD)
+    dy: Tensor = saved("[N, O] or [*, O]", alias="dy", needed_by=WGRAD)
+    dy_order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD)  # of the rows of dy, where a rule made none
     offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD)
     order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=("params.weight",))
     weights: Tensor | None = saved("[*, K]", alias="residuals.weights", needed_by=WGRAD, of=("params.bias",))
@@ -240,11 +241,11 @@ def grouped_linear_wgrad(
     pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
     """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` where that is given."""
-    x, dy, needs = pending.x, pending.dy, pending.needs
+    x, dy, needs = pending.x, pending.dy.reshape(-1, cfg.out_features), pending.needs
     bias = cfg.bias and needs.param("bias")
     rows = None if x is None else x.reshape(-1, cfg.in_features)
     s = None if pending.weights is None else of_rows(pending.weights, pending.weights_order)
-    args = dy, rows, pending.offsets, None, pending.order, pending.choices, s
+    args = dy, rows, pending.offsets, pending.dy_order, pending.order, pending.choices, s
     if into is None:
         return _apart(GroupedLinearParams(*kernels.grouped_wgrad(*args, bias)), cfg, needs)
     shape = dy.new_empty(()).expand(cfg.experts, *cfg.weight_shape)

@@ -99,9 +99,14 @@ def _sorted(x: Any, cfg: PermuteConfig, needs: Needs) -> tuple[tuple[Tensor, ...
     check("permute_fwd", "x.2 (indices)", indices, weights.shape, torch.int32, t)
     kernels.check_row_count("permute_fwd", "x.2 (indices)", indices.numel())
     order, _, offsets, place = kernels.sort_by_expert(indices, cfg.experts)
+    return (t, weights, offsets, order, place), sorted_kept(cfg, needs, x)
+
+
+def sorted_kept(cfg: PermuteConfig, needs: Needs, x: tuple[Tensor, Tensor, Tensor]) -> PermuteResiduals | None:
+    """Of rows that are not made."""
+    weights, t, _ = x
     like = weights.shape, weights.dtype
-    kept = PermuteResiduals.keep(cfg, needs, weights_like=like, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
-    return (t, weights, offsets, order, place), kept
+    return PermuteResiduals.keep(cfg, needs, weights_like=like, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
 
 
 def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tensor]:

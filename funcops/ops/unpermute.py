@@ -62,7 +62,11 @@ def unpermute_fwd(
     if rows.dim() != 2 or rows.shape[0] != place.numel():
         fail("unpermute_fwd", "x.0 (rows)", f"[{place.numel()}, D], a row for each place", list(rows.shape))
     y = kernels.gather_rows(rows, place.reshape(-1, place.shape[-1]), None).view(*place.shape[:-1], rows.shape[-1])
-    return y, UnpermuteResiduals.keep(cfg, needs, place=place, inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype)
+    return y, unpermute_kept(cfg, needs, x, y)
+
+
+def unpermute_kept(cfg: UnpermuteConfig, needs: Needs, x: tuple[Tensor, Tensor], y: Tensor) -> UnpermuteResiduals | None:
+    return UnpermuteResiduals.keep(cfg, needs, place=x[1], inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype)
 
 
 @dgrad_of(UnpermuteResiduals)

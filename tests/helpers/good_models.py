@@ -76,6 +76,7 @@ MODELS = {
     "models.LatentConfig": Row(latent, dict.fromkeys(("kv_rank", "rope_size", "q_rank"), ZERO)),
     "models.MoEConfig": Row(sparse, {"dense": ((-1,), ("a",))}, {("dense", "[]"): "none"}),
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
+    "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
     "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS},
         {"ids": (IDS[0],)}, {("ids", "int64[2, 3]"): "one tensor may be anywhere"}),
