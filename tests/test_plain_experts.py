@@ -1,20 +1,28 @@
 """Experts as a chain of steps: the laws, and the numbers, the bytes and the params of the one op."""
 
+import dataclasses
+
 import pytest
 import torch
 from cases import experts as of_experts
 
-from funcops import ExpertsConfig, WithExtras, chain, experts, random
+from funcops import ExpertsConfig, Needs, WithExtras, chain, donate, experts, explain, fused, random, with_policy
+from funcops.backend import backend
 from funcops.models import plain_experts
 from funcops.ops.experts import ExpertsParams
 from funcops.residuals.report import report
 from funcops.testing import LAWS, Case
+from funcops.testing.checks import same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths
+from funcops.trees import paths, replace, tree_map_tensors
 
 
 def as_experts(tree):
     return ExpertsParams(tree["up"], tree["down"])
+
+
+def by_steps(params):
+    return {"sort": None, "up": params.up, "act": None, "down": params.down, "combine": None}
 
 
 def as_chain(given):
@@ -56,7 +64,7 @@ def test_laws_of_the_chain(law, one, dtype):
 def test_the_chain_gives_and_keeps_what_the_op_does(dtype):
     for one in (of_experts.CASES[0], BIASED, EMPTY):
         params, given = one.make(dtype)
-        cfg, apart = plain_experts(one.cfg), {"sort": None, "up": params.up, "act": None, "down": params.down, "combine": None}
+        cfg, apart = plain_experts(one.cfg), by_steps(params)
         y, kept = experts.fwd(params, given, one.cfg)
         found, kept_apart = chain.fwd(apart, as_chain(given), cfg)
         dparams, (d_weights, dx, _) = experts.bwd(kept, y, one.cfg)
@@ -74,3 +82,147 @@ def test_params_have_the_paths_of_the_ops():
     assert shapes[0] == shapes[1]
     with pytest.raises(TypeError, match="plain_experts: cfg must be ExpertsConfig, got 3"):
         plain_experts(3)
+
+
+ALIKE = {
+    "all": (Needs.ALL, Needs.ALL),
+    "frozen experts": (Needs(params=False), Needs(params=False)),
+    "some": (Needs(x=["1"], params=["up.weight", "down.bias"]), Needs(x=["extras.tokens"], params=["up.weight", "down.bias"])),
+    "weights": (Needs(x=["0"], params=["down.weight"]), Needs(x=["main"], params=["down.weight"])),
+}
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """The names of the op's own functions that a rule called."""
+    found = []
+    for name in ("products", "experts_dgrad"):
+        own = getattr(fused.experts, name)
+        monkeypatch.setattr(fused.experts, name, lambda *args, own=own, name=name: found.append(name) or own(*args))
+    return found
+
+
+@pytest.mark.parametrize("name", ALIKE)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("one", [of_experts.CASES[0], BIASED, EMPTY], ids=str)
+def test_fused_the_chain_is_the_op_to_the_bit(ran, one, dtype, name):
+    params, given = one.make(dtype)
+    needs, masks = ALIKE[name]
+    cfg, apart, x = plain_experts(one.cfg), by_steps(params), as_chain(given)
+    with backend("triton"):
+        y, kept = experts.fwd(params, given, one.cfg, needs=needs)
+        dy = torch.randn_like(y)
+        dparams, (d_weights, dx, _) = experts.bwd(kept, dy, one.cfg)
+        found, of_steps = chain.fwd(apart, x, cfg, needs=masks)
+        d_given, pending = chain.dgrad(of_steps, dy, cfg)
+        halves = chain.wgrad(pending, cfg), d_given
+        whole = chain.bwd(of_steps, dy, cfg)
+        given_away = chain.bwd(donate(of_steps), dy, cfg)
+    assert ran == ["products"] + ["experts_dgrad"] * 3
+    _, unfused = chain.fwd(apart, x, dataclasses.replace(cfg, fuse=False), needs=masks)
+    assert sorted(paths(unfused)) == sorted(paths(chain.fwd(apart, x, cfg, needs=masks)[1])), "a fusion keeps what the steps keep"
+    for dparts, dx_of in (halves, whole, given_away):
+        got = found, as_experts(dparts), dx_of.main, dx_of.extras["tokens"]
+        same_bits(got, (y, dparams, d_weights, dx), name)
+
+
+def test_fused_the_chain_keeps_what_its_steps_are_asked_for(ran):
+    """Whatever a policy keeps; accumulators get what they get of the op."""
+    one = BIASED
+    params, given = one.make(torch.float32)
+    cfg, apart, x = plain_experts(one.cfg), by_steps(params), as_chain(given)
+    sums = tree_map_tensors(torch.ones_like, params)
+    with backend("triton"):
+        y, kept = experts.fwd(params, given, one.cfg)
+        dparams, _ = experts.bwd(kept, y, one.cfg, into=sums)
+        for policy in ("save_all", "minimal", "compress_fp8"):
+            op = with_policy(chain, policy)
+            _, want = op.fwd(apart, x, dataclasses.replace(cfg, fuse=False))
+            found, got = op.fwd(apart, x, cfg)
+            same_bits(found, y, policy)
+            names = [{path: t.shape for path, t in paths(r).items() if t is not None} for r in (got, want)]
+            assert names[0] == names[1] and ("down.x" in names[0]) == (policy == "save_all")
+            into = by_steps(tree_map_tensors(torch.ones_like, params))
+            assert op.bwd(got, y, cfg, into=into)[0] is into
+            if policy != "compress_fp8":
+                same_bits(as_experts(into), dparams, policy)
+    assert ran.count("products") == 3 and ran.count("experts_dgrad") == 2, "what is packed the steps unpack"
+
+
+def changed(extras=("tokens", "indices"), **by_step):
+    """The chain with fields of a step, or of its config, changed."""
+    cfg = plain_experts(ExpertsConfig(3, 4, 2, bias=True))
+    steps = []
+    for step in cfg.steps:
+        own = by_step.get(step.name, {})
+        inner = dataclasses.replace(step.cfg, **{k: v for k, v in own.items() if k not in ("takes", "gives")})
+        steps.append(dataclasses.replace(step, cfg=inner, **{k: v for k, v in own.items() if k in ("takes", "gives")}))
+    return dataclasses.replace(cfg, steps=tuple(steps), extras=extras)
+
+
+NEAR = {
+    "up.bias": (changed(up={"bias": False}), "experts at sort (forward): down is not as plain_experts makes it"),
+    "gate": (changed(act={"gate": "second"}), "experts at sort (forward): act is not as plain_experts makes it"),
+    "apart": (changed(down={"stacked": False}), "experts at sort (backward): down is not as plain_experts makes it"),
+    "place": (
+        changed(combine={"takes": ("other",)}, extras=("tokens", "indices", "other")),
+        "experts at sort (forward): combine takes something else than plain_experts gives it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_what_nearly_is_the_chain_says_why_not(name):
+    cfg, reason = NEAR[name]
+    text = str(explain(cfg))
+    assert f"not {reason}" in text and "+" not in text.replace("GLU again + linear", "")
+
+
+def test_where_the_chain_is_fused():
+    cfg = changed()
+    line = "sort + up + act + down + combine: experts"
+    assert f"forward   {line}, saves 1 pass and 2 launches" in str(explain(cfg))
+    assert f"backward  {line}, again, saves 5 passes and 6 launches" in str(explain(cfg))
+    assert "float64 runs on torch" in str(explain(cfg, dtype=torch.float64)) and line not in str(explain(cfg, dtype=torch.float64))
+    assert line not in str(explain(cfg, device_type="cpu")) and line not in str(explain(dataclasses.replace(cfg, fuse=False)))
+    nothing = Needs(x=False, params=["down.weight"])
+    assert "not experts at sort (backward): no gradient is asked of its input" in str(explain(cfg, nothing))
+    assert f"forward   {line}" in str(explain(cfg, nothing))
+
+
+@pytest.mark.parametrize("one", [of_experts.CASES[0], BIASED], ids=str)
+def test_every_bad_call_raises_by_name_where_the_chain_is_fused(one):
+    with backend("triton"):
+        LAWS["loud"](steps_of(one), torch.float32)
+
+
+EDITED = {
+    "act.x": torch.ones(3, 6),
+    "act.order": torch.zeros(3, dtype=torch.int32),
+    "act.scales": torch.ones(2, 2),
+    "down.offsets": torch.zeros(3, dtype=torch.int32),
+    "down.weight": torch.ones(4, 3, 3),
+    "up.weight": torch.ones(4, 3, 3),
+    "combine.place": torch.zeros(3, 2, dtype=torch.int32),
+}
+
+
+def test_edited_residuals_are_not_for_the_fused_kernels(ran):
+    one = of_experts.CASES[0]
+    params, given = one.make(torch.float32)
+    cfg = plain_experts(one.cfg)
+    with backend("triton"):
+        y, kept = chain.fwd(by_steps(params), as_chain(given), cfg)
+
+        def fits(**edited):
+            nodes = [replace(kept[step.name], **edited.get(step.name, {})) for step in cfg.steps]
+            return fused.experts._fits(one.cfg, nodes, y)
+
+        assert fits() and not fused.experts._fits(one.cfg, [kept[step.name] for step in cfg.steps], y[:1])
+        for path, value in EDITED.items():
+            step, _, field = path.partition(".")
+            assert not fits(**{step: {field: value}}), path
+        kept["act"] = replace(kept["act"], x=EDITED["act.x"])
+        with pytest.raises(ValueError, match="glu_dgrad: dy must be"):
+            chain.bwd(kept, y, cfg)
+    assert ran == ["products"]

@@ -129,9 +129,7 @@ def _recomputed(steps: tuple[Step, ...], recompute: Any) -> frozenset[str]:
     unknown = [] if isinstance(recompute, bool) else [name for name in recompute if name not in names]
     require(not unknown, "ChainConfig", "recompute", f"a bool, or names of steps ({', '.join(names)})", unknown)
     asked = names if recompute is True else set(recompute or ())
-    return frozenset(
-        step.name for step in steps if step.name in asked and step.op.again is not None and not step.given
-    )
+    return frozenset(step.name for step in steps if step.name in asked and step.op.again is not None and not step.given)
 
 
 def _check_routing(steps: tuple[Step, ...], extras: tuple[str, ...], outputs: tuple[str, ...]) -> None:

@@ -27,9 +27,7 @@ def plain_experts(cfg: ExpertsConfig) -> ChainConfig:
     require_type("plain_experts", "cfg", cfg, ExpertsConfig)
     rows, numbers = ("offsets", "order", "place"), ("order", "weights")
     up = GroupedLinearConfig(cfg.experts, cfg.dim, 2 * cfg.hidden, bias=cfg.bias, gathered=True)
-    act = GLUConfig(
-        kind=cfg.kind, gate="first", scaled=True, gathered=True, limit=cfg.limit, alpha=cfg.alpha, offset=cfg.offset
-    )
+    act = GLUConfig(kind=cfg.kind, gate="first", scaled=True, gathered=True, limit=cfg.limit, alpha=cfg.alpha, offset=cfg.offset)
     down = GroupedLinearConfig(cfg.experts, cfg.hidden, cfg.dim, bias=cfg.bias, weighted=cfg.bias)
     steps = (
         Step("sort", permute, PermuteConfig(cfg.experts, gathered=True), takes=("tokens", "indices"), gives=("weights", *rows)),

@@ -19,8 +19,8 @@ from funcops.needs import Needs
 from funcops.ops.experts import (
     ExpertsConfig,
     ExpertsParams,
-    check_experts_params,
     ExpertsResiduals,
+    check_experts_params,
     check_experts_x,
     experts_dgrad,
     products,
@@ -134,8 +134,8 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
     chosen = torch.searchsorted(offsets[1:], place, right=True, out_int32=True) if cfg.bias else None
     node = ExpertsResiduals.keep(
         cfg, _asked(calls, again), x=of_up.x, weights=of_act.scales, indices=chosen, up=of_up.weight, down=of_down.weight,
-        down_bias=of_down.bias, z=of_act.x, order=order, place=place.reshape(-1, choices), offsets=offsets, inputs=Inputs.of((0, 0, 0)),
-        shape=dy.shape, dtype=dy.dtype, weights_dtype=of_act.scales_like[1], choices=choices,
+        down_bias=of_down.bias, z=of_act.x, order=order, place=place.reshape(-1, choices), offsets=offsets,
+        inputs=Inputs.of((0, 0, 0)), shape=dy.shape, dtype=dy.dtype, weights_dtype=of_act.scales_like[1], choices=choices,
     )  # fmt: skip
     (d_weights, dx, _), pending = experts_dgrad(node, dy, cfg)
     keep = functools.partial(GroupedLinearPending.keep, offsets=offsets, choices=choices)
@@ -143,16 +143,11 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
     if sort.needs.input(1):
         gradients[sort.takes[0]] = add(gradients.get(sort.takes[0]), dx)
     elsewhere = gradients.pop(sort.gives[0], None)  # where others read the weights that the first step gives
-    return add(elsewhere, d_weights) if sort.needs.input(0) else None, [
-        None,
-        keep(up.cfg, of_up.needs, x=of_up.x, dy=dz, order=of_up.order),
-        None,
-        keep(
-            down.cfg, down.needs if again else of_down.needs, x=scaled if again else of_down.x, dy=dy, dy_order=order, weights=of_down.weights,
-            weights_order=of_down.weights_order,
-        ),
-        None,
-    ]  # fmt: skip
+    first = keep(up.cfg, of_up.needs, x=of_up.x, dy=dz, order=of_up.order)
+    needs, x = (down.needs, scaled) if again else (of_down.needs, of_down.x)
+    numbers = dict(weights=of_down.weights, weights_order=of_down.weights_order)
+    second = keep(down.cfg, needs, x=x, dy=dy, dy_order=order, **numbers)
+    return add(elsewhere, d_weights) if sort.needs.input(0) else None, [None, first, None, second, None]
 
 
 # the unit does not read z, nor gather weights

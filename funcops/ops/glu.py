@@ -7,11 +7,12 @@ second, most SwiGLU models with the first). f: glu sigmoid, reglu relu, squared_
 quick_geglu x sigmoid(1.702 x), swiglu silu. clamped_swiglu (GPT-OSS): g = min(gate, limit), l = clamp(linear, ±limit),
 y = g sigmoid(alpha g) (l + offset). With `scaled`, x is `(x, scales)` and y is multiplied by scales row by row;
 d scales = sum over H of dy times the unscaled y. With `gathered` as well, x is `(x, weights, order)` and the scale of row n is
-weights.flat[order[n]], as of the sorted rows of experts (`permute`). With `paired`, x is `(gate, linear)`, two tensors of their own.
+weights.flat[order[n]], as of rows that are sorted by expert (`permute`). With `paired`, x is `(gate, linear)`, two tensors of
+their own.
 
-x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*], of x's dtype or the wide one; else one float dtype. Gathered:
-x [N, 2H], weights and d weights of N numbers, order [N], a permutation, int32. Kept: x, scales, weights and order, aliases:
-no bytes of their own. arXiv:2002.05202.
+x, dx: [*, 2H], or two of [*, H]; y, dy: [*, H]; scales, d scales: [*], of x's dtype or the wide one; else one float dtype.
+Gathered: x [N, 2H], weights and d weights of N numbers, order [N], a permutation, int32. Kept: x, scales, weights and order,
+aliases: no bytes of their own. arXiv:2002.05202.
 
 >>> import torch
 >>> from funcops import GLUConfig, glu_bwd, glu_fwd
@@ -86,8 +87,8 @@ class GLUResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, 2H]", alias="x", needed_by=DGRAD | AGAIN, blocks=True)
     scales: Tensor | None = saved("[*], or of as many", alias="x.1", needed_by=DGRAD | AGAIN, of=("x.0",))
     linear: Tensor | None = saved("[*, H]", alias="x.1", needed_by=DGRAD | AGAIN)
-    order: Tensor | None = saved("[*]", alias="x.2", needed_by=DGRAD | AGAIN)
-    scales_like: tuple[torch.Size, torch.dtype] | None = static(None)
+    order: Any = saved("[*]", alias="x.2", needed_by=DGRAD | AGAIN)
+    scales_like: Any = static()  # their shape and dtype
 
 
 def _split(x: Any, *names: str) -> tuple[Tensor, ...]:
@@ -111,9 +112,9 @@ def glu_kept(cfg: GLUConfig, needs: Needs, x: Tensor) -> GLUResiduals | None:
     return GLUResiduals.keep(cfg, needs, x=x, scales=None, inputs=None)
 
 
-def scaled_glu_kept(cfg: GLUConfig, needs: Needs, x: tuple[Tensor, ...]) -> GLUResiduals | None:
+def scaled_glu_kept(cfg: GLUConfig, needs: Needs, x: Any) -> GLUResiduals | None:
     """Of one tensor and its scales, which may be gathered."""
-    t, scales, order = (*x, None)[:3]
+    t, scales, order = x if len(x) == 3 else (*x, None)
     like = scales.shape, scales.dtype
     return GLUResiduals.keep(cfg, needs, x=t, scales=scales, order=order, scales_like=like, inputs=Inputs.of(x))
 
@@ -125,22 +126,22 @@ def glu_fwd(params: None, x: Any, cfg: GLUConfig, *, needs: Needs = Needs.ALL) -
     if cfg.paired:
         return _pair(x, cfg, needs)
     names = ("x", "weights", "order") if cfg.gathered else ("x", "scales")
-    parts = _split(x, *names) if cfg.scaled else (x,)
+    parts: Any = _split(x, *names) if cfg.scaled else (x,)
     t = parts[0]
     check("glu_fwd", "x", t, (...,), FLOATS)
     if t.dim() < 1 or t.shape[-1] % 2 != 0:
         fail("glu_fwd", "x", "[..., 2H], of even last size", list(t.shape))
     if not cfg.scaled:
         return _gated(t, None, cfg), glu_kept(cfg, needs, t)
-    scales, order = (*parts, None)[1:3]
+    scales = parts[1]
     dtypes = tuple({t.dtype: 0, wide(t.dtype): 0})
     check("glu_fwd", names[1], scales, (...,) if cfg.gathered else t.shape[:-1], dtypes, t)
     if cfg.gathered:
         rows = t.shape[:-1].numel()
         if scales.numel() != rows:
             fail("glu_fwd", "weights", f"{rows} numbers, as x has rows", list(scales.shape))
-        check("glu_fwd", "order", order, t.shape[:-1], torch.int32, t)
-        scales = of_rows(scales, order)
+        check("glu_fwd", "order", parts[2], t.shape[:-1], torch.int32, t)
+        scales = of_rows(scales, parts[2])
     return _gated(t, scales, cfg), scaled_glu_kept(cfg, needs, x)
 
 
@@ -160,8 +161,8 @@ def glu_again(residuals: GLUResiduals, cfg: GLUConfig) -> Tensor:
         x = unpack(x)
     if cfg.paired:
         return kernels.glu_pair_fwd(x, residuals.linear, cfg.kind)
-    scales, order = residuals.scales, residuals.order
-    return _gated(x, scales if order is None else of_rows(scales, order), cfg)
+    scales: Any = residuals.scales
+    return _gated(x, of_rows(scales, residuals.order) if cfg.gathered else scales, cfg)
 
 
 def _reads(cfg: GLUConfig) -> bool:
@@ -195,17 +196,11 @@ def glu_dgrad(residuals: GLUResiduals, dy: Tensor, cfg: GLUConfig) -> tuple[Any,
         found = kernels.clamped_swiglu_bwd(dy, x, scales, first, cfg.limit, cfg.alpha, cfg.offset, *wanted)
     else:
         found = kernels.glu_bwd(dy, x, scales, cfg.kind, first, *wanted)
-    return _with_dscales(*found, residuals) if cfg.scaled else found[0], None
-
-
-def _with_dscales(dx: Tensor | None, ds: Tensor | None, residuals: GLUResiduals) -> Any:
-    """dx and the gradient of the scales; of weights, which were gathered, each where it was found."""
-    shape, _ = residuals.scales_like
-    if residuals.inputs.parts == 2:
-        return residuals.inputs.make((dx, ds))
-    if ds is not None:
-        ds = of_choices(ds, residuals.order, shape)
-    return residuals.inputs.make((dx, ds, None))
+    if not cfg.gathered:
+        return residuals.inputs.make(found) if cfg.scaled else found[0], None
+    dx, ds = found
+    d_weights = None if ds is None else of_choices(ds, residuals.order, residuals.scales_like[0])
+    return residuals.inputs.make((dx, d_weights, None)), None
 
 
 glu = make_op("glu", GLUConfig, fwd=glu_fwd, dgrad=glu_dgrad, cheap="elementwise", again=glu_again)

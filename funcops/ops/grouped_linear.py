@@ -9,10 +9,12 @@ at most N. With `gathered` it is `(x, offsets, order, place)`, as `permute` make
 [*, I] of T tokens with K choices each, row n being x[order[n] // K]; order [N = T K]; place [*, K], the rows of a token. Then
 dx = the sum of a token's rows, in the order of its choices: no [N, I] is made of x. With `weighted` a bias counts s_n times, as
 after rows that were multiplied by s_n: x is `(rows, offsets, order, weights)`, s_n = weights.flat[order[n]], weights [*, K] of x's
-dtype or the wide one, and y_n = x_n w_e^T + s_n b_e, db_e = sum of s_n dy_n, d weights.flat[order[n]] = dy_n . b_e. y, dy: [N, O]; w: [E, O, I], b: [E, O] or None,
-or with `stacked=False` a tuple of E tensors each (checkpoints of others), which costs a copy of the weights a call. One float dtype
-(float64, float32, bfloat16, float16). Kept: x, w, offsets, order, place, weights and b, aliases: no bytes of its own. `into` may be float32
-accumulators for 16-bit gradients. The offsets stay on the device. TransformerEngine's GroupedLinear; arXiv:2211.15841.
+dtype or the wide one, and y_n = x_n w_e^T + s_n b_e, db_e = sum of s_n dy_n, d weights.flat[order[n]] = dy_n . b_e.
+
+y, dy: [N, O]; w: [E, O, I], b: [E, O] or None, or with `stacked=False` a tuple of E tensors each (checkpoints of others), which
+costs a copy of the weights a call. One float dtype (float64, float32, bfloat16, float16). Kept: x, w, b, offsets, order, place and
+weights, aliases: no bytes of its own. `into` may be float32 accumulators for 16-bit gradients. The offsets stay on the device.
+TransformerEngine's GroupedLinear; arXiv:2211.15841.
 
 >>> import torch
 >>> from funcops import GroupedLinearConfig, GroupedLinearParams, grouped_linear_bwd, grouped_linear_fwd
@@ -103,10 +105,10 @@ class GroupedLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
     order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=("params.weight",))
     place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
     bias: Any = saved("[E, O], or E of [O]", alias="params.bias", needed_by=DGRAD, of=("x.3",), tree=True)  # where it is weighted
-    weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=WGRAD, of=("params.bias",))
-    weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD | WGRAD, of=("x.3", "params.bias"))
+    weights: Any = saved("[*, K]", alias="x.3", needed_by=WGRAD, of=("params.bias",))
+    weights_order: Any = saved("[N]", alias="x.2", needed_by=DGRAD | WGRAD, of=("x.3", "params.bias"))
     y_shape: torch.Size = static()
-    weights_like: tuple[torch.Size, torch.dtype] | None = static()
+    weights_like: Any = static()  # their shape and dtype
     choices: int = static()  # K; 1 of rows
 
 
@@ -117,7 +119,7 @@ class GroupedLinearPending(Pending):
     offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD)
     order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=("params.weight",))
     weights: Tensor | None = saved("[*, K]", alias="residuals.weights", needed_by=WGRAD, of=("params.bias",))
-    weights_order: Tensor | None = saved("[N]", alias="residuals.weights_order", needed_by=WGRAD, of=("params.bias",))
+    weights_order: Any = saved("[N]", alias="residuals.weights_order", needed_by=WGRAD, of=("params.bias",))
     choices: int = static()  # K; 1 of rows
 
 
@@ -148,9 +150,9 @@ def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[i
         check(where, f"{name}.{e}", t, shape, like.dtype, like)
 
 
-def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Any, Any]:
     """What x is made of; at last `place`, or the weights."""
-    names = ("x", "offsets", "order", "place") if cfg.gathered else ("rows", "offsets", "order", "weights")[: 4 if cfg.weighted else 2]
+    names = ("x", "offsets", "order", "place") if cfg.gathered else ("rows", "offsets", *("order", "weights") * cfg.weighted)
     if not isinstance(x, tuple) or len(x) != len(names):
         fail("grouped_linear_fwd", "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
     rows, offsets, order, last = (*x, None, None)[:4]
@@ -176,9 +178,9 @@ def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Tensor | 
 def grouped_linear_fwd(
     params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedLinearConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, GroupedLinearResiduals | None]:
-    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)`, `(x, offsets, order, place)` or `(rows, offsets, order, weights)` -> y: [N, O].
-    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend from 0 to at
-    most N."""
+    """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)`, `(x, offsets, order, place)` or `(rows, offsets, order, weights)` -> y:
+    [N, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend
+    from 0 to at most N."""
     rows, offsets, order, last = _inputs(x, cfg)
     place, weights = (last, None) if cfg.gathered else (None, last)
     weight, bias = params.weight, params.bias
@@ -195,10 +197,10 @@ def grouped_linear_fwd(
 
 
 def grouped_linear_kept(
-    cfg: GroupedLinearConfig, needs: Needs, params: GroupedLinearParams, x: tuple[Tensor, ...], y_shape: torch.Size
+    cfg: GroupedLinearConfig, needs: Needs, params: GroupedLinearParams, x: Any, y_shape: torch.Size
 ) -> GroupedLinearResiduals | None:
     """Of inputs that were looked at."""
-    rows, offsets, order, last = (*x, None, None)[:4]
+    rows, offsets, order, last = x if len(x) == 4 else (*x, None, None)
     given: dict[str, Any] = dict(order=order, place=last, choices=last.shape[-1]) if cfg.gathered else dict(choices=1)
     if cfg.weighted:
         given |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
@@ -216,8 +218,8 @@ def _stacked(leaf: Any) -> Tensor:
 def grouped_linear_dgrad(
     residuals: GroupedLinearResiduals, dy: Tensor, cfg: GroupedLinearConfig
 ) -> tuple[tuple[Tensor | None, ...], GroupedLinearPending | None]:
-    """`dx_n = dy_n w_e`, by token where x was gathered; `d weights = dy_n . b_e`; offsets and indices have none. dy: [N, O] -> dx as x,
-    and the pending weight gradient, all aliases."""
+    """`dx_n = dy_n w_e`, by token where x was gathered; `d weights = dy_n . b_e`; offsets and indices have none. dy: [N, O] -> dx
+    as x, and the pending weight gradient, all aliases."""
     r, needs, offsets = residuals, residuals.needs, residuals.offsets
     check("grouped_linear_dgrad", "dy", dy, r.y_shape, r.dtype, offsets)
     pending = GroupedLinearPending.keep(
@@ -240,7 +242,8 @@ def grouped_linear_dgrad(
 def grouped_linear_wgrad(
     pending: GroupedLinearPending, cfg: GroupedLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
-    """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` where that is given."""
+    """`dw_e = dy^T x`, `db_e = sum of dy` (weighted: of s dy), 0 for an expert without rows; added to `into` where that is
+    given."""
     x, dy, needs = pending.x, pending.dy.reshape(-1, cfg.out_features), pending.needs
     bias = cfg.bias and needs.param("bias")
     rows = None if x is None else x.reshape(-1, cfg.in_features)

@@ -7,8 +7,8 @@ x is `(x, indices)`. x, dx: [*, D] of one float dtype; indices: [*, K] int32 in 
 [E + 1] and place [*, K] int32. dy is `(drows, None, None)`: integers have no gradient. An index of E is a choice that was dropped:
 its row is behind offsets[E]. Such rows are zero, and have no gradient. Within an expert rows are in the order of the tokens.
 With `gathered` no rows are made, for what finds them by an index (`grouped_linear`, `glu`): x is `(weights, x, indices)`, as
-`experts` takes it, and y `(x, weights, offsets, order, place)`, the first two themselves; row n is of token order[n] // K, its weight
-weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is kept.
+`experts` takes it, and y `(x, weights, offsets, order, place)`, the first two themselves; row n is of token order[n] // K, its
+weight weights.flat[order[n]], order [N] int32. dy is `(dx, d weights, None, None, None)`, and nothing is kept.
 Sums are in float32 (float64 for float64), rounded once. Kept: place and offsets, parts of y: no bytes of its own.
 An index outside [0, E] raises `IndexError` on the CPU; on CUDA it is a device-side assertion, as in PyTorch.
 
@@ -65,9 +65,9 @@ class PermuteConfig:
 
 
 class PermuteResiduals(Residuals, static=("inputs", "shape", "dtype")):
-    offsets: Tensor | None = saved("[E + 1]", alias="y.1", needed_by=DGRAD, of=("x.0",))
-    place: Tensor | None = saved("[*, K]", alias="y.2", needed_by=DGRAD, of=("x.0",))
-    weights_like: tuple[torch.Size, torch.dtype] | None = static()
+    offsets: Any = saved("[E + 1]", alias="y.1", needed_by=DGRAD, of=("x.0",))
+    place: Any = saved("[*, K]", alias="y.2", needed_by=DGRAD, of=("x.0",))
+    weights_like: Any = static()  # their shape and dtype
 
 
 @forward(PermuteConfig)
@@ -121,9 +121,9 @@ def check_rows_and_choices(where: str, x: Any, name: str) -> tuple[Tensor, Tenso
 
 
 @dgrad_of(PermuteResiduals)
-def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> tuple[tuple[Tensor, None], None]:
-    """dy: `(drows, None, None)` -> `(dx, None)`, or `(dx, d weights, None, None, None)` -> `(d weights, dx, None)`. There is no weight
-    gradient: pending is None."""
+def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> tuple[tuple[Tensor | None, ...], None]:
+    """dy: `(drows, None, None)` -> `(dx, None)`, or `(dx, d weights, None, None, None)` -> `(d weights, dx, None)`. There is no
+    weight gradient: pending is None."""
     if cfg.gathered:
         return _back(residuals, dy), None
     if not isinstance(dy, tuple) or len(dy) != 3:
@@ -140,7 +140,7 @@ def permute_dgrad(residuals: PermuteResiduals, dy: Any, cfg: PermuteConfig) -> t
     return residuals.inputs.make((dx.view(*place.shape[:-1], dx.shape[-1]), None)), None
 
 
-def _back(residuals: PermuteResiduals, dy: Any) -> tuple[Tensor | None, ...]:
+def _back(residuals: PermuteResiduals, dy: Any) -> Any:
     names = "dx", "d weights", "offsets", "order", "place"
     if not isinstance(dy, tuple) or len(dy) != len(names):
         fail("permute_dgrad", "dy", "a tuple (dx, d weights, None, None, None)", describe(dy), TypeError)

@@ -88,7 +88,8 @@ def drawn(draw):
     if draw(st.booleans()):
         return pair(draw(st.sampled_from(sorted(GATES))), rows, draw(st.integers(1, 6)))
     if draw(st.booleans()):
-        return gathered(draw(st.sampled_from(sorted(GATES))), rows, draw(st.integers(1, 3)), draw(st.integers(1, 6)), draw(st.booleans()))
+        sizes = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+        return gathered(draw(st.sampled_from(sorted(GATES))), rows, *sizes, draw(st.booleans()))
     kind = draw(st.sampled_from([*sorted(GATES), "clamped_swiglu"]))
     return case(kind, draw(st.sampled_from(["first", "second"])), rows, draw(st.integers(1, 6)), draw(st.booleans()))
 

@@ -104,7 +104,8 @@ ERRORS = [
     ),
     Error(
         call=lambda: permute_dgrad(
-            permute_fwd(None, (X[:, :2], X, TOP), PermuteConfig(2, gathered=True))[1], (X, X, None, None, None),
+            permute_fwd(None, (X[:, :2], X, TOP), PermuteConfig(2, gathered=True))[1],
+            (X, X, None, None, None),
             PermuteConfig(2, gathered=True),
         ),
         match="permute_dgrad: dy.1 (d weights) must be [3, 2], got [3, 4]",
