@@ -6,9 +6,23 @@ import pytest
 import torch
 from cases import experts as of_experts
 
-from funcops import ExpertsConfig, Needs, WithExtras, chain, donate, experts, explain, fused, random, with_policy
+from funcops import (
+    ExpertsConfig,
+    Needs,
+    RouteConfig,
+    WithExtras,
+    chain,
+    donate,
+    experts,
+    explain,
+    fused,
+    random,
+    with_policy,
+)
 from funcops.backend import backend
-from funcops.models import plain_experts
+from funcops.checkpoint import load, save
+from funcops.graphs import check_capturable
+from funcops.models import MoEConfig, moe, plain_experts
 from funcops.ops.experts import ExpertsParams
 from funcops.residuals.report import report
 from funcops.testing import LAWS, Case
@@ -226,3 +240,44 @@ def test_edited_residuals_are_not_for_the_fused_kernels(ran):
         with pytest.raises(ValueError, match="glu_dgrad: dy must be"):
             chain.bwd(kept, y, cfg)
     assert ran == ["products"]
+
+
+def in_steps(cfg):
+    """The block with its experts as steps."""
+    return cfg.with_parts(lambda name, op, c: (chain, plain_experts(c)) if op is experts else (op, c))
+
+
+def test_a_block_in_steps_is_the_block(tmp_path):
+    """Its outputs, gradients and checkpoints; fused to the bit."""
+    cfg = moe(MoEConfig(route=RouteConfig(4, 2, aux=0.1, z=0.01), experts=ExpertsConfig(4, 6, 3)))
+    steps = in_steps(cfg)
+    params, x = chain.init(cfg, key=random.key(0), dtype=torch.float32), torch.randn(7, 6)
+    save(params, tmp_path / "params")
+    apart = load(tmp_path / "params", chain.init(steps, key=random.key(1), dtype=torch.float32))
+    assert apart["experts"].keys() == {"sort", "up", "act", "down", "combine"}
+    dy = WithExtras(torch.randn(7, 6), {"load": None, "loss": torch.ones(())})
+    with backend("triton"):
+        y, kept = chain.fwd(params, x, cfg)
+        (dparams, dx), (found, kept_apart) = chain.bwd(kept, dy, cfg), chain.fwd(apart, x, steps)
+        dparts, dx_apart = chain.bwd(kept_apart, dy, steps)
+    same_bits((found, dx_apart), (y, dx), "fused")
+    same_bits(as_experts(dparts.pop("experts")), dparams.pop("experts"), "fused")
+    same_bits(dparts, dparams, "fused")
+    assert report(kept, params, x).kept_bytes == report(kept_apart, apart, x).kept_bytes
+    line = "experts.sort + experts.up + experts.act + experts.down + experts.combine: experts"
+    assert str(explain(steps)).count(line) == 2
+
+
+@pytest.mark.parametrize("implementation", ["torch", "triton"])
+def test_a_graph_holds_the_chain_whatever_the_routing(implementation):
+    one = BIASED
+    params, given = one.make(torch.float32)
+    cfg, apart = plain_experts(one.cfg), by_steps(params)
+
+    def step(params, x, dy):
+        y, kept = chain.fwd(params, x, cfg)
+        dx, pending = chain.dgrad(kept, dy, cfg)
+        return y, dx.main, chain.wgrad(pending, cfg)
+
+    with backend(implementation):
+        assert check_capturable(step, apart, as_chain(given), torch.randn_like(given[1])) == []

@@ -113,6 +113,13 @@ DEEPSEEK = [
     *rule(f"{B}.shared.up", f"{H}.mlp.shared_experts.gate_proj {H}.mlp.shared_experts.up_proj"),
     *rule(f"{B}.shared.down", f"{H}.mlp.shared_experts.down_proj"),
 ]
+QWEN2_MOE = [
+    *LLAMA,
+    *routed(f"{B}.routed", f"{H}.mlp", "gate", "gate_proj up_proj", "down_proj"),
+    *rule(f"{B}.shared.gated.mlp.up", f"{H}.mlp.shared_expert.gate_proj {H}.mlp.shared_expert.up_proj"),
+    *rule(f"{B}.shared.gated.mlp.down", f"{H}.mlp.shared_expert.down_proj"),
+    *rule(f"{B}.shared.gated.gate", f"{H}.mlp.shared_expert_gate"),
+]
 E = f"{H}.mlp.experts"
 GPT_OSS = [
     *ENDS,
@@ -240,6 +247,13 @@ FAMILIES = {
         ("rope", "act", "one_window", "mixtral"),
         defaults=UNTIED,
         only={"router_jitter_noise": 0.0},
+        ignored=MOE_LOSS,
+    ),
+    "qwen2_moe": Family(
+        "Qwen2MoeForCausalLM",
+        QWEN2_MOE,
+        ("rope", "act", "qkv_bias", "windows", "qwen2_moe"),
+        defaults=UNTIED,
         ignored=MOE_LOSS,
     ),
     "qwen3_moe": Family(

@@ -75,6 +75,10 @@ def _read_biases(fields: Fields, found: Found) -> None:
     found["qkv_bias"] = found["out_bias"] = fields.take("attention_bias", fields.given["model_type"] == "gpt_oss")
 
 
+def _read_qkv_bias(fields: Fields, found: Found) -> None:
+    found["qkv_bias"] = fields.take("qkv_bias", True)
+
+
 def _read_mlp_bias(fields: Fields, found: Found) -> None:
     found["mlp_bias"] = fields.take("mlp_bias", False)
 
@@ -147,6 +151,9 @@ def _read_windows(fields: Fields, found: Found) -> None:
     if family in ("qwen2", "qwen3"):
         used, first = fields.take("use_sliding_window", False), fields.take("max_window_layers", layers, int)
         types = [SLIDING if used and i >= first else FULL for i in range(layers)]
+    elif family == "qwen2_moe":
+        used, first = fields.take("use_sliding_window", False), fields.take("max_window_layers", 28, int)
+        types = [SLIDING if used and i < first and i % 2 == 0 else FULL for i in range(layers)]
     else:
         used, period = True, fields.take("sliding_window_pattern", 6) if family == "gemma3_text" else 2
         types = [SLIDING if (i + 1) % period else FULL for i in range(layers)]
@@ -164,7 +171,7 @@ def _write_windows(cfg: DecoderConfig) -> Found:
     windows = cfg.windows or (None,) * cfg.layers
     window = next((one for one in windows if one), None)
     found: Found = {"layer_types": [SLIDING if one else FULL for one in windows], "sliding_window": window}
-    return found | ({"use_sliding_window": window is not None} if cfg.family in ("qwen2", "qwen3") else {})
+    return found | ({"use_sliding_window": window is not None} if cfg.family in ("qwen2", "qwen3", "qwen2_moe") else {})
 
 
 def _read_gemma(fields: Fields, found: Found) -> None:
@@ -188,7 +195,7 @@ def _read_gpt2(fields: Fields, found: Found) -> None:
 
 
 def _moe(found: Found, route: RouteConfig, hidden: int, **options: Any) -> None:
-    made = {name: options.pop(name) for name in ("shared", "gate_bias", "dense") if name in options}
+    made = {name: options.pop(name) for name in ("shared", "shared_gate", "gate_bias", "dense") if name in options}
     experts = ExpertsConfig(route.experts, found["dim"], hidden, **{"kind": found["mlp"], **options})
     found["moe"] = MoEConfig(route=route, experts=experts, **made)
 
@@ -209,14 +216,14 @@ def _moe_of(cfg: DecoderConfig) -> MoEConfig:
     return cfg.moe
 
 
-def _read_qwen3_moe(fields: Fields, found: Found) -> None:
+def _read_qwen3_moe(fields: Fields, found: Found, **options: Any) -> None:
     count = fields.take("num_experts", None, int) or fields.take("num_local_experts", kind=int)
     fields.take("num_local_experts", count)
     normalize, step = fields.take("norm_topk_prob", False), fields.take("decoder_sparse_step", 1)
     only = fields.take("mlp_only_layers", [], list)
     dense = tuple(i for i in range(found["layers"]) if i in only or (i + 1) % step)
     route = RouteConfig(count, fields.take("num_experts_per_tok", kind=int), normalize=normalize)
-    _moe(found, route, fields.take("moe_intermediate_size", kind=int), dense=dense)
+    _moe(found, route, fields.take("moe_intermediate_size", kind=int), dense=dense, **options)
 
 
 def _write_qwen3_moe(cfg: DecoderConfig) -> Found:
@@ -229,6 +236,16 @@ def _write_qwen3_moe(cfg: DecoderConfig) -> Found:
         "mlp_only_layers": list(moe.dense),
         "decoder_sparse_step": 1,
     }
+
+
+def _read_qwen2_moe(fields: Fields, found: Found) -> None:
+    shared = fields.take("shared_expert_intermediate_size", kind=int)
+    require(shared >= 1, fields.where, "shared_expert_intermediate_size", "at least 1", shared)
+    _read_qwen3_moe(fields, found, shared=shared, shared_gate=True)
+
+
+def _write_qwen2_moe(cfg: DecoderConfig) -> Found:
+    return {**_write_qwen3_moe(cfg), "shared_expert_intermediate_size": _moe_of(cfg).shared}
 
 
 LATENT = {
@@ -312,6 +329,8 @@ SECTIONS = {
     "gpt2": Section(_read_gpt2, lambda cfg: {}),
     "latent": Section(_read_latent, _write_latent),
     "mixtral": Section(_read_mixtral, _write_mixtral),
+    "qkv_bias": Section(_read_qkv_bias, lambda cfg: {"qkv_bias": cfg.qkv_bias}),
+    "qwen2_moe": Section(_read_qwen2_moe, _write_qwen2_moe),
     "qwen3_moe": Section(_read_qwen3_moe, _write_qwen3_moe),
     "deepseek": Section(_read_deepseek, _write_deepseek),
     "gpt_oss": Section(_read_gpt_oss, _write_gpt_oss),

@@ -1,7 +1,9 @@
 """A mixture of experts as a chain: each token goes through the K experts of E that a router chooses, and all of them, with
 `shared`, through one more MLP.
 
-    l = x W_gate^T      w, i = route(l)      y_t = sum over k of w_tk expert_{i_tk}(x_t)  +  shared(x_t)
+    l = x W_gate^T      w, i = route(l)      y_t = sum over k of w_tk expert_{i_tk}(x_t)  +  g_t shared(x_t)
+
+g_t is 1, or with `shared_gate` sigmoid(x_t . w_s), a number a token (Qwen2-MoE).
 
 What the router gives besides, `load` and `loss`, leaves the chain by name (`ChainConfig(outputs=)`).
 """
@@ -19,6 +21,7 @@ from funcops.ops.fork import ForkConfig, fork
 from funcops.ops.glu import GLUConfig, glu
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.route import RouteConfig, route
+from funcops.ops.row_scale import RowScaleConfig, row_scale
 
 __all__ = ["MoEConfig", "moe"]
 
@@ -28,12 +31,13 @@ ROUTED = ("load", "loss")
 @config
 class MoEConfig:
     """How tokens are routed, and the experts. `shared`: the hidden size of an MLP that every token goes through besides, with the
-    experts' gated unit, 0 for none; `gate_bias`: of the router's linear layer; `dense`: of a decoder, the layers that have an MLP
-    in the place of a mixture."""
+    experts' gated unit, 0 for none; `shared_gate`: it is multiplied by a gate of its own; `gate_bias`: of the router's linear
+    layer; `dense`: of a decoder, the layers that have an MLP in the place of a mixture."""
 
     route: RouteConfig
     experts: ExpertsConfig
     shared: int = 0
+    shared_gate: bool = False
     gate_bias: bool = False
     dense: tuple[int, ...] = ()
 
@@ -45,6 +49,7 @@ class MoEConfig:
         require(self.shared >= 0, "MoEConfig", "shared", "at least 0", self.shared)
         plain = self.shared == 0 or not self.experts.bias
         require(plain, "MoEConfig", "shared", "0 beside experts with biases, which the shared MLP has not", self.shared)
+        require(self.shared or not self.shared_gate, "MoEConfig", "shared_gate", "False without a shared MLP", True)
         right = isinstance(self.dense, tuple) and all(type(i) is int and i >= 0 for i in self.dense)
         require(right, "MoEConfig", "dense", "a tuple of numbers of layers", self.dense)
 
@@ -52,7 +57,8 @@ class MoEConfig:
 def moe(cfg: MoEConfig) -> ChainConfig:
     """The chain of a mixture: x, y: [*, H], and with y `load` [E] and `loss` [] of the router (`route`). With jitter it takes the
     extra `key`. Params: `gate`, `route` and `experts`; with a shared MLP these are in `moe.routed`, and its `up` and `down` in
-    `moe.shared`. Raises `TypeError` for what is no config.
+    `moe.shared`; with a gate of its own in `moe.shared.gated.mlp`, beside `moe.shared.gated.gate`. Raises `TypeError` for what is
+    no config.
 
     >>> import torch
     >>> from funcops import ExpertsConfig, RouteConfig, chain, random
@@ -82,4 +88,8 @@ def _shared(cfg: MoEConfig) -> ChainConfig:
     of, dim = cfg.experts, cfg.experts.dim
     gated = GLUConfig(kind=of.kind, gate="first", limit=of.limit, alpha=of.alpha, offset=of.offset)
     up = Step("up", linear, LinearConfig(dim, 2 * cfg.shared, bias=False))
-    return ChainConfig(steps=(up, Step("act", glu, gated), Step("down", linear, LinearConfig(cfg.shared, dim, bias=False))))
+    mlp = ChainConfig(steps=(up, Step("act", glu, gated), Step("down", linear, LinearConfig(cfg.shared, dim, bias=False))))
+    if not cfg.shared_gate:
+        return mlp
+    both = ParallelConfig(branches=(Step("mlp", chain, mlp), Step("gate", linear, LinearConfig(dim, 1, bias=False))))
+    return ChainConfig(steps=(Step("gated", parallel, both), Step("scale", row_scale, RowScaleConfig(sigmoid=True))))

@@ -29,7 +29,7 @@ def latent() -> dict[str, Any]:
 
 
 def sparse() -> dict[str, Any]:
-    return dict(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3), shared=2, gate_bias=True, dense=(0,))
+    return dict(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3), shared=2, shared_gate=True, gate_bias=True, dense=(0,))
 
 
 def params() -> Any:

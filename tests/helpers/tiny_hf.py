@@ -48,6 +48,19 @@ FAMILIES = {  # model: its type, and its config beside BASE
     ),
     "gemma3": ("gemma3_text", dict(types("sfsfs"), head_dim=6, query_pre_attn_scalar=9)),
     "mixtral": ("mixtral", EXPERTS),
+    "qwen2_moe": (
+        "qwen2_moe",
+        dict(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=20,
+            decoder_sparse_step=2,
+            num_hidden_layers=3,
+            use_sliding_window=True,
+            **WINDOW,
+        ),
+    ),
     "qwen3_moe": (
         "qwen3_moe",
         dict(num_experts=4, num_experts_per_tok=3, moe_intermediate_size=24, norm_topk_prob=False, mlp_only_layers=[0]),

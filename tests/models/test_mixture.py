@@ -43,13 +43,21 @@ def plain(params, x, cfg, config):
     weights, counts, loss = routed(logits, of["route"].bias if route.bias else None, by)
     y = mixture(rows, weights, of["experts"].up.weight, of["experts"].down.weight)
     if config.shared:
-        y = y + mlp(rows, params["moe"]["shared"]["up"].weight, params["moe"]["shared"]["down"].weight)
+        own = params["moe"]["shared"]["gated"] if config.shared_gate else {"mlp": params["moe"]["shared"]}
+        gate = torch.sigmoid(torch.nn.functional.linear(rows, own["gate"].weight)) if config.shared_gate else 1.0
+        y = y + gate * mlp(rows, own["mlp"]["up"].weight, own["mlp"]["down"].weight)
     return WithExtras(y.view(x.shape), {"load": counts.int(), "loss": loss})
 
 
-def case(rows, dim, hidden, route, shared=0, never=()):
+def case(rows, dim, hidden, route, shared=0, never=(), shared_gate=False):
     """Experts in `never` are not chosen: a bias says so. The gate's gradient, of weights less their mean, may come to little."""
-    cfg = MoEConfig(route=route, experts=ExpertsConfig(route.experts, dim, hidden), shared=shared, gate_bias=bool(never))
+    cfg = MoEConfig(
+        route=route,
+        experts=ExpertsConfig(route.experts, dim, hidden),
+        shared=shared,
+        gate_bias=bool(never),
+        shared_gate=shared_gate,
+    )
     of = moe(cfg)
 
     def params(d):
@@ -67,7 +75,7 @@ def case(rows, dim, hidden, route, shared=0, never=()):
         reference=partial(plain, config=cfg),
         dtypes=(torch.float64,),
         cancels=("params.gate", "params.moe.routed.gate"),
-        name=f"moe-{rows}-{route.experts}-{route.top_k}-{shared}-{never}",
+        name=f"moe-{rows}-{route.experts}-{route.top_k}-{shared}-{never}-{shared_gate}",
     )
 
 
@@ -79,6 +87,7 @@ CASES = [
     case((0,), 3, 2, RouteConfig(4, 2, aux=0.2, z=0.1)),
     case((3,), 4, 2, RouteConfig(1, 1, score="sigmoid", normalize=False)),
     case((5,), 3, 2, RouteConfig(4, 1, z=0.1, **DEEPSEEK), shared=3, never=(0, 1, 3)),  # all to one
+    case((5,), 4, 3, RouteConfig(4, 2, normalize=False), shared=3, shared_gate=True),
     case((6,), 4, 3, RouteConfig(64, 1, normalize=False)),
     case((7,), 4, 2, RouteConfig(64, 8, aux=0.1)),
     case((3,), 4, 2, RouteConfig(64, 2, score="sigmoid", bias=True, groups=8, top_groups=2, scale=1.5)),
@@ -104,6 +113,8 @@ def test_more_choices_than_experts_are_refused():
         RouteConfig(4, 5)
     with pytest.raises(ValueError, match="MoEConfig: experts.experts must be 4, as of route, got 5"):
         MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(5, 4, 3))
+    with pytest.raises(ValueError, match="MoEConfig: shared_gate must be False without a shared MLP, got True"):
+        MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3), shared_gate=True)
     with pytest.raises(ValueError, match="MoEConfig: shared must be 0 beside experts with biases"):
         MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 4, 3, bias=True), shared=2)
 
@@ -167,6 +178,8 @@ HUGGING_FACE = {  # home, name of the block, fields of the config, ours, and wha
                 RouteConfig(8, 2)),
     "Qwen3-MoE": ("qwen3_moe", "Qwen3MoeSparseMoeBlock", dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=6,
                   norm_topk_prob=True), RouteConfig(8, 3)),
+    "Qwen2-MoE": ("qwen2_moe", "Qwen2MoeSparseMoeBlock", dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=6,
+                  shared_expert_intermediate_size=10), RouteConfig(8, 2, normalize=False)),
     "DeepSeek-V3": ("deepseek_v3", "DeepseekV3MoE", dict(n_routed_experts=8, num_local_experts=8, num_experts_per_tok=3,
                     n_group=4, topk_group=2, moe_intermediate_size=6, n_shared_experts=2, norm_topk_prob=True,
                     routed_scaling_factor=2.5), RouteConfig(8, 3, groups=4, top_groups=2, **DEEPSEEK)),
@@ -188,10 +201,12 @@ def as_ours(name, given, shared):
             t = t.mT if oss and "bias" not in path else t
             t = t[:, rows] if oss and part == "up" else t
             made[f"{at}experts.{part}.{'bias' if 'bias' in path else 'weight'}"] = t.contiguous()
-    mlps = {path: t for path, t in given.items() if path.startswith("shared_experts.")}
     if shared:
-        made["moe.shared.up.weight"] = torch.cat([mlps[f"shared_experts.{part}_proj.weight"] for part in ("gate", "up")])
-        made["moe.shared.down.weight"] = mlps["shared_experts.down_proj.weight"]
+        mlp, to = ("shared_expert", "moe.shared.gated.mlp") if name == "Qwen2-MoE" else ("shared_experts", "moe.shared")
+        made[f"{to}.up.weight"] = torch.cat([given[f"{mlp}.{part}_proj.weight"] for part in ("gate", "up")])
+        made[f"{to}.down.weight"] = given[f"{mlp}.down_proj.weight"]
+    if name == "Qwen2-MoE":
+        made["moe.shared.gated.gate.weight"] = given["shared_expert_gate.weight"]
     return made
 
 
@@ -207,8 +222,9 @@ def theirs_and_ours(name):
     if name == "GPT-OSS":
         of = theirs.experts
         experts = ExpertsConfig(8, 8, 6, kind="clamped_swiglu", bias=True, limit=of.limit, alpha=of.alpha)
-    shared = 12 if name == "DeepSeek-V3" else 0
-    return modeling, theirs, MoEConfig(route=route, experts=experts, shared=shared, gate_bias=name == "GPT-OSS")
+    shared = {"DeepSeek-V3": 12, "Qwen2-MoE": 10}.get(name, 0)
+    gates = dict(shared_gate=name == "Qwen2-MoE", gate_bias=name == "GPT-OSS")
+    return modeling, theirs, MoEConfig(route=route, experts=experts, shared=shared, **gates)
 
 
 def filled(cfg, ours):
