@@ -281,3 +281,18 @@ def test_a_graph_holds_the_chain_whatever_the_routing(implementation):
 
     with backend(implementation):
         assert check_capturable(step, apart, as_chain(given), torch.randn_like(given[1])) == []
+
+
+@pytest.mark.parametrize("one", [of_experts.CASES[0], BIASED], ids=str)
+def test_weights_that_others_read_too_have_both_gradients(ran, one):
+    params, given = one.make(torch.float32)
+    cfg = dataclasses.replace(plain_experts(one.cfg), outputs=("weights",))
+    with backend("triton"):
+        y, kept = chain.fwd(by_steps(params), as_chain(given), cfg)
+        assert torch.equal(y.extras["weights"], given[0])
+        _, alone = chain.bwd(kept, WithExtras(y.main, {"weights": None}), cfg)
+        _, both = chain.bwd(kept, WithExtras(y.main, {"weights": given[0]}), cfg)
+        assert ran == ["products"] + ["experts_dgrad"] * 2
+        assert_close(both.main, alone.main + given[0], dtype=torch.float32)
+        with pytest.raises(ValueError, match="dy.extras.weights must be"):
+            chain.bwd(kept, WithExtras(y.main, {"weights": given[0][:1]}), cfg)

@@ -125,9 +125,10 @@ def _fits(cfg: ExpertsConfig, kept: list[Any], dy: Any) -> bool:
 
 def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any], whole: bool) -> Any:
     cfg = _config(calls)
-    if not _fits(cfg, kept, dy):
-        return NotImplemented
     sort, up, act, down, _ = calls
+    elsewhere = gradients.get(sort.gives[0])  # of the weights, where others read what the first step gives
+    if not _fits(cfg, kept, dy) or (elsewhere is not None and (elsewhere.shape, elsewhere.dtype) != kept[2].scales_like):
+        return NotImplemented
     of_up, of_act, of_down, combine = kept[1:]
     order, offsets, place, choices = of_act.order, of_down.offsets, combine.place, combine.place.shape[-1]
     again = whole and down.again is act and of_down.needs.param("weight")
@@ -142,7 +143,7 @@ def _run_backward(calls: Any, kept: list[Any], dy: Any, gradients: dict[int, Any
     dz, scaled = (None, None) if pending is None else (pending.dz, pending.scaled)
     if sort.needs.input(1):
         gradients[sort.takes[0]] = add(gradients.get(sort.takes[0]), dx)
-    elsewhere = gradients.pop(sort.gives[0], None)  # where others read the weights that the first step gives
+    gradients.pop(sort.gives[0], None)
     first = keep(up.cfg, of_up.needs, x=of_up.x, dy=dz, order=of_up.order)
     needs, x = (down.needs, scaled) if again else (of_down.needs, of_down.x)
     numbers = dict(weights=of_down.weights, weights_order=of_down.weights_order)
