@@ -5,10 +5,11 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_hf import FAMILIES, edited, saved
+from tiny_hf import BASE, FAMILIES, edited, saved, transformers
 
 from funcops import CheckpointError, RopeConfig, chain, random, trees
 from funcops.models import DecoderConfig, decoder, decoder_x, from_hf, layer_paths, open_hf, to_hf
+from funcops.models.fields import read_config
 
 
 @pytest.fixture
@@ -92,6 +93,16 @@ def test_a_config_that_is_not_served_names_its_field(folder, fields, said):
     with pytest.raises((ValueError, TypeError), match=said) as error:
         from_hf(folder)
     assert "gizmo" not in fields or str(folder / "config.json") in str(error.value)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe", "qwen3"])
+def test_windows_without_layer_types_are_where_hugging_face_has_them(family):
+    made = transformers.AutoConfig.for_model(
+        family, **BASE | dict(num_hidden_layers=5, use_sliding_window=True, sliding_window=3, max_window_layers=3)
+    )
+    fields = {name: value for name, value in made.to_dict().items() if name != "layer_types"}
+    want = [3 if one == "sliding_attention" else None for one in made.layer_types]
+    assert len(set(want)) == 2 and list(read_config("a test", fields).windows) == want
 
 
 def test_a_config_of_before_reads_the_same(folder):

@@ -61,6 +61,16 @@ PUBLISHED = {  # the config, its groups of layers (period, times), and its param
         [(1, 32)],
         46_702_792_704,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        sized(
+            "qwen2_moe", 2048, 5632, 24, 16, 16, 151936, 8192, rms_norm_eps=1e-6, rope_theta=1e6, sliding_window=32768,
+            use_sliding_window=False, max_window_layers=21, tie_word_embeddings=False, decoder_sparse_step=1, num_experts=60,
+            num_experts_per_tok=4, norm_topk_prob=False, moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
+            router_aux_loss_coef=0.001, output_router_logits=False,
+        ),
+        [(1, 24)],
+        14_315_784_192,
+    ),
     "DeepSeek-V3": (
         sized(
             "deepseek_v3", 7168, 18432, 61, 128, 128, 129280, 163840, rms_norm_eps=1e-6, rope_theta=10000, rope_scaling=YARN,
