@@ -49,7 +49,7 @@ class MoEConfig:
         require(self.shared >= 0, "MoEConfig", "shared", "at least 0", self.shared)
         plain = self.shared == 0 or not self.experts.bias
         require(plain, "MoEConfig", "shared", "0 beside experts with biases, which the shared MLP has not", self.shared)
-        require(self.shared or not self.shared_gate, "MoEConfig", "shared_gate", "False without a shared MLP", True)
+        require(self.shared > 0 or not self.shared_gate, "MoEConfig", "shared_gate", "False without a shared MLP", True)
         right = isinstance(self.dense, tuple) and all(type(i) is int and i >= 0 for i in self.dense)
         require(right, "MoEConfig", "dense", "a tuple of numbers of layers", self.dense)
 
