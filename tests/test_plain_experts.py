@@ -205,9 +205,16 @@ def test_where_the_chain_is_fused():
 
 
 @pytest.mark.parametrize("one", [of_experts.CASES[0], BIASED], ids=str)
-def test_every_bad_call_raises_by_name_where_the_chain_is_fused(one):
+@pytest.mark.parametrize(
+    "law",
+    [
+        "loud",
+        *(pytest.param(law, marks=pytest.mark.slow) for law in ("split", "pure", "mirror", "guarded", "traceable", "compiles")),
+    ],
+)
+def test_laws_where_the_chain_is_fused(law, one):
     with backend("triton"):
-        LAWS["loud"](steps_of(one), torch.float32)
+        LAWS[law](steps_of(one), torch.float32)
 
 
 EDITED = {

@@ -23,7 +23,18 @@ __all__ = ["plain_experts"]
 def plain_experts(cfg: ExpertsConfig) -> ChainConfig:
     """The chain for a step that is `experts` of `cfg`: x is `WithExtras(weights, {"tokens": x, "indices": indices})`, y: [*, H].
     Params: `up` and `down`, each `GroupedLinearParams`. Fused it runs by the kernels of `experts`. Raises `TypeError` for what is
-    no `ExpertsConfig`."""
+    no `ExpertsConfig`.
+
+    >>> import torch
+    >>> from funcops import ExpertsConfig, WithExtras, chain, random
+    >>> from funcops.models import plain_experts
+    >>> cfg = plain_experts(ExpertsConfig(4, dim=8, hidden=16))
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> indices = torch.tensor([[0, 2], [2, 3], [1, 2]], dtype=torch.int32)
+    >>> y, residuals = chain.fwd(params, WithExtras(torch.rand(3, 2), {"tokens": torch.ones(3, 8), "indices": indices}), cfg)
+    >>> [step.name for step in cfg.steps], residuals["act"].x.shape
+    (['sort', 'up', 'act', 'down', 'combine'], torch.Size([6, 32]))
+    """
     require_type("plain_experts", "cfg", cfg, ExpertsConfig)
     rows, numbers = ("offsets", "order", "place"), ("order", "weights")
     up = GroupedLinearConfig(cfg.experts, cfg.dim, 2 * cfg.hidden, bias=cfg.bias, gathered=True)

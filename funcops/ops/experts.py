@@ -16,7 +16,7 @@ host; there a token's bits do not depend on where others go.
 x is `(weights, x, indices)`: weights [*, K], of x's dtype or the wide one (float32; float64 for float64); x, y, dy: [*, H];
 indices [*, K], int32, of 0 to E: E is a choice that was dropped, which adds nothing and whose weight has the gradient 0.
 up: [E, 2I, H], gate rows first, down: [E, H, I], biases [E, 2I], [E, H] or None; one float dtype. arXiv:2512.14080;
-TransformerEngine's GroupedMLP.
+TransformerEngine's GroupedMLP. `funcops.models.plain_experts` is the same in steps.
 
 >>> import torch
 >>> from funcops import ExpertsConfig, experts, random
