@@ -162,8 +162,8 @@ def register_fusion(rule: Rule) -> Rule:
 
 
 def unregister_fusion(rule: Rule) -> None:
-    """Take a rule out again: what is planned from now on is without it. Raises `TypeError` for anything but a `Rule`, `ValueError` for
-    one that is not registered.
+    """Take a rule out again: what is planned from now on is without it. Raises `TypeError` for anything but a `Rule`, `ValueError`
+    for one that is not registered.
 
     >>> from funcops import ChainConfig, Rule, ScaleConfig, Step, plan, register_fusion, scale, unregister_fusion
     >>> twice = lambda window: 2 if [call.op for call in window.calls] == [scale, scale] else None
