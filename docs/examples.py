@@ -57,7 +57,7 @@ def shown(code: Iterable[str]) -> frozenset[int]:
 
 
 def _returned(function: Any) -> Iterator[type]:
-    module = vars(sys.modules[function.__module__])
+    module = vars(sys.modules[function.__module__]) if function.__module__ else {}  # what is written at run time has none
     words = re.findall(r"\w+", str(getattr(function, "__annotations__", {}).get("return", "")))
     return (module[word] for word in words if isinstance(module.get(word), type))
 

@@ -22,7 +22,7 @@ What is asked for    Needs
 What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
-Kernels              backend, explain, plan, register_fusion (Rule, Saving)
+Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)
 Errors               DonatedError, StaleResidualError, GradModeError, LedgerError, CheckpointError;
                      of graphs: CaptureError, GraphOrderError, BorrowedError
 Modules              funcops.nn, optim, low_precision, lora, precision, checkpoint, schedule, graphs, random,
@@ -114,6 +114,7 @@ from funcops.program.explain import plan as plan
 from funcops.program.rules import Rule as Rule
 from funcops.program.rules import Saving as Saving
 from funcops.program.rules import register_fusion as register_fusion
+from funcops.program.rules import unregister_fusion as unregister_fusion
 from funcops.quantization import quantization_report as quantization_report
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress

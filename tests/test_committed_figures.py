@@ -32,7 +32,7 @@ def test_exact_benches_give_the_committed_figures(name, rows):
 
 def test_the_figures_of_a_device_are_committed_ones():
     """Of the page on kernels: the steps' milliseconds, and that no kernel is 2 % slower than another's."""
-    text = (COMMITTED.parent / "kernels.md").read_text()
+    text = (COMMITTED.parent / "kernels-without-a-gpu.md").read_text()
     known = [*committed("step-cuda").values(), *committed("graph").values()]
     (table,) = re.findall(r"^\| one H100, bfloat16 .*\n\|.*\n((?:\|.*\n)+)", text, re.M)
     figures = re.findall(r"\| (\d+\.\d+)(?= \|)", table)
@@ -50,7 +50,7 @@ def test_the_figures_of_a_device_are_committed_ones():
 
 def test_the_figures_of_recipes_on_a_device_are_committed_ones():
     """Of the page on low precision: milliseconds and speedups in the order of their columns, and the rates of products."""
-    text = (COMMITTED.parent / "low-precision.md").read_text()
+    text = (COMMITTED.parent / "low-precision-in-depth.md").read_text()
     rows, wanted = json.loads((COMMITTED / "recipes.json").read_text())["rows"], {}
     for row in rows:
         said = f"{row['device_us'] / 1e3:.2f}" + (f" ({row['speedup']:.2f})" if row["provider"] != "bfloat16" else "")
@@ -72,7 +72,7 @@ def test_recipes_learn_as_well_as_bfloat16():
         rows = {row["recipe"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"none", "fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"}
     assert {(row["steps"], row["seed"], row["flags"]) for row in rows.values()} == {("200", "0", "--dtype bfloat16")}
-    page = (COMMITTED.parent / "low-precision.md").read_text()
+    page = (COMMITTED.parent / "low-precision-in-depth.md").read_text()
     for name, row in rows.items():
         ratio = float(row["held-out loss"]) / float(rows["none"]["held-out loss"])
         assert ratio <= 1.025 and row["ratio to none"] == f"{ratio:.4f}", name

@@ -41,12 +41,13 @@ from funcops import (
     rms_norm,
     scale,
     skip,
+    unregister_fusion,
     with_policy,
 )
 from funcops.backend import backend
 from funcops.bench.models import gpt2_block_config, mlp_config
 from funcops.program import rules
-from funcops.program.rules import FORWARD, Rule, unregister_fusion
+from funcops.program.rules import FORWARD, Rule
 from funcops.testing import LAWS, Case
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
@@ -445,6 +446,8 @@ def test_users_add_rules():
         compare("scale scale gelu", torch.float32)
         assert ran and ran[0] == ["scale_0", "scale_1"]
     finally:
+        unregister_fusion(rule)
+    with pytest.raises(ValueError, match="unregister_fusion: rule must be one that is registered, got 'scale . scale'"):
         unregister_fusion(rule)
     assert halves("scale scale scale") == ["", ""]
     with pytest.raises(TypeError, match="register_fusion: rule must be"):

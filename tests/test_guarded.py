@@ -252,8 +252,8 @@ def test_the_launch_path_looks_at_no_marks_but_its_own(monkeypatch):
         op.bwd(donate(kept), dy, MLP)
 
 
-def softplus(alias):
-    """An op whose residuals declare their alias, or forget to."""
+def softplus(alias, keep=lambda x: x):
+    """An op whose residuals declare their alias, or forget to; `keep(x)` is what they hold."""
 
     @residuals
     class Kept:
@@ -262,7 +262,7 @@ def softplus(alias):
     @forward(TorchConfig)
     def softplus_fwd(params, x, cfg, *, needs=Needs.ALL):
         check("softplus_fwd", "x", x, (...,), FLOATS)
-        return torch.nn.functional.softplus(x), Kept.keep(cfg, needs, x=x)
+        return torch.nn.functional.softplus(x), Kept.keep(cfg, needs, x=keep(x))
 
     @dgrad_of(Kept)
     def softplus_dgrad(residuals, dy, cfg):
@@ -272,10 +272,10 @@ def softplus(alias):
     return make_op("softplus", TorchConfig, fwd=softplus_fwd, dgrad=softplus_dgrad)
 
 
-def holds(alias):
+def holds(alias, law="guarded", **kept):
     reference = lambda params, x, cfg: torch.log1p(torch.exp(x))  # noqa: E731
-    made = dict(cfg=TorchConfig(), x=lambda d: d.randn(3), reference=reference, laws=("guarded",), free=("x",))
-    check_op(softplus(alias), **made)
+    made = dict(cfg=TorchConfig(), x=lambda d: d.randn(3), reference=reference, laws=(law,), free=("x",))
+    check_op(softplus(alias, **kept), **made)
 
 
 FAULTS = {
@@ -318,3 +318,11 @@ def test_the_law_notices(fault, monkeypatch):
 def test_the_law_notices_an_alias_that_is_not_declared():
     with pytest.raises(AssertionError, match=r"law 'guarded', .*: residuals after a write to x: went through without an error"):
         holds(None)
+
+
+def test_the_law_notices_a_copy_that_is_declared_an_alias():
+    """Which would cost the bytes that a report says it does not."""
+    holds("x", "frugal")
+    holds(None, "frugal", keep=torch.clone)
+    with pytest.raises(AssertionError, match=r"law 'frugal', .*: residuals.x must be x itself, got another tensor"):
+        holds("x", "frugal", keep=torch.clone)

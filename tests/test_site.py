@@ -39,6 +39,42 @@ def test_the_navigation_has_every_page_and_no_other():
     assert NAVIGATION == own | set(moved().values()) | {page.path for page in reference.pages()} | {"reference/index.md"}
 
 
+def path_of_learning(nav):
+    """The pages under Learn, in order."""
+    return re.findall(r"^      - .*: (\S+\.md)$", nav.split("  - Learn:", 1)[1].split("\n  - ", 1)[0], re.M)
+
+
+def astray(pages, texts):
+    """Of pages of a path, those that do not say what one can do at their end, which comes before and next, or are too long."""
+    found = {}
+    for before, page, after in zip([None, *pages[:-1]], pages, [*pages[1:], None], strict=True):
+        text = texts[page]
+        opening = re.match(r"# .+\n\n\*\*At its end\*\* you can (?:.+\n)+\n\*\*Before it:\*\* (.+)\n", text)
+        closing = re.search(r"\n\*\*Next:\*\* (.+)\n\Z", text)
+        # a model that is there may be brought to any page: what comes before it is only of use
+        leads = opening and (before is None or before in opening[1] or page == "inside-an-existing-model.md")
+        if not leads or not closing or (after and after not in closing[1]):
+            found[page] = "says neither what comes before nor next"
+        elif len(text.split()) > MOST_WORDS:
+            found[page] = f"has {len(text.split())} words"
+    return found
+
+
+LEARN = path_of_learning((ROOT / "mkdocs.yml").read_text())
+MOST_WORDS = 1550  # ten minutes, code included
+
+
+def test_the_path_of_learning_leads_from_page_to_page():
+    texts = {page: (ROOT / "docs" / page).read_text() for page in LEARN}
+    assert len(LEARN) == 15 and not astray(LEARN, texts)
+    assert re.findall(r"^\d+\. .*?\]\(docs/(\S+?\.md)\)", (ROOT / "README.md").read_text(), re.M) == LEARN
+    turned = LEARN[:3] + LEARN[4:] + LEARN[3:4]
+    assert set(astray(turned, texts)) >= {LEARN[2], LEARN[3], LEARN[4]}
+    page = LEARN[5]
+    assert set(astray(LEARN, texts | {page: texts[page].replace("**At its end**", "")})) == {page}
+    assert set(astray(LEARN, texts | {page: texts[page].replace("\n## ", "\n" + "word " * MOST_WORDS + "\n## ", 1)})) == {page}
+
+
 def test_the_reference_has_every_public_name():
     for module, names in {
         "funcops": set(dir(funcops)) - set(funcops._ROOMS) - {"__version__"},

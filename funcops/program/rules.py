@@ -162,7 +162,22 @@ def register_fusion(rule: Rule) -> Rule:
 
 
 def unregister_fusion(rule: Rule) -> None:
-    """Take a rule out again; plans that were made keep it."""
+    """Take a rule out again: what is planned from now on is without it. Raises `TypeError` for anything but a `Rule`, `ValueError`
+    for one that is not registered.
+
+    >>> from funcops import ChainConfig, Rule, ScaleConfig, Step, plan, register_fusion, scale, unregister_fusion
+    >>> twice = lambda window: 2 if [call.op for call in window.calls] == [scale, scale] else None
+    >>> rule = register_fusion(Rule("two scales", "forward", twice, lambda calls, params, main, values: NotImplemented))
+    >>> cfg = ChainConfig(steps=(Step("a", scale, ScaleConfig(2.0)), Step("b", scale, ScaleConfig(0.5))))
+    >>> print(plan(cfg).forward[0])
+    a + b: two scales, saves nothing
+    >>> unregister_fusion(rule)
+    >>> print(plan(cfg).forward[0])
+    a: scale
+    """
+    require_type("unregister_fusion", "rule", rule, Rule)
+    if rule not in _rules:
+        fail("unregister_fusion", "rule", "one that is registered", repr(rule.name))
     _rules.remove(rule)
     changes.append(rule)
 

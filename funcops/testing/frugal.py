@@ -26,16 +26,17 @@ from funcops.schema import AGAIN, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tensors, tree_map
+from funcops.trees import at, has, paths, tensors, tree_map
 
 
 def law_frugal(case: Case, dtype: torch.dtype) -> None:
     """Every mask of needs keeps exactly the fields declared for it, in residuals and in pending, and gives the same bits where a
     gradient is needed, None elsewhere."""
     op, cfg = case.op, case.cfg
-    params, x, _, residuals, dy, full = run(case, dtype)
+    params, x, y, residuals, dy, full = run(case, dtype)
     assert op.fwd(params, x, cfg, needs=Needs.NONE)[1] is None, "Needs.NONE keeps nothing"
     _aliases_are_inputs(residuals, (params, x))
+    _aliases_are_what_they_say(residuals, {"params": params, "x": x, "y": y})
     _, pending = op.dgrad(residuals, dy, cfg)
     for needs in masks(*dense((params, x))):
         _, kept = op.fwd(params, x, cfg, needs=needs)
@@ -43,7 +44,8 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
         want = _masked(full, needs)
         got = op.bwd(kept, dy, cfg)
         for path, g in paths(got[0]).items():
-            assert (g is None) == (paths(want[0])[path] is None), f"dparams.{path} under {needs}"
+            wanted, found = ("None" if part is None else "a gradient" for part in (paths(want[0])[path], g))
+            assert wanted == found, f"dparams.{path} under {needs} must be {wanted}, got {found}"
         same_bits(got[1], want[1], f"dx under {needs}")
         assert_close(got[0], want[0], dtype=dtype, by_leaf=True, what=f"dparams under {needs}")
         dx, waiting = op.dgrad(kept, dy, cfg)
@@ -88,6 +90,15 @@ def _aliases_are_inputs(residuals: Any, given: Any) -> None:
     for t in tensors(residuals):
         shares = t.numel() > 0 and t.untyped_storage()._cdata in storages
         assert not shares or id(t) in same, "a residual that aliases an input must be that same object"
+
+
+def _aliases_are_what_they_say(residuals: Any, given: dict[str, Any]) -> None:
+    """A copy would cost the bytes that a report says it does not, and a write to the tensor would go unnoticed."""
+    for name, field in residuals.fields.items() if isinstance(residuals, Saved) else ():
+        value = getattr(residuals, name)
+        if field.alias and value is not None and has(given, field.alias):
+            there = {id(t) for t in tensors(at(given, field.alias))}  # where x may be a tuple, "x" stands for a part of it
+            assert {id(t) for t in tensors(value)} <= there, f"residuals.{name} must be {field.alias} itself, got another tensor"
 
 
 def _keeps(kept: Any, full: Any, needs: Needs, what: str) -> None:

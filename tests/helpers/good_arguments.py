@@ -340,6 +340,7 @@ OWN |= DIST | LORA | SCHEDULES | MODELS | {
         {"name": ("1a",), "takes": ("s", (3,), ["a"])}),
     "Rule": Row(rule, {"phase": ("no such",)}, NAME),
     "register_fusion": Row(lambda: {"rule": funcops.Rule(**rule())}),
+    "unregister_fusion": Row(lambda: {"rule": funcops.register_fusion(funcops.Rule(**rule()))}),
     "Policy": Row(lambda: {"rules": {"*": Save()}, "outputs": "none", "blocks": "inputs", "optional": False},
         {"rules": ({3: Save()}, {"*": 3})},
         {("rules", "[]"): "no rules"}),
