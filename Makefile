@@ -19,7 +19,7 @@ help:
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
 	@echo "make docs    build the site, of docs/, the docstrings and the notebooks, into site/: strict, any warning fails"
-	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has"
+	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has (ARGS=--here for one)"
 	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
 
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
