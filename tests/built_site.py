@@ -2,8 +2,8 @@
 
     python tests/built_site.py [FOLDER]       a line for each fault; exit status 1 where there is one
 
-Every public name is on its page, and so is every example of its docstring, every link and picture leads to a file of the site, and to a place in it where it names one, and
-nothing is fetched from elsewhere.
+Every public name is on its page, and each example of its docstring; every link and picture leads to a file of the site, and to a
+place in it where it names one; nothing is fetched from elsewhere.
 """
 
 from __future__ import annotations
