@@ -187,7 +187,7 @@ def plot(args: argparse.Namespace, data: Tensor) -> None:
     x, labels = batch(data, step=0, seed=args.seed, size=args.batch // args.microbatches, context=args.context)
     costs = measure_stages(first_params(args), inputs(x, labels, args), args.model, needs=NEEDS)
     simulated = simulate(args.made, costs)
-    draw(simulated, str(args.plot))
+    draw(simulated, str(args.plot), unit="seconds")
     print(f"wrote {args.plot}; in seconds, {simulated}")
 
 
