@@ -18,8 +18,8 @@ help:
 	@echo "make traffic set up, then count the bytes that changed kernels move, and write docs/benchmarks/traffic.csv"
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
-	@echo "make docs    build the site, of docs/ and the docstrings, into site/: strict, any warning fails"
-	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has"
+	@echo "make docs    build the site, of docs/, the docstrings and the notebooks, into site/: strict, any warning fails"
+	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has (ARGS=--here for one)"
 	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
 
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -118,12 +118,13 @@ release-check: $(VENV)/.test
 	$(PY) tests/release.py $(ARGS)
 
 $(VENV)/.docs: $(VENV)/.ready
-	@echo "installing MkDocs, Material and mkdocstrings into $(VENV): 0.1 GB"
+	@echo "installing MkDocs, Material, mkdocstrings and what runs notebooks into $(VENV): 0.1 GB"
 	$(PIP) -e '.[docs]'
 	@touch $@
 
 docs: $(VENV)/.docs
-	$(PY) -m mkdocs build --strict --quiet $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict $(ARGS)  # --quiet would hide warnings from --strict, too
+	$(PY) tests/built_site.py
 
 clean:
 	rm -rf $(VENV) .interpreters site

@@ -13,6 +13,7 @@ import re
 import sys
 import textwrap
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from mkdocs.structure.files import File
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 
+import notebooks  # noqa: E402
 import reference  # noqa: E402
 
 # where a page of the repository lies in the site
@@ -33,6 +35,9 @@ MOVED = {
     "tests/README.md": "how/tests.md",
     "funcops/program/README.md": "how/program.md",
     "funcops/residuals/README.md": "how/residuals.md",
+    "examples/notebooks/residual_microscope.ipynb": "notebooks/residual_microscope.md",
+    "examples/notebooks/schedule_lab.ipynb": "notebooks/schedule_lab.md",
+    "examples/notebooks/fp8_error_map.ipynb": "notebooks/fp8_error_map.md",
 }
 FIRST = ("", "What comes of it", "Ten words", "Install", "Three commands", "Operators", "Read on")  # of the README's headings
 LINK = re.compile(r"\]\((?!https?:|#|mailto:)([^)#\s]+)(#[^)\s]*)?\)")
@@ -41,10 +46,13 @@ CODE = re.compile(r"^```.*?^```|`[^`\n]+`", re.S | re.M)
 
 def on_files(files: Any, config: Any) -> Any:
     for source, target in MOVED.items():
-        text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(
-            File.generated(config, target, content=placed(ordered(text) if source == "README.md" else text, source, target))
-        )
+        if not source.endswith(".ipynb"):
+            text = (ROOT / source).read_text(encoding="utf-8")
+            files.append(
+                File.generated(config, target, content=placed(ordered(text) if source == "README.md" else text, source, target))
+            )
+    for file in of_notebooks(config):
+        files.append(file)
     for path in sorted((ROOT / "examples").rglob("*.py")):
         files.append(File.generated(config, path.relative_to(ROOT).as_posix(), content=path.read_text(encoding="utf-8")))
     for page in reference.pages():
@@ -53,8 +61,24 @@ def on_files(files: Any, config: Any) -> Any:
     return files
 
 
+def of_notebooks(config: Any) -> Iterator[File]:
+    """Each notebook as it is, as a page with what its cells give when they are run now, and the pictures of that page."""
+    sources = [source for source in MOVED if source.endswith(".ipynb")]
+    for source, run in zip(sources, notebooks.all_executed([ROOT / source for source in sources]), strict=True):
+        target = MOVED[source]
+        shown = notebooks.page(run, Path(target).stem)
+        yield File.generated(config, source, content=(ROOT / source).read_text(encoding="utf-8"))
+        itself = posixpath.relpath(source, posixpath.dirname(target))
+        whence = f"\nThis page is [a notebook]({itself}), run when the site was built.\n"
+        yield File.generated(config, target, content=placed(shown.markdown, source, target) + whence)
+        for name, picture in shown.pictures.items():
+            yield File.generated(config, posixpath.join(posixpath.dirname(source), name), content=picture)
+
+
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     at = page.file.src_uri
+    if at == "index.md":
+        page.meta["hide"] = ["navigation"]  # beside it would stand the start page alone
     if at in MOVED.values() or at.startswith("reference/"):
         return markdown
     return placed(markdown, f"docs/{at}", at)

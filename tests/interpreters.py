@@ -146,7 +146,7 @@ def put(version: str, envs: Path, cuda: bool, *wanted: str) -> None:
     """Install what is wanted, with its dependencies, into an environment; `NotTried` where torch would come for CUDA."""
     inside = str(envs / version / "bin" / "python")
     pip = (sys.executable, "-m", "pip", "--python", inside, "install", "--disable-pip-version-check", "--progress-bar", "off")
-    _run(*pip, "-c", "constraints.txt", *wanted, stop=None if cuda else gigabytes)
+    _run(*pip, "--no-compile", "-c", "constraints.txt", *wanted, stop=None if cuda else gigabytes)  # most is not imported
 
 
 def gigabytes(line: str) -> str | None:

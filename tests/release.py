@@ -1,6 +1,7 @@
 """What is published, tried as a stranger would: a wheel and a source archive, installed with each Python that the machine has.
 
-    python tests/release.py       a line for each; exit status 1 where one of them fails, or where none was tried
+    python tests/release.py                   a line for each; exit status 1 where one of them fails, or where none was tried
+    python tests/release.py --here            of the Python that runs this alone; --python 3.11 of another
 
 With each Python, in an environment where the wheel and its dependencies are alone: every module imports without extras, the
 README's snippet and `python -m funcops.bench residuals` run, and, once pytest is there, the first tests of the source archive
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import interpreters
@@ -102,11 +104,39 @@ def tried(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: 
     )
 
 
+def outcome(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: bool) -> tuple[bool, bool, str]:
+    """Whether it failed, whether it was tried, and what to say."""
+    try:
+        return False, True, tried(version, python, wheel, tree, envs, cuda)
+    except interpreters.NotTried as reason:
+        return False, False, f"not tried: {reason}"
+    except AssertionError as error:
+        return True, True, str(error)
+    finally:
+        shutil.rmtree(envs / version, ignore_errors=True)  # a gigabyte each
+
+
+def chosen(asked: list[str]) -> dict[str, str]:
+    """By version, oldest first, the Pythons of this machine, or those asked for. Raises `ValueError` for one that is not there."""
+    there = {version: python for version, (python, _) in interpreters.found().items()}
+    for version in asked:
+        if version not in there:
+            raise ValueError(f"--python: expected one of {', '.join(there) or 'none'}, as on this machine, got {version}")
+    return {version: there[version] for version in sorted(asked or there, key=lambda name: int(name.split(".")[1]))}
+
+
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="install torch for CUDA where pip has no other")
+    parser.add_argument("--python", action="append", default=[], metavar="X.Y", help="only this one; may be given again")
+    this = [".".join(map(str, sys.version_info[:2]))]
+    parser.add_argument("--here", action="store_const", dest="python", const=this, help="only the one that runs this")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as name:
+    try:
+        pythons = chosen(args.python)
+    except ValueError as error:
+        parser.error(str(error))
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(2) as two:
         folder = Path(name)
         (folder / "built").mkdir()
         wheel, source = archives(folder / "built")
@@ -114,16 +144,12 @@ def main(argv: list[str] | None = None) -> int:
         wrong = disagreements(wheel.name.split("-")[1])
         (folder / "source").mkdir()
         tree, count = unpacked(source, folder / "source"), 0
-        for version, (python, _) in sorted(interpreters.found().items(), key=lambda item: int(item[0].split(".")[1])):
-            try:
-                said, count = tried(version, python, wheel, tree, folder / "envs", args.cuda), count + 1
-            except interpreters.NotTried as reason:
-                said = f"not tried: {reason}"
-            except AssertionError as error:
-                said = str(error)
-                wrong.append(f"Python {version} failed")
+        rest = wheel, tree, folder / "envs", args.cuda
+        found = two.map(lambda version: outcome(version, pythons[version], *rest), pythons)
+        for version, (failed, ran, said) in zip(pythons, found, strict=True):
+            wrong += [f"Python {version} failed"] if failed else []
+            count += ran
             print(f"Python {version}: {said}", flush=True)
-            shutil.rmtree(folder / "envs" / version, ignore_errors=True)  # a gigabyte each
     print(*wrong, sep="\n", end="\n" if wrong else "")
     return 1 if wrong or not count else 0
 

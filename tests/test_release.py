@@ -49,3 +49,12 @@ def test_the_exit_status(monkeypatch, capsys, tmp_path, outcome, status):
     assert release.main([]) == status
     said = {"good": "Python 3.11: good", None: "Python 3.11: not tried: too large"}.get(outcome, "Python 3.11 failed")
     assert said in capsys.readouterr().out
+
+
+def test_a_python_that_is_asked_for_is_tried_alone(monkeypatch):
+    there = {version: (f"python{version}", frozenset()) for version in ("3.9", "3.11", "3.10")}
+    monkeypatch.setattr(release.interpreters, "found", lambda: there)
+    assert list(release.chosen([])) == ["3.9", "3.10", "3.11"]
+    assert release.chosen(["3.10"]) == {"3.10": "python3.10"}
+    with pytest.raises(ValueError, match="--python: expected one of 3.9, 3.11, 3.10, as on this machine, got 3.12"):
+        release.chosen(["3.10", "3.12"])

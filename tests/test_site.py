@@ -1,18 +1,17 @@
 """The site: every page is in its navigation, every public name in its reference, and each of these says what it does and raises,
 and has an example.
-`make docs` builds it, in seconds; so does a test where MkDocs is installed."""
+`make docs` builds it, and reads what was built (`built_site.py`)."""
 
 import ast
-import doctest
 import importlib.util
 import inspect
 import re
 import subprocess
 import sys
 import textwrap
-from html import unescape
 from pathlib import Path
 
+import built_site
 import pytest
 
 import funcops
@@ -207,23 +206,44 @@ def test_the_checks_see_what_lacks_words():
     assert not means(Bare) and means(Said) and raises(quiet) and not raises(moved)
 
 
+PAGE = '<p id="a">words</p><a href="{0}">there</a><img src="{1}">'
+FAULTY = {
+    "b.html": "index.html: expected a file of the site at b.html, got none",
+    "a.html#b": "index.html: expected a place in a.html at a.html#b, got none",
+    "#b": "index.html: expected a place in index.html at #b, got none",
+}
+
+
+@pytest.mark.parametrize("link", ["a.html#a", "#a", "https://elsewhere.org/b", *FAULTY])
+def test_a_link_of_the_site_that_leads_nowhere_is_seen(link, tmp_path):
+    (tmp_path / "index.html").write_text(PAGE.format(link, "a.png"))
+    (tmp_path / "a.html").write_text(PAGE.format("index.html", "./a.png"))
+    (tmp_path / "a.png").write_bytes(b"")
+    wanted = {"index.html": built_site.Wanted(["a"], ["words"])}
+    assert built_site.faults(tmp_path, wanted) == ([FAULTY[link]] if link in FAULTY else [])
+
+
+def test_what_a_page_of_the_site_lacks_is_seen(tmp_path):
+    (tmp_path / "index.html").write_text("<script src='https://elsewhere.org/x.js'>words()</script><img src='b.png'>")
+    assert built_site.faults(tmp_path, {"index.html": built_site.Wanted(["a"], ["words"]), "c.html": built_site.Wanted()}) == [
+        "c.html: expected a page, got none",
+        "index.html: expected a, got no such id",
+        "index.html: expected 'words' to be read there, got it nowhere",
+        "index.html: expected words without a script, got none",
+        "index.html: expected all of it in the site, got https://elsewhere.org/x.js",
+        "index.html: expected a file of the site at b.png, got none",
+    ]
+    assert built_site.faults(tmp_path / "none", {}) == [f"{tmp_path / 'none'}: expected pages, got none"]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="MkDocs is of the extra docs")
-def test_it_builds_and_each_name_is_there_to_read_without_a_script(tmp_path):
-    command = sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    pages = {page.path: (tmp_path / page.path).with_suffix(".html").read_text() for page in reference.pages()}
-    for page in reference.pages():
-        for section in page.sections:
-            assert all(f'id="{name}"' in pages[page.path] for name in section.names), (page.path, section.title)
-    texts = {path: unescape(re.sub(r"<script.*?</script>|<[^>]+>", "", page, flags=re.S)) for path, page in pages.items()}
-    assert "y = x w^T + b" in texts["reference/layers.md"]
-    for page in reference.pages():
-        named = [reference.value_of(name) for section in page.sections for name in section.names if name in {*FUNCTIONS, *CLASSES}]
-        opening = [importlib.import_module(section.home) for section in page.sections if section.home]
-        for session in (doctest.DocTestParser().get_examples(inspect.getdoc(value)) for value in [*opening, *named]):
-            for example in session:
-                assert ">>> " + example.source.splitlines()[0] in texts[page.path] and example.want in texts[page.path], (
-                    example.source
-                )
+def test_the_command_that_builds_it_fails_at_a_link_to_nowhere(tmp_path):
+    """The flags are those of `make docs`."""
+    (flags,) = re.findall(r"-m mkdocs (build .*) \$\(ARGS\)", (ROOT / "Makefile").read_text())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "mkdocs.yml").write_text("site_name: small\n")
+    for text, code in (("[here](index.md)", 0), ("[nowhere](other.md)", 1)):
+        (tmp_path / "docs" / "index.md").write_text(text)
+        done = subprocess.run([sys.executable, "-m", "mkdocs", *flags.split()], cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == code, done.stdout + done.stderr

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from digits.data import SIDE
+from digits.data import CLASSES, SIDE
 from funcops import (
     ActivationConfig,
     AttentionConfig,
     ChainConfig,
+    CrossEntropyConfig,
     LayerNormConfig,
     LinearConfig,
     PatchifyConfig,
@@ -16,6 +17,7 @@ from funcops import (
     Step,
     activation,
     attention,
+    cross_entropy,
     layer_norm,
     linear,
     patchify,
@@ -63,6 +65,24 @@ def mlp(*norm: Step) -> ChainConfig:
 
 def plain_norm() -> Step:
     return Step("norm", layer_norm, LayerNormConfig(WIDTH))
+
+
+def reader(*blocks: Step, outputs: tuple[str, ...] = ()) -> ChainConfig:
+    """Images [B, 1, 8, 8] to logits [B, 10], through these blocks and one linear layer over all tokens. `outputs`: what blocks give
+    besides their y, and the reader then too."""
+    steps = (
+        *tokens(),
+        *blocks,
+        plain_norm(),
+        Step("together", reshape, ReshapeConfig((TOKENS, WIDTH), (TOKENS * WIDTH,))),
+        Step("head", linear, LinearConfig(TOKENS * WIDTH, CLASSES)),
+    )
+    return ChainConfig(steps=steps, extras=("positions",), outputs=outputs)
+
+
+def with_loss(cfg: ChainConfig) -> ChainConfig:
+    loss = Step("loss", cross_entropy, CrossEntropyConfig(label_smoothing=0.1), takes=("labels",))
+    return ChainConfig(steps=(*cfg.steps, loss), extras=(*cfg.extras, "labels"), outputs=cfg.outputs)
 
 
 def extras_of(steps: tuple[Step, ...]) -> tuple[str, ...]:

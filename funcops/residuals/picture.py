@@ -31,10 +31,10 @@ def stacked_bars(rows: Sequence[Any], title: str, path: str | None, depth: int) 
             if size <= 0.06 * most:
                 small.setdefault(field, bar)
             else:
-                axes.text(left + width / 2, place, field, ha="center", va="center", fontsize=7)
+                axes.text(left + width / 2, place, field, ha="center", va="center", fontsize=9)
             left += width
     if small:
-        axes.legend(small.values(), list(small), fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+        axes.legend(small.values(), list(small), fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     return _done(figure, list(bars), f"{unit} kept for the backward", title, path)
 
 
@@ -56,7 +56,7 @@ def _figure(where: str, height: float) -> Any:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"{where} needs matplotlib: pip install matplotlib") from error
-    return Figure(figsize=(9, 1.2 + height))
+    return Figure(figsize=(8, 1.2 + height))
 
 
 def _done(figure: Any, rows: list[str], label: str, title: str, path: str | None) -> Any:
@@ -65,7 +65,7 @@ def _done(figure: Any, rows: list[str], label: str, title: str, path: str | None
     axes.set_yticks(range(len(rows)), rows)
     axes.invert_yaxis()
     axes.set_xlabel(label)
-    axes.set_title(title, fontsize=8)
+    axes.set_title(title, fontsize=10)
     figure.tight_layout()
     if path is not None:
         figure.savefig(path, dpi=120)

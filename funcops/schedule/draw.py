@@ -11,6 +11,7 @@ from funcops.schedule.simulate import Simulated
 COLOURS = {"F": "#8fb8de", "I": "#f2b880", "W": "#9fd8a4", "B": "#e8998d"}
 NAMES = {"F": "forward", "I": "dgrad", "W": "wgrad", "B": "dgrad and wgrad"}
 LABELLED = 2_000  # actions, above which boxes bear no text
+POINTS = 660  # of the width that boxes have
 MOST = 100_000
 
 
@@ -39,7 +40,7 @@ def draw(
     except ImportError as error:
         raise ImportError("draw needs matplotlib: pip install matplotlib") from error
     ranks = len(simulated.slots)
-    figure = Figure(figsize=(12, 1.4 + 0.35 * ranks), layout="constrained")
+    figure = Figure(figsize=(10, 1.4 + 0.4 * ranks), layout="constrained")
     axes = figure.add_subplot()
     axes.set_xlim(0, simulated.time)
     for rank in range(ranks):
@@ -47,13 +48,13 @@ def draw(
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
     axes.set_xlabel(f"time, in {unit}")
-    axes.set_title(str(simulated) if title is None else title, fontsize=8)
+    axes.set_title(str(simulated) if title is None else title, fontsize=10)
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
     groups = _groups(simulated)
     for i, stages in enumerate(groups):
         patches.append(Patch(facecolor="grey", edgecolor="black", alpha=_shade(i, len(groups)), label=_named(stages)))
-    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=8, frameon=False)
+    figure.legend(handles=patches, loc="outside lower center", ncols=min(6, len(patches)), fontsize=9, frameon=False)
     if path is not None:
         figure.savefig(path, dpi=120)
     return figure
@@ -90,4 +91,6 @@ def _row(axes: Any, simulated: Simulated, rank: int, labelled: bool) -> None:
             [(start, end - start)], (bottom, height), facecolor=COLOURS[action.kind], alpha=shade, edgecolor="black", linewidth=0.4
         )
         if labelled:
-            axes.text((start + end) / 2, bottom + height / 2, action.microbatch, ha="center", va="center", fontsize=6)
+            room = POINTS * (end - start) / simulated.time if simulated.time else 0.0
+            size = max(3.0, min(7.0, room / (0.7 * len(str(action.microbatch)))))  # a digit is 0.64 of its height wide
+            axes.text((start + end) / 2, bottom + height / 2, action.microbatch, ha="center", va="center", fontsize=size)

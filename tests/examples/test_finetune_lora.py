@@ -1,4 +1,4 @@
-"""examples/finetune_lora.py, as one would run it."""
+"""examples/09_finetune_lora.py, as one would run it."""
 
 import pytest
 from programs import run
@@ -15,18 +15,18 @@ FLAGS = ["--base-steps", 12, "--rank", 2, "--lr", 0.02]
 
 
 def test_adapters_learn_and_a_run_that_goes_on_gives_the_bits_of_one_that_did_not_end(text, tmp_path):
-    said = run("finetune_lora.py", *FLAGS, "--text", text, "--folder", tmp_path / "one", "--steps", 16).splitlines()
+    said = run("09_finetune_lora.py", *FLAGS, "--text", text, "--folder", tmp_path / "one", "--steps", 16).splitlines()
     rows = {line[:40].strip(): line[40:].split() for line in said[-7:]}
     before, after = map(float, rows["held-out loss, upper case"])
     assert after < before - 0.1 and rows["the same, merged"] == [f"{after:.3f}"]
     numbers = [int(n.replace(",", "")) for n in rows["numbers that learn"]]
     assert numbers[0] > 20 * numbers[1]
     for steps in (10, 16):
-        said = run("finetune_lora.py", *FLAGS, "--text", text, "--folder", tmp_path / "two", "--steps", steps)
+        said = run("09_finetune_lora.py", *FLAGS, "--text", text, "--folder", tmp_path / "two", "--steps", steps)
     assert "goes on after step 10" in said
     for name in ("base.safetensors", "adapter/adapter_model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-    said = run("finetune_lora.py", "--rank", 3, "--text", text, "--folder", tmp_path / "two", code=2)
+    said = run("09_finetune_lora.py", "--rank", 3, "--text", text, "--folder", tmp_path / "two", code=2)
     assert "load: " in said and "mis-shaped" in said
 
 
@@ -40,5 +40,5 @@ def test_adapters_learn_and_a_run_that_goes_on_gives_the_bits_of_one_that_did_no
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_flags_are_named(flags, error, tmp_path):
-    assert error in " ".join(run("finetune_lora.py", "--folder", tmp_path / "none", *flags, code=2).split())
+    assert error in " ".join(run("09_finetune_lora.py", "--folder", tmp_path / "none", *flags, code=2).split())
     assert not (tmp_path / "none").exists()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from programs import main_of, run
+from programs import check_picture, main_of, run
 
 from funcops import Needs
 from funcops.trees import paths, tree_map_tensors
@@ -15,15 +15,6 @@ from funcops.trees import paths, tree_map_tensors
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "gallery.md"
 SMALL_TEXT = "the quick brown fox jumps over the lazy dog. " * 100
-
-
-def check_picture(path):
-    """There, wide enough, and not of one colour: neither as a whole nor in either half."""
-    image = pytest.importorskip("matplotlib.image").imread(path)[..., :3]
-    assert image.shape[0] >= 150 and image.shape[1] >= 400
-    for half in (image[:, : image.shape[1] // 2], image[:, image.shape[1] // 2 :]):
-        ink = (half < 0.9).any(-1).mean()
-        assert 0.005 < ink < 0.98, f"{path}: {ink:.1%} of a half is not white"
 
 
 def test_a_blank_picture_is_seen(tmp_path):
@@ -41,13 +32,13 @@ def test_the_page_has_every_example_with_its_command_and_its_picture():
     pictures = {PAGE.parent / path for path in re.findall(r"^!\[.+\]\((.+)\)$", page, re.M)}
     assert pictures == set((ROOT / "docs" / "gallery").iterdir())
     for picture in pictures:
-        assert picture.stat().st_size < 60_000
+        assert picture.stat().st_size < 70_000
         check_picture(picture)
 
 
 def test_residual_microscope(tmp_path):
     flags = "--dim 16 --layers 2 --context 8 --table".split()
-    said = run("residual_microscope.py", *flags, "--plot", tmp_path / "plot.png")
+    said = run("01_residual_microscope.py", *flags, "--plot", tmp_path / "plot.png")
     rows = {line.split()[0]: line.split() for line in said.splitlines()[-8:-1]}
     share = {name: float(row[3].rstrip("%")) for name, row in rows.items()}
     assert share["save_all"] == 100 > share["recompute_norms"] > share["recompute_elementwise"] > share["minimal"]
@@ -57,7 +48,7 @@ def test_residual_microscope(tmp_path):
 
 
 def test_capture():
-    said = run("capture.py", "--width", 8, "--rows", 4, "--steps", 2)
+    said = run("07_capture.py", "--width", 8, "--rows", 4, "--steps", 2)
     assert "params and state at the end" in said and "the same bits" in said and "OTHER BITS" not in said
     kinds = dict(re.findall(r"^(clips|picks|draws) +(host sync|dynamic shape|generator) ", said, re.M))
     assert kinds == {"clips": "host sync", "picks": "dynamic shape", "draws": "generator"}
@@ -66,7 +57,7 @@ def test_capture():
 def test_fp8_error_map(tmp_path):
     (tmp_path / "text.txt").write_text(SMALL_TEXT)
     flags = "--steps 2 --layers 1 --dim 16 --context 8 --rows 2".split()
-    said = run("fp8_error_map.py", *flags, "--text", tmp_path / "text.txt", "--plot", tmp_path / "plot.png")
+    said = run("06_fp8_error_map.py", *flags, "--text", tmp_path / "text.txt", "--plot", tmp_path / "plot.png")
     rows = {line.split()[0]: line.split() for line in said.splitlines()[1:6]}
     errors = {name: [float(cell.rstrip("%")) for cell in row[1:4]] for name, row in rows.items()}
     assert set(errors) == {"fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"}
@@ -85,20 +76,20 @@ def made_up(monkeypatch):
         labels = torch.arange(count) % 10
         return kinds[labels] + 0.2 * torch.randn(count, 1, 8, 8, generator=torch.Generator().manual_seed(seed)), labels
 
-    for program in ("vit_digits.py", "dit_digits.py"):
+    for program in ("02_vit_digits.py", "03_dit_digits.py", "08_expert_load.py"):
         names = main_of(program).__globals__
         monkeypatch.setitem(names, "load", lambda kind=names["Digits"]: kind(*drawn(200, 1), *drawn(40, 2)))
 
 
 def test_vit_reads_what_it_was_shown(made_up, tmp_path):
-    said = run("vit_digits.py", *"--steps 30 --batch 16 --layers 1".split(), "--plot", tmp_path / "plot.png")
+    said = run("02_vit_digits.py", *"--steps 30 --batch 16 --layers 1".split(), "--plot", tmp_path / "plot.png")
     assert float(re.search(r"\((.*)%\)", said)[1]) > 80, said
     check_picture(tmp_path / "plot.png")
 
 
 def test_dit_learns_and_draws(made_up, tmp_path):
     flags = "--steps 40 --batch 16 --layers 1 --euler 3 --samples 1"
-    check_dit(run("dit_digits.py", *flags.split(), "--plot", tmp_path / "plot.png"), tmp_path / "plot.png", 0.95)
+    check_dit(run("03_dit_digits.py", *flags.split(), "--plot", tmp_path / "plot.png"), tmp_path / "plot.png", 0.95)
 
 
 def check_dit(said, picture, ratio):
@@ -107,18 +98,28 @@ def check_dit(said, picture, ratio):
     check_picture(picture)
 
 
+def test_each_way_to_balance_evens_the_load(made_up, tmp_path):
+    flags = "--steps 30 --batch 16 --experts 4"
+    said = run("08_expert_load.py", *flags.split(), "--plot", tmp_path / "plot.png").splitlines()[1:4]
+    spread = {line[:12].strip(): [float(cell) for cell in line[12:].split()[1:]] for line in said}
+    assert list(spread) == ["nothing", "a loss", "a bias"]
+    assert all(busiest >= 1 >= idlest for busiest, idlest in spread.values())
+    assert spread["a bias"][0] - spread["a bias"][1] < 0.7 * (spread["nothing"][0] - spread["nothing"][1]), said
+    check_picture(tmp_path / "plot.png")
+
+
 @pytest.mark.slow
 def test_scikit_learns_digits(tmp_path):
-    said = run("vit_digits.py", *"--steps 40 --batch 32 --layers 1".split(), "--plot", tmp_path / "vit.png")
+    said = run("02_vit_digits.py", *"--steps 40 --batch 32 --layers 1".split(), "--plot", tmp_path / "vit.png")
     assert "all       360" in said and float(re.search(r"\((.*)%\)", said)[1]) > 60, said
     check_picture(tmp_path / "vit.png")
     flags = "--steps 60 --batch 32 --layers 1 --euler 4 --samples 2"
-    check_dit(run("dit_digits.py", *flags.split(), "--plot", tmp_path / "dit.png"), tmp_path / "dit.png", 0.7)
+    check_dit(run("03_dit_digits.py", *flags.split(), "--plot", tmp_path / "dit.png"), tmp_path / "dit.png", 0.7)
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    assert "expected scikit-learn, for its digits: pip install 'funcops[examples]'" in run("vit_digits.py", code=2)
+    assert "expected scikit-learn, for its digits: pip install 'funcops[examples]'" in run("02_vit_digits.py", code=2)
 
 
 def plain_dit(p, x, given, layers):
@@ -142,7 +143,7 @@ def plain_dit(p, x, given, layers):
 
 
 def test_gradients_that_go_from_the_body_on_to_the_conditioner_are_autograds():
-    names = main_of("dit_digits.py").__globals__
+    names = main_of("03_dit_digits.py").__globals__
     model, generator = names["model_of"](2), torch.Generator().manual_seed(0)
 
     def drawn(*shape):
@@ -172,13 +173,14 @@ def test_gradients_that_go_from_the_body_on_to_the_conditioner_are_autograds():
 @pytest.mark.parametrize(
     ("program", "flags", "error"),
     [
-        ("vit_digits.py", "--steps 0", "--steps: expected at least 1, got 0"),
-        ("dit_digits.py", "--euler -1", "--euler: expected at least 1, got -1"),
-        ("residual_microscope.py", "--dim 12", "--dim: expected a multiple of 8, got 12"),
-        ("capture.py", "--rows 0", "--rows: expected at least 1, got 0"),
-        ("fp8_error_map.py", "--limit 0", "--limit: expected a number above 0, got 0.0"),
-        ("fp8_error_map.py", "--dim 6", "--dim: expected an even multiple of --heads 2, got 6"),
-        ("fp8_error_map.py", "--text none.txt", "--text: expected a file or a folder, got 'none.txt', which does not exist"),
+        ("02_vit_digits.py", "--steps 0", "--steps: expected at least 1, got 0"),
+        ("03_dit_digits.py", "--euler -1", "--euler: expected at least 1, got -1"),
+        ("01_residual_microscope.py", "--dim 12", "--dim: expected a multiple of 8, got 12"),
+        ("08_expert_load.py", "--experts 1", "--experts: expected at least 2, got 1"),
+        ("07_capture.py", "--rows 0", "--rows: expected at least 1, got 0"),
+        ("06_fp8_error_map.py", "--limit 0", "--limit: expected a number above 0, got 0.0"),
+        ("06_fp8_error_map.py", "--dim 6", "--dim: expected an even multiple of --heads 2, got 6"),
+        ("06_fp8_error_map.py", "--text none.txt", "--text: expected a file or a folder, got 'none.txt', which does not exist"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith("--") and ":" not in value else "",
 )

@@ -7,6 +7,8 @@ import io
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -32,3 +34,12 @@ def run(program, *flags, code=0):
                 ended = 1
     assert (ended or 0) == code, said.getvalue()
     return said.getvalue()
+
+
+def check_picture(path):
+    """There, wide enough, and not of one colour: neither as a whole nor in either half."""
+    image = pytest.importorskip("matplotlib.image").imread(path)[..., :3]
+    assert image.shape[0] >= 150 and image.shape[1] >= 400
+    for half in (image[:, : image.shape[1] // 2], image[:, image.shape[1] // 2 :]):
+        ink = (half < 0.9).any(-1).mean()
+        assert 0.005 < ink < 0.98, f"{path}: {ink:.1%} of a half is not white"

@@ -1,6 +1,6 @@
 """A vision transformer (arXiv:2010.11929) learns to read handwritten digits: scikit-learn's, of 8 x 8 pixels.
 
-    python examples/vit_digits.py                  # a quarter of a minute
+    python examples/02_vit_digits.py                  # a quarter of a minute
 
 The model is a chain: patches of 2 x 2, a linear layer, places, blocks, and one linear layer over all tokens. Prints how many of the
 digits that were held out it reads right, by digit, and draws its loss and all that it got wrong.
@@ -15,26 +15,20 @@ from typing import Any, NamedTuple
 import torch
 from digits.data import CLASSES, Digits, MissingPackage, load, rows
 from digits.flags import parsed, parser_of
-from digits.model import TOKENS, WIDTH, attend, mlp, plain_norm, tokens
+from digits.model import TOKENS, attend, mlp, plain_norm, reader, with_loss
 from torch import Tensor
 
 from funcops import (
     ChainConfig,
-    CrossEntropyConfig,
-    LinearConfig,
     Needs,
     RepeatConfig,
-    ReshapeConfig,
     SkipConfig,
     Step,
     WithExtras,
     chain,
-    cross_entropy,
     donate,
-    linear,
     random,
     repeat,
-    reshape,
     skip,
 )
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask, warmup_cosine
@@ -53,28 +47,16 @@ class Result(NamedTuple):
     logits: Tensor  # of the images held out
 
 
-def reader(layers: int) -> ChainConfig:
+def vit(layers: int) -> ChainConfig:
     """Images [B, 1, 8, 8] to logits [B, 10]."""
     block = ChainConfig(
         steps=(Step("attn", skip, SkipConfig(chain, attend(plain_norm()))), Step("mlp", skip, SkipConfig(chain, mlp(plain_norm()))))
     )
-    steps = (
-        *tokens(),
-        Step("blocks", repeat, RepeatConfig(chain, block, layers)),
-        plain_norm(),
-        Step("together", reshape, ReshapeConfig((TOKENS, WIDTH), (TOKENS * WIDTH,))),
-        Step("head", linear, LinearConfig(TOKENS * WIDTH, CLASSES)),
-    )
-    return ChainConfig(steps=steps, extras=("positions",))
-
-
-def with_loss(cfg: ChainConfig) -> ChainConfig:
-    loss = Step("loss", cross_entropy, CrossEntropyConfig(label_smoothing=0.1), takes=("labels",))
-    return ChainConfig(steps=(*cfg.steps, loss), extras=(*cfg.extras, "labels"))
+    return reader(Step("blocks", repeat, RepeatConfig(chain, block, layers)))
 
 
 def train(digits: Digits, steps: int, size: int, layers: int) -> Result:
-    cfg = reader(layers)
+    cfg = vit(layers)
     model, positions = with_loss(cfg), torch.arange(TOKENS)
     params: Any = chain.init(model, key=random.key(2), dtype=torch.float32)
     state, decay, losses = adamw_init(params, OPTIMISER), decay_mask(params), []
@@ -122,11 +104,11 @@ def draw(digits: Digits, result: Result, path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parsed(parser_of("vit_digits.py", "Train a vision transformer on scikit-learn's digits.", NUMBERS), argv, NUMBERS)
+    args = parsed(parser_of("02_vit_digits.py", "Train a vision transformer on scikit-learn's digits.", NUMBERS), argv, NUMBERS)
     try:
         digits = load()
     except MissingPackage as error:
-        print(f"vit_digits.py: {error}", file=sys.stderr)
+        print(f"02_vit_digits.py: {error}", file=sys.stderr)
         return 2
     result = train(digits, args.steps, args.batch, args.layers)
     print(table(digits, result))

@@ -1,10 +1,11 @@
 """Train the model of train_lm.py in four stages on two processes, under any schedule by name or from a CSV file.
 
-    python examples/pipeline.py --schedule zb_v --check
-    python examples/pipeline.py --schedule mine.csv --plot mine.png
+    python examples/05_pipeline.py --schedule zb_v --check
+    python examples/05_pipeline.py --schedule mine.csv
 
 Residuals and pending weight gradients are data: each process runs its stages' actions in the schedule's order, and no autograd
-takes part. `--check` does all in float64 and compares the gradients and the losses with one process.
+takes part. `--check` does all in float64 and compares the gradients and the losses with one process. Ends in a picture: which rank
+runs which action when, by the costs of the stages on this machine.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def schedule_of(args: argparse.Namespace) -> Schedule:
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="pipeline.py", description="Train a language model in stages on several processes.")
+    parser = argparse.ArgumentParser(prog="05_pipeline.py", description="Train a language model in stages on several processes.")
     parser.add_argument(
         "--schedule", default="zb_v", help="a name, or a CSV file as torch.distributed.pipelining writes it (default: %(default)s)"
     )
@@ -91,7 +92,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a process gives up on another")
     parser.add_argument("--check", action="store_true", help="in float64, compare gradients and losses with one process")
-    parser.add_argument("--plot", type=Path, help="draw the schedule here, with the costs measured on this machine")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("05_pipeline.png"),
+        help="where the picture of the schedule goes, with the costs measured on this machine (default: %(default)s)",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     for name in ("ranks", "microbatches", "steps", "batch", "context"):
         if getattr(args, name) < 1:
@@ -183,7 +187,7 @@ def plot(args: argparse.Namespace, data: Tensor) -> None:
     x, labels = batch(data, step=0, seed=args.seed, size=args.batch // args.microbatches, context=args.context)
     costs = measure_stages(first_params(args), inputs(x, labels, args), args.model, needs=NEEDS)
     simulated = simulate(args.made, costs)
-    draw(simulated, str(args.plot))
+    draw(simulated, str(args.plot), unit="seconds")
     print(f"wrote {args.plot}; in seconds, {simulated}")
 
 
@@ -192,10 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         data = load_corpus(args.text, context=args.context).train
     except TextError as error:
-        print(f"pipeline.py: {error}", file=sys.stderr)
+        print(f"05_pipeline.py: {error}", file=sys.stderr)
         return 2
-    if args.plot:
-        plot(args, data)
     print(
         f"{args.made.name}: {args.stages} stages, {args.microbatches} microbatches, {args.ranks} processes\n{args.made}", flush=True
     )
@@ -203,10 +205,11 @@ def main(argv: list[str] | None = None) -> int:
         try:
             torch.multiprocessing.spawn(work, (args, data, f"{folder}/store"), nprocs=args.ranks)
         except torch.multiprocessing.ProcessExitedException as error:
-            print(f"pipeline.py: {error}", file=sys.stderr)
+            print(f"05_pipeline.py: {error}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             return 130
+    plot(args, data)
     return 0
 
 

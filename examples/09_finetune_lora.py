@@ -1,7 +1,7 @@
 """Fine-tune a small language model with LoRA, from a checkpoint on disk that the program makes itself on its first run.
 
-    python examples/finetune_lora.py                  # under a minute on two cores
-    python examples/finetune_lora.py --steps 500      # goes on where that run ended
+    python examples/09_finetune_lora.py                  # under a minute on two cores
+    python examples/09_finetune_lora.py --steps 500      # goes on where that run ended
 
 The base model reads the standard library's sources, a byte at a time. Its task is then the same text in upper case, which it has
 hardly seen: only the adapters learn it. FOLDER gets `base.safetensors`, and, every few steps, what the next run goes on from, in
@@ -45,7 +45,7 @@ class Run(NamedTuple):
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="finetune_lora.py", description="Fine-tune a small language model with LoRA.")
+    parser = argparse.ArgumentParser(prog="09_finetune_lora.py", description="Fine-tune a small language model with LoRA.")
     parser.add_argument("--folder", type=Path, default=Path("lora"), help="of the checkpoints (default: %(default)s)")
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     for name, value, what in (
@@ -166,7 +166,7 @@ def main(argv: list[str] | None = None) -> int:
         run = Run(cfg, base, params, upper(corpus.train), upper(corpus.held_out), args.lr)
         fine_tune(args, run)
     except (TextError, CheckpointError) as error:
-        print(f"finetune_lora.py: {error}", file=sys.stderr)
+        print(f"09_finetune_lora.py: {error}", file=sys.stderr)
         return 2
     print(table(args, run))
     return 0

@@ -1,7 +1,7 @@
 """What a language model keeps for its backward, tensor by tensor and policy by policy.
 
-    python examples/residual_microscope.py                  # a few seconds
-    python examples/residual_microscope.py --layers 2 --dim 256 --context 512 --table
+    python examples/01_residual_microscope.py                  # a few seconds
+    python examples/01_residual_microscope.py --layers 2 --dim 256 --context 512 --table
 
 Runs a small Llama forward and backward under each policy of `funcops.POLICIES`, and asks `report` for what it kept. Draws a block
 twice: the bytes of each step by field, under the default policy, and of each policy by step. Prints what each policy keeps
@@ -11,13 +11,14 @@ of the whole model, and how far its furthest gradient is from that of `save_all`
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from digits.flags import parsed, parser_of
 
-from funcops import POLICIES, Needs, RopeConfig, chain, donate, random, report, with_policy
+from funcops import POLICIES, Needs, Policy, RopeConfig, chain, donate, random, report, with_policy
 from funcops.errors import size_of
 from funcops.models import DecoderConfig, decoder, decoder_x
 from funcops.residuals.report import Report
@@ -40,15 +41,15 @@ def llama(dim: int, layers: int, context: int) -> DecoderConfig:
     )  # fmt: skip
 
 
-def looked_at(cfg: DecoderConfig) -> dict[str, tuple[Report, dict[str, Any]]]:
+def looked_at(cfg: DecoderConfig, policies: Mapping[str, Policy] = POLICIES) -> dict[str, tuple[Report, dict[str, Any]]]:
     """By policy: what is kept, and the gradients by path."""
     model = decoder(cfg, loss=True)
     params = chain.init(model, key=random.key(0), dtype=torch.float32)
     ids = (random.uniform(random.key(1), (1, cfg.context)) * VOCAB).long()
     x = decoder_x(cfg, ids, torch.float32, labels=ids.roll(-1, 1))
     found = {}
-    for name in POLICIES:
-        op = with_policy(chain, name)
+    for name, policy in policies.items():
+        op = with_policy(chain, policy)
         loss, residuals = op.fwd(params, x, model, needs=Needs(x=False))
         kept = report(residuals, params, x)
         grads, _ = op.bwd(donate(residuals), torch.ones_like(loss), model)
@@ -102,18 +103,21 @@ def by_field(kept: Report) -> dict[str, dict[str, int]]:
     return rows
 
 
-def draw(found: dict[str, tuple[Report, dict[str, Any]]], path: Path) -> None:
+def draw(found: dict[str, tuple[Report, dict[str, Any]]], path: Path | None = None) -> Any:
+    """The figure; written to `path`, where there is one."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     stacked(left, by_field(found[DEFAULT][0]), f"a block, by path ({DEFAULT})")
     stacked(right, {name: bars(kept, 2) for name, (kept, _) in found.items()}, "a block, by policy")
-    figure.savefig(path, dpi=100)
+    if path is not None:
+        figure.savefig(path, dpi=100)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("residual_microscope.py", "What a language model keeps for its backward.", NUMBERS)
+    parser = parser_of("01_residual_microscope.py", "What a language model keeps for its backward.", NUMBERS)
     parser.add_argument("--table", action="store_true", help="print every tensor that the default policy keeps, too")
     args = parsed(parser, argv, NUMBERS)
     if args.dim % (2 * HEADS):

@@ -41,7 +41,7 @@ class Trace(NamedTuple):
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="delayed_wgrad.py", description="What delaying weight gradients costs and gains on one device."
+        prog="04_delayed_wgrad.py", description="What delaying weight gradients costs and gains on one device."
     )
     for name, value in (
         ("microbatches", 8),
@@ -59,7 +59,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     parser.add_argument(
-        "--plot", type=Path, default=Path("delayed_wgrad.png"), help="where the picture goes (default: %(default)s)"
+        "--plot", type=Path, default=Path("04_delayed_wgrad.png"), help="where the picture goes (default: %(default)s)"
     )
     args = parser.parse_args(argv)
     for name in ("microbatches", "rows", "context", "repeats"):
@@ -167,7 +167,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         data = load_corpus(args.text, context=args.context).train
     except TextError as error:
-        print(f"delayed_wgrad.py: {error}", file=sys.stderr)
+        print(f"04_delayed_wgrad.py: {error}", file=sys.stderr)
         return 2
     found = measure(args, data)
     print(table(found))

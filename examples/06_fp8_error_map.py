@@ -1,6 +1,6 @@
 """Where 8 and 4 bits cost precision: the rounding error of every linear layer of a language model, by recipe.
 
-    python examples/fp8_error_map.py                  # a quarter of a minute
+    python examples/06_fp8_error_map.py                  # a quarter of a minute
 
 Trains the model of train_lm.py for some steps, so that its numbers are no longer random. Then `quantization_report` says what each
 recipe does to the three products of each layer: y = x w^T, dx = dy w, dw = dy^T x. Draws the relative errors as a map, a row for
@@ -67,7 +67,8 @@ def table(found: dict[str, QuantizationReport], limit: float) -> str:
     return "\n".join([*lines, "y, dx, dw: the mean over layers of the relative error, in norm"])
 
 
-def draw(found: dict[str, QuantizationReport], path: Path) -> None:
+def draw(found: dict[str, QuantizationReport], path: Path | None = None) -> Any:
+    """The figure; written to `path`, where there is one."""
     from matplotlib.figure import Figure
 
     layers = [short(row.path) for row in next(iter(found.values())).rows]
@@ -82,11 +83,13 @@ def draw(found: dict[str, QuantizationReport], path: Path) -> None:
         axes.set_title(f"error of {product}", fontsize=9)
     bar = figure.colorbar(image, ax=panels, format=lambda value, _: f"{value:.0%}")
     bar.ax.tick_params(labelsize=7)
-    figure.savefig(path, dpi=100)
+    if path is not None:
+        figure.savefig(path, dpi=100)
+    return figure
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = parser_of("fp8_error_map.py", "The rounding error of every linear layer, by recipe.", NUMBERS)
+    parser = parser_of("06_fp8_error_map.py", "The rounding error of every linear layer, by recipe.", NUMBERS)
     parser.add_argument("--text", help="a file or a folder (default: the standard library's own sources)")
     parser.add_argument("--limit", type=float, default=0.05, help="error over which a step is named (default: %(default)s)")
     args = parsed(parser, argv, NUMBERS)

@@ -1,6 +1,6 @@
 """A diffusion transformer (DiT, arXiv:2212.09748) learns to draw handwritten digits: scikit-learn's, of 8 x 8 pixels.
 
-    python examples/dit_digits.py                  # under half a minute
+    python examples/03_dit_digits.py                  # under half a minute
 
 Two chains, joined by hand. The conditioner makes of the time, and of the digit that is asked for, a scale and a shift for each norm
 of the body, and a `modulate` after that norm takes them. They are extras of the body: their gradients come back beside that of its
@@ -195,11 +195,11 @@ def draw(digits: Digits, images: Tensor, losses: list[float], path: Path) -> Non
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parsed(parser_of("dit_digits.py", "Train a diffusion transformer on scikit-learn's digits.", NUMBERS), argv, NUMBERS)
+    args = parsed(parser_of("03_dit_digits.py", "Train a diffusion transformer on scikit-learn's digits.", NUMBERS), argv, NUMBERS)
     try:
         digits = load()
     except MissingPackage as error:
-        print(f"dit_digits.py: {error}", file=sys.stderr)
+        print(f"03_dit_digits.py: {error}", file=sys.stderr)
         return 2
     model = model_of(args.layers)
     params, losses = train(digits, model, args.steps, args.batch)

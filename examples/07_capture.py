@@ -1,6 +1,6 @@
 """A whole training step captured as one graph: what it holds, that it gives the same bits, and what cannot be captured.
 
-    python examples/capture.py                  # a few seconds
+    python examples/07_capture.py                  # a few seconds
 
 Without a GPU the graph is recorded and replayed: a dry run, with the same checks and errors as a CUDA graph. Its time says nothing,
 and is left out. Ends in two tables: of the captured step beside the step itself, and of three small faults that `check_capturable`
@@ -143,7 +143,7 @@ def faults() -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parsed(parser_of("capture.py", "Capture a training step as one graph.", NUMBERS, plot=False), argv, NUMBERS)
+    args = parsed(parser_of("07_capture.py", "Capture a training step as one graph.", NUMBERS, plot=False), argv, NUMBERS)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     print(captured_beside_eager(args.width, args.rows, args.steps, device))
     print(f"\nwhat no graph can hold\n{faults()}")

@@ -1,0 +1,82 @@
+"""Notebooks of examples/notebooks, run and made pages. They are kept without output: a page shows that of the run that made it."""
+
+from __future__ import annotations
+
+import base64
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import nbformat
+from nbclient import NotebookClient
+
+SECONDS = 300  # of a cell, after which it is given up
+
+
+class Shown(NamedTuple):
+    """A page's Markdown, and its pictures by the name that it has for each."""
+
+    markdown: str
+    pictures: dict[str, bytes]
+
+
+def executed(path: Path) -> Any:
+    """The notebook with what its cells give, run in a process of its own that starts in its folder. Raises nbclient's
+    `CellExecutionError` for a cell that raises, `ValueError` for one that warns, or that was kept with output."""
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    for cell in _code(notebook):
+        if cell.outputs or cell.execution_count is not None:
+            raise ValueError(f"{path.name}: cells must be kept without output, got that of {cell.id}")
+    with tempfile.TemporaryDirectory() as home:
+        env = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}  # as a reader would run it
+        client = NotebookClient(notebook, timeout=SECONDS, resources={"metadata": {"path": str(path.parent)}})
+        manager = client.create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{home}/kernel"  # files that this user alone can open, in the place of ports
+        client.execute(env={**env, "IPYTHONDIR": home, "OMP_NUM_THREADS": "1"})
+    for cell in _code(notebook):
+        for output in cell.outputs:
+            if output.output_type == "stream" and output.name == "stderr":
+                raise ValueError(f"{path.name}: cells must say nothing on stderr, got of {cell.id}: {output.text}")
+    return notebook
+
+
+def _code(notebook: Any) -> list[Any]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def all_executed(paths: list[Path]) -> list[Any]:
+    """Two at a time, in the order given."""
+    with mock.patch.dict(os.environ, {"PYDEVD_DISABLE_FILE_VALIDATION": "1"}), ThreadPoolExecutor(2) as two:
+        return list(two.map(executed, paths))
+
+
+def page(notebook: Any, name: str) -> Shown:
+    """The notebook as Markdown, its pictures named after `name`."""
+    parts: list[str] = []
+    pictures: dict[str, bytes] = {}
+    heading = ""
+    for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            heading = next((line.lstrip("# ") for line in cell.source.splitlines() if line.startswith("#")), heading)
+            parts.append(cell.source)
+            continue
+        parts.append(fenced(cell.source, "python"))
+        for output in cell.outputs:
+            data = {"text/plain": output.text} if output.output_type == "stream" else output.data
+            if "image/png" in data:
+                picture = f"{name}-{len(pictures) + 1}.png"
+                pictures[picture] = base64.b64decode(data["image/png"])
+                parts.append(f"![{heading}, drawn]({picture})")
+            elif "text/html" in data:
+                parts.append(f'<div class="given">{"".join(data["text/html"].splitlines())}</div>')
+            else:
+                parts.append(fenced(data["text/plain"], "text"))
+    return Shown("\n\n".join(parts) + "\n", pictures)
+
+
+def fenced(text: str, language: str) -> str:
+    return f"```{language}\n{text.rstrip()}\n```"

@@ -1,0 +1,122 @@
+"""The site as `make docs` built it, read without a browser: what a visitor without scripts, and without a network, would miss.
+
+    python tests/built_site.py [FOLDER]       a line for each fault; exit status 1 where there is one
+
+Every public name is on its page, and each example of its docstring; every link and picture leads to a file of the site, and to a
+place in it where it names one; nothing is fetched from elsewhere.
+"""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+ROOT = Path(__file__).resolve().parents[1]
+FETCHED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
+NOT_FETCHED = {"canonical", "prev", "next", "edit"}  # relations of <link> that a browser loads nothing for
+SILENT = {"script", "style", "template"}
+
+
+class Wanted(NamedTuple):
+    """Of a page: the ids that it must have, and what must be read on it."""
+
+    ids: Sequence[str] = ()
+    texts: Sequence[str] = ()
+
+
+class Page(HTMLParser):
+    """The ids, links, what is fetched, and the words of a page that are there without a script."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.fetched: list[str] = []
+        self.words: list[str] = []
+        self.inside: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value is not None}
+        self.ids.update(filter(None, (given.get("id"), given.get("name") if tag == "a" else None)))
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if FETCHED.get(tag) in given and given.get("rel") not in NOT_FETCHED:
+            self.fetched.append(given[FETCHED[tag]])
+        if tag in SILENT:
+            self.inside.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.inside and self.inside[-1] == tag:
+            self.inside.pop()
+
+    def handle_data(self, data: str) -> None:
+        if not self.inside:
+            self.words.append(data)
+
+
+def faults(site: Path, wanted: dict[str, Wanted]) -> list[str]:
+    """What is wrong, a line each; `wanted` by the path of the page."""
+    pages = {path.relative_to(site).as_posix(): Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+    found = [f"{at}: expected a page, got none" for at in wanted if at not in pages]
+    for at, page in pages.items():
+        own, words = wanted.get(at, Wanted()), "".join(page.words)
+        found += [f"{at}: expected {name}, got no such id" for name in own.ids if name not in page.ids]
+        found += [f"{at}: expected {text!r} to be read there, got it nowhere" for text in own.texts if text not in words]
+        if not words.strip():
+            found.append(f"{at}: expected words without a script, got none")
+        found += [f"{at}: expected all of it in the site, got {url}" for url in page.fetched if urlsplit(url).netloc]
+        if at != "404.html":  # which is shown in the place of any page, and so names others from the root of a server
+            found += [fault for url in page.links + page.fetched if (fault := dead(site, at, url, pages))]
+    return found if pages else [f"{site}: expected pages, got none"]
+
+
+def dead(site: Path, at: str, url: str, pages: dict[str, Page]) -> str | None:
+    """What is wrong with a link of the page at `at`, if it leads into the site."""
+    parts = urlsplit(url)
+    if parts.scheme or parts.netloc:
+        return None
+    target = os.path.normpath(os.path.join(os.path.dirname(at), unquote(parts.path))) if parts.path else at
+    if target == ".":
+        target = "index.html"
+    if not (site / target).is_file():
+        return f"{at}: expected a file of the site at {url}, got none"
+    there = pages.get(target)
+    if there and parts.fragment and parts.fragment != "__top" and unquote(parts.fragment) not in there.ids:
+        return f"{at}: expected a place in {target} at {url}, got none"
+    return None
+
+
+def shown(names: Sequence[str], homes: Sequence[str], value_of: Any) -> Iterator[str]:
+    """What the docstrings of these names, and of the modules that open their sections, have a reader type and see."""
+    of = [value for value in map(value_of, names) if inspect.isfunction(value) or inspect.isclass(value)]
+    for value in (*map(importlib.import_module, homes), *of):
+        for example in doctest.DocTestParser().get_examples(inspect.getdoc(value) or ""):
+            yield ">>> " + example.source.splitlines()[0]
+            yield example.want
+
+
+def main(argv: list[str]) -> int:
+    sys.path.insert(0, str(ROOT))
+    from docs import reference
+
+    wanted = {}
+    for page in reference.pages():
+        names = [name for section in page.sections for name in section.names]
+        texts = shown(names, [section.home for section in page.sections if section.home], reference.value_of)
+        wanted[str(Path(page.path).with_suffix(".html"))] = Wanted(names, list(texts))
+    found = faults(Path(argv[0]) if argv else ROOT / "site", wanted)
+    print(*found, sep="\n", end="\n" if found else "")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
