@@ -26,6 +26,7 @@ from funcops import (
 )
 from funcops.backend import backend
 from funcops.graphs import check_capturable
+from funcops.low_precision import MXFP8, quantize_params, with_recipe
 from funcops.models import (
     Cache,
     DecoderConfig,
@@ -249,6 +250,31 @@ def test_a_stream_of_a_model_with_adapters():
         y, _ = chain.fwd(params, decoder_x(LLAMA, ids, torch.float64), model, needs=Needs.NONE)
         ids = torch.cat((ids, y[:, -1:].argmax(-1)), 1)
     assert torch.equal(got, ids[:, 17:])
+
+
+def test_a_stream_of_a_model_in_low_precision():
+    """Weights in codes, beside a norm and an embedding that are not; a weight of another shape is named before the first token."""
+    cfg = dataclasses.replace(LLAMA, dim=32, kv_heads=2, head_size=16, hidden=32, layers=1, rope=RopeConfig(16))
+    model = with_recipe(decoder(cfg), MXFP8(), only=("blocks.*",))
+    work = quantize_params(given(cfg, torch.float32), model, dtype=torch.float32, columns=False)
+    ids = IDS
+    for _ in range(4):
+        y, _ = chain.fwd(work, decoder_x(cfg, ids, torch.float32), model, needs=Needs.NONE)
+        ids = torch.cat((ids, y[:, -1:].argmax(-1)), 1)
+    assert torch.equal(torch.stack(list(generate(work, cfg, IDS, 4, chunk=5, model=model)), 1), ids[:, 17:])
+    wrong = trees.put(work, "blocks.0.mlp.up.weight", trees.at(work, "blocks.0.mlp.down.weight"))
+    match = r"^generate: params.blocks.0.mlp.up.weight must be \[64, 32\] on cpu, got \[32, 32\] on cpu"
+    with pytest.raises(ValueError, match=match):
+        generate(wrong, cfg, IDS, 4, model=model)
+
+
+def test_a_model_with_other_windows_than_the_config_is_refused():
+    cfg = dataclasses.replace(LLAMA, windows=(3, None, 3, None))
+    match = r"model must be made of decoder\(cfg\), whose layers have windows \[3, None, 3, None\], got \[None, None, None, None\]"
+    with pytest.raises(ValueError, match="^generate: " + match):
+        generate(given(cfg), cfg, IDS, 4, model=decoder(LLAMA))
+    with pytest.raises(ValueError, match="^decode: " + match):
+        decode(given(cfg), cache_init(cfg, 3, dtype=torch.float64), IDS, cfg, model=decoder(LLAMA))
 
 
 def test_a_stream_is_of_its_key():
