@@ -25,7 +25,7 @@ from funcops import (
     trees,
 )
 from funcops.backend import backend
-from funcops.graphs import check_capturable
+from funcops.graphs import check_capturable, graphed
 from funcops.low_precision import MXFP8, quantize_params, with_recipe
 from funcops.models import (
     Cache,
@@ -226,6 +226,26 @@ def test_a_step_waits_for_nothing(name):
 
     params = given(cfg, torch.float32)
     assert check_capturable(step, params, cache, IDS[:, :4], LENGTHS.clamp(0, 4), random.key(0)) == []
+
+
+def test_a_captured_step_goes_on_with_its_cache():
+    """Which it is given away at every call, and which stays where it is."""
+    cfg = MODELS["windows, sinks, a cap, experts"]
+    params = given(cfg)
+
+    def step(params, cache, token):
+        logits, cache = decode(params, donate(cache), token, cfg)
+        return logits[:, -1:].argmax(-1), cache
+
+    want = torch.stack(list(generate(params, cfg, IDS, 5)), 1)
+    logits, cache = decode(params, cache_init(cfg, 3, chunk=17, dtype=torch.float64), IDS, cfg)
+    token = logits[:, -1:].argmax(-1)
+    captured, found = graphed(step, params, cache, token, inputs={"0": "pinned", "1": "donated"}), [token]
+    assert cache.lengths.tolist() == [17, 17, 17]
+    for _ in range(4):
+        token, cache = captured(params, cache, token)
+        found.append(token)
+    assert torch.equal(torch.cat(found, 1), want) and cache.lengths.tolist() == [21, 21, 21]
 
 
 @pytest.mark.parametrize("name", MODELS)
