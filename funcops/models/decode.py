@@ -53,7 +53,7 @@ def decode(
     `model`: the chain, where it is not `decoder(cfg)` but made of that, by `with_lora` for one.
 
     Nothing waits for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the cache's, and
-    for one that is too short (on a device: a device-side assertion), `DonatedError` for one that was given away.
+    for one that is too short (on a device, or recorded: an assertion while it runs), `DonatedError` for one that was given away.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, donate, random

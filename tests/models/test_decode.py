@@ -229,7 +229,7 @@ def test_a_step_waits_for_nothing(name):
 
 
 def test_a_captured_step_goes_on_with_its_cache():
-    """Which it is given away at every call, and which stays where it is."""
+    """Which it is given away at every call, and which stays where it is; until that is full."""
     cfg = MODELS["windows, sinks, a cap, experts"]
     params = given(cfg)
 
@@ -238,7 +238,7 @@ def test_a_captured_step_goes_on_with_its_cache():
         return logits[:, -1:].argmax(-1), cache
 
     want = torch.stack(list(generate(params, cfg, IDS, 5)), 1)
-    logits, cache = decode(params, cache_init(cfg, 3, chunk=17, dtype=torch.float64), IDS, cfg)
+    logits, cache = decode(params, cache_init(cfg, 3, context=21, chunk=17, dtype=torch.float64), IDS, cfg)
     token = logits[:, -1:].argmax(-1)
     captured, found = graphed(step, params, cache, token, inputs={"0": "pinned", "1": "donated"}), [token]
     assert cache.lengths.tolist() == [17, 17, 17]
@@ -246,6 +246,8 @@ def test_a_captured_step_goes_on_with_its_cache():
         token, cache = captured(params, cache, token)
         found.append(token)
     assert torch.equal(torch.cat(found, 1), want) and cache.lengths.tolist() == [21, 21, 21]
+    with pytest.raises(RuntimeError, match="decode: cache must be of a longer context than 21"):
+        captured(params, cache, token)
 
 
 @pytest.mark.parametrize("name", MODELS)
