@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 from lm.data import TextError, batch, load_corpus
 from lm.flags import DTYPES
-from lm.model import Sizes, init, model, rotation
+from lm.model import described, init, model, model_x
 
-from funcops import ChainConfig, Ledger, Step, WithExtras, batch_wgrads, chain, donate
+from funcops import ChainConfig, Ledger, Step, batch_wgrads, chain, donate
 from funcops.needs import Needs
 from funcops.schedule import Action, Schedule, run
 from funcops.trees import cast, paths, tree_map_tensors
@@ -66,7 +66,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if getattr(args, name) < 1:
             parser.error(f"--{name}: expected at least 1, got {getattr(args, name)}")
     try:
-        args.sizes = Sizes(args.dim, args.layers, args.heads, 1, args.hidden)
+        args.decoder = described(dim=args.dim, layers=args.layers, heads=args.heads, hidden=args.hidden, context=args.context)
     except ValueError as error:
         parser.error(str(error))
     args.dtype = DTYPES[args.dtype]
@@ -113,13 +113,10 @@ def orders(count: int) -> dict[str, list[tuple[str, int]]]:
 
 def measure(args: argparse.Namespace, data: torch.Tensor) -> dict[str, list[Trace]]:
     """The ways take turns, so that a noisy machine is as noisy for each."""
-    cfg, wide = model(args.sizes), torch.promote_types(args.dtype, torch.float32)
-    params = cast(init(args.sizes, seed=0, dtype=wide, device="cpu"), args.dtype)
-    table = rotation(args.context, args.sizes, like=params["embed"].weight)
-    xs = []
-    for m in range(args.microbatches):
-        x, labels = batch(data, step=m, seed=0, size=args.rows, context=args.context)
-        xs.append(WithExtras(x, {"rotation": table, "labels": labels}))
+    cfg, wide = model(args.decoder), torch.promote_types(args.dtype, torch.float32)
+    params = cast(init(args.decoder, seed=0, dtype=wide, device="cpu"), args.dtype)
+    batches = [batch(data, step=m, seed=0, size=args.rows, context=args.context) for m in range(args.microbatches)]
+    xs = [model_x(args.decoder, x, labels, args.dtype) for x, labels in batches]
     ways: dict[str, Callable[[Any], Trace]] = {
         name: lambda into, order=order: scheduled(order, params, xs, cfg, into) for name, order in orders(args.microbatches).items()
     }

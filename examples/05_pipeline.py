@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lm.data import TextError, batch, load_corpus
-from lm.model import Sizes, init, rotation
+from lm.model import described, init, model_x
 from lm.stages import split, staged
 from torch import Tensor
 
@@ -103,8 +103,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     if args.batch % args.microbatches:
         parser.error(f"--batch: expected a multiple of --microbatches {args.microbatches}, got {args.batch}")
     try:
-        args.sizes = Sizes(args.dim, args.layers, args.heads, args.kv_heads, args.hidden, args.tied)
-        args.model = staged(args.sizes, args.stages)
+        sizes = dict(dim=args.dim, layers=args.layers, heads=args.heads, kv_heads=args.kv_heads, hidden=args.hidden)
+        args.decoder = described(**sizes, context=args.context, tied=args.tied)
+        args.model = staged(args.decoder, args.stages)
         args.made = schedule_of(args)
     except ValueError as error:
         parser.error(str(error))
@@ -113,8 +114,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def inputs(x: Tensor, labels: Tensor, args: argparse.Namespace) -> WithExtras:
-    table = rotation(x.shape[1], args.sizes, like=torch.empty(0, dtype=args.dtype))
-    return WithExtras(x, {"rotation": table, "labels": labels})
+    return model_x(args.decoder, x, labels, args.dtype)
 
 
 def microbatches(x: Tensor, labels: Tensor, args: argparse.Namespace) -> list[WithExtras]:
@@ -123,7 +123,7 @@ def microbatches(x: Tensor, labels: Tensor, args: argparse.Namespace) -> list[Wi
 
 
 def first_params(args: argparse.Namespace) -> dict[str, Any]:
-    return split(init(args.sizes, seed=args.seed, dtype=args.dtype, device="cpu"), args.sizes, args.stages)
+    return split(init(args.decoder, seed=args.seed, dtype=args.dtype, device="cpu"), args.decoder, args.stages)
 
 
 class Reference:

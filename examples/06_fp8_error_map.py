@@ -18,10 +18,11 @@ import torch
 from digits.flags import parsed, parser_of
 from lm.data import batch, load_corpus
 from lm.flags import RECIPES
-from lm.model import Sizes, init, model, rotation
+from lm.model import described, init, model, model_x
 from torch import Tensor
 
 from funcops import Needs, WithExtras, chain, donate, quantization_report
+from funcops.models import DecoderConfig
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.quantization import QuantizationReport
 
@@ -35,18 +36,17 @@ NUMBERS = (
 PRODUCTS = ("y", "dx", "dw")
 
 
-def trained(sizes: Sizes, data: Tensor, steps: int, rows: int, context: int) -> tuple[Any, WithExtras]:
+def trained(cfg: DecoderConfig, data: Tensor, steps: int, rows: int) -> tuple[Any, WithExtras]:
     """Params, and a batch that they have not seen."""
-    cfg, params, optimiser = model(sizes), init(sizes, seed=0, dtype=torch.float32, device="cpu"), AdamWConfig()
-    state, table = adamw_init(params, optimiser), rotation(context, sizes, like=params["embed"].weight)
+    whole, params, optimiser = model(cfg), init(cfg, seed=0, dtype=torch.float32, device="cpu"), AdamWConfig()
+    state = adamw_init(params, optimiser)
 
     def inputs(step: int) -> WithExtras:
-        x, labels = batch(data, step=step, seed=0, size=rows, context=context)
-        return WithExtras(x, {"rotation": table, "labels": labels})
+        return model_x(cfg, *batch(data, step=step, seed=0, size=rows, context=cfg.context), torch.float32)
 
     for step in range(steps):
-        loss, residuals = chain.fwd(params, inputs(step), cfg, needs=Needs(x=False))
-        grads, _ = chain.bwd(donate(residuals), torch.ones_like(loss), cfg)
+        loss, residuals = chain.fwd(params, inputs(step), whole, needs=Needs(x=False))
+        grads, _ = chain.bwd(donate(residuals), torch.ones_like(loss), whole)
         params, state = adamw_update(params, grads, state, optimiser, lr=2e-3, in_place=True)
     return params, inputs(steps)
 
@@ -96,12 +96,12 @@ def main(argv: list[str] | None = None) -> int:
     if not args.limit > 0:
         parser.error(f"--limit: expected a number above 0, got {args.limit}")
     try:
-        sizes = Sizes(args.dim, args.layers, heads=2, kv_heads=1, hidden=2 * args.dim)
+        cfg = described(dim=args.dim, layers=args.layers, heads=2, hidden=2 * args.dim, context=args.context)
         data = load_corpus(args.text, context=args.context).train
     except ValueError as error:  # of the text too
         parser.error(str(error))
-    params, x = trained(sizes, data, args.steps, args.rows, args.context)
-    found = {name: quantization_report(params, x, model(sizes), recipe()) for name, recipe in RECIPES.items()}
+    params, x = trained(cfg, data, args.steps, args.rows)
+    found = {name: quantization_report(params, x, model(cfg), recipe()) for name, recipe in RECIPES.items()}
     print(table(found, args.limit))
     draw(found, args.plot)
     print(f"wrote {args.plot}")

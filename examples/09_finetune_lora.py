@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lm.data import TextError, batch, load_corpus, windows
-from lm.model import Sizes, init, model, rotation
+from lm.model import described, init, model, model_x
 from torch import Tensor
 
 from funcops import ChainConfig, Needs, WithExtras, chain, checkpoint, donate, random, report
@@ -27,7 +27,8 @@ from funcops.lora import adapter, load_adapter, lora_init, lora_needs, merge, sa
 from funcops.optim import AdamWConfig, AdamWState, adamw_init, adamw_update
 from funcops.trees import nbytes, tensors
 
-SIZES, CONTEXT, ROWS = Sizes(dim=64, layers=2, heads=2, kv_heads=1, hidden=128), 48, 8
+CONTEXT, ROWS = 48, 8
+DECODER = described(dim=64, layers=2, heads=2, hidden=128, context=CONTEXT)
 TARGETS = ("*.proj", "*.out", "*.up", "*.down")
 OPTIMISER = AdamWConfig(weight_decay=0.0)
 EVERY = 50  # steps between two saves
@@ -71,7 +72,7 @@ def upper(text: Tensor) -> Tensor:
 
 
 def inputs(params: Any, x: Tensor, labels: Tensor) -> WithExtras:
-    return WithExtras(x, {"rotation": rotation(x.shape[1], SIZES, params["embed"].weight), "labels": labels})
+    return model_x(DECODER, x, labels, params["embed"].weight.dtype)
 
 
 def loss_of(params: Any, cfg: ChainConfig, data: Tensor) -> float:
@@ -81,8 +82,8 @@ def loss_of(params: Any, cfg: ChainConfig, data: Tensor) -> float:
 
 def base_model(args: argparse.Namespace, data: Tensor) -> Any:
     """The params of the base: read where they are there, else trained on `data`, whole, and written."""
-    path, cfg = args.folder / "base.safetensors", model(SIZES)
-    params = init(SIZES, seed=0, dtype=torch.float32, device="cpu")
+    path, cfg = args.folder / "base.safetensors", model(DECODER)
+    params = init(DECODER, seed=0, dtype=torch.float32, device="cpu")
     if path.is_file():
         return checkpoint.load(path, like=params)
     state = adamw_init(params, OPTIMISER)
@@ -160,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     try:
         corpus = load_corpus(args.text, context=CONTEXT)
-        params, base = base_model(args, corpus.train), model(SIZES)
+        params, base = base_model(args, corpus.train), model(DECODER)
         cfg = with_lora(base, args.rank, TARGETS, alpha=args.alpha)
         params = lora_init(params, cfg, key=random.key(0))
         run = Run(cfg, base, params, upper(corpus.train), upper(corpus.held_out), args.lr)

@@ -13,10 +13,12 @@ trains on several processes, with the losses of one, and goes on from a checkpoi
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,18 +26,18 @@ from lm.check import largest_relative_error
 from lm.data import Corpus, TextError, batch, load_corpus, trigram_loss, windows
 from lm.flags import CHECKPOINT, parse
 from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
-from lm.model import init, main_of, predictor, rotation
+from lm.model import init, model
 from lm.ranks import AXES, Ranks, leave, quiet, started
-from lm.results import Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of
+from lm.results import Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
 from lm.step import Settings, State, evaluate, loss_and_grads, train_step, working, written_step
 from torch import Tensor
 from tqdm import tqdm
 
-from funcops import WithExtras, chain, chain_fwd, dist
+from funcops import chain, dist, random
 from funcops.errors import size_of
 from funcops.graphs import graphed
 from funcops.low_precision import recipe_init
-from funcops.needs import Needs
+from funcops.models import SamplingConfig, generate
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
@@ -51,7 +53,7 @@ FREE = {  # flags that change no number of a run
 
 def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Settings:
     return Settings(
-        sizes=args.sizes,
+        decoder=args.decoder,
         ranks=ranks,
         model=ranks.model,
         op=op,
@@ -66,20 +68,15 @@ def settings_of(args: Any, params: Any, ranks: Ranks, op: Op = chain) -> Setting
     )
 
 
-def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Tensor:
-    """`args.sample` bytes drawn at temperature 0.8, each from the last `context` bytes."""
-    cfg = predictor(args.sizes, args.recipe)
+def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Iterator[Tensor]:
+    """The next `args.sample` bytes, [1] each, as soon as they are drawn: at temperature 0.8, from the key of --seed. Text may grow
+    beyond the context: in every layer a byte sees the last `context` ones, which its cache holds in a ring."""
+    cfg = dataclasses.replace(args.decoder, windows=(args.context,) * args.layers)
+    predictor = model(cfg, args.recipe, loss=False)
     without_loss = {k: v for k, v in params.items() if k != "loss"}
-    compute = working(without_loss, cfg, scales, args.dtype, columns=False)
-    generator = torch.Generator().manual_seed(args.seed)
-    ids = prompt
-    for _ in range(args.sample):
-        x = ids[-args.context :][None].to(args.device)
-        table = rotation(x.shape[1], args.sizes, like=compute["embed"].weight)
-        logits = main_of(chain_fwd(compute, WithExtras(x, {"rotation": table}), cfg, needs=Needs.NONE)[0])
-        p = (logits[0, -1].float().cpu() / 0.8).softmax(-1)
-        ids = torch.cat((ids, torch.multinomial(p, 1, generator=generator)))
-    return ids[len(prompt) :]
+    compute = working(without_loss, predictor, scales, args.dtype, columns=False)
+    key, sampling = random.key(args.seed, device=args.device), SamplingConfig(temperature=0.8)
+    return generate(compute, cfg, prompt[None].to(args.device), args.sample, key=key, sampling=sampling, model=predictor)
 
 
 class Interrupt:
@@ -106,7 +103,7 @@ class Run:
         ranks = Ranks.one(args) if ranks is None else ranks
         dtype = torch.promote_types(args.dtype, torch.float32)
         self.args, self.corpus, self.ranks = args, corpus, ranks
-        self.params = init(args.sizes, seed=args.seed, dtype=dtype, device=args.device)
+        self.params = init(args.decoder, seed=args.seed, dtype=dtype, device=args.device)
         self.count = sum(t.numel() for t in tensors(self.params))
         op, self.policy = policy_of(args, ranks)
         self.s = settings_of(args, ranks.own(self.params), ranks, op)
@@ -217,7 +214,7 @@ class Run:
 
 def kept_flags(args: Any) -> dict[str, str]:
     """The flags that a resumed run must share with the one that it goes on from."""
-    return {k: str(v) for k, v in vars(args).items() if k not in FREE}
+    return {k: str(v) for k, v in vars(args).items() if k not in FREE and k != "decoder"}
 
 
 def loop(run: Run) -> bool:
@@ -276,15 +273,18 @@ def train(args: Any, ranks: Ranks) -> int:
         say_what_rounding_does(run.params, *run.batch(), run.s)
     if args.sample:
         prompt, params = corpus.held_out[:64].long(), ranks.whole(run.params)
-        drawn = sample(params, prompt, args, run.state.scales) if ranks.first else prompt
-        print(f"prompt, from the held-out text:\n{text_of(prompt)}\nsample:\n{text_of(drawn)}")
+        if ranks.first:
+            print(f"prompt, from the held-out text:\n{text_of(prompt)}\nsample:")
+            for piece in texts(sample(params, prompt, args, run.state.scales)):
+                print(piece, end="", flush=True)
+            print()
     return 0 if saved else 1
 
 
 def check(args: Any) -> int:
     args.dtype = torch.float64
     corpus = load_corpus(args.text, context=args.context)
-    params = init(args.sizes, seed=args.seed, dtype=torch.float64, device="cpu")
+    params = init(args.decoder, seed=args.seed, dtype=torch.float64, device="cpu")
     x, labels = batch(corpus.train, step=0, seed=args.seed, size=args.batch, context=args.context)
     error, where = largest_relative_error(params, x, labels, settings_of(args, params, Ranks.one(args)), args)
     print(f"largest relative error against plain PyTorch in float64: {error:.2e} (at {where})")

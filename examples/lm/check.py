@@ -20,20 +20,20 @@ def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, 
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
     from plain_llama import PlainLlama
 
-    sizes = args.sizes
+    cfg = args.decoder
     plain = PlainLlama(
-        dim=sizes.dim,
-        n_layers=sizes.layers,
-        n_heads=sizes.heads,
-        n_kv_heads=sizes.kv_heads,
-        hidden=sizes.hidden,
-        context=args.context,
-        tied=sizes.tied,
+        dim=cfg.dim,
+        n_layers=cfg.layers,
+        n_heads=cfg.heads,
+        n_kv_heads=cfg.kv_heads,
+        hidden=cfg.hidden,
+        context=cfg.context,
+        tied=cfg.tied,
     )
-    if sizes.experts:
-        router = Router(sizes.experts, sizes.top_k, score="sigmoid")
+    if cfg.moe is not None:
+        router = Router(cfg.moe.route.experts, cfg.moe.route.top_k, score="sigmoid")
         for block in plain.blocks:
-            block.mlp = Mixture(block.mlp.norm, sizes.dim, sizes.hidden, sizes.shared * sizes.hidden, router)  # type: ignore[assignment, union-attr]
+            block.mlp = Mixture(block.mlp.norm, cfg.dim, cfg.hidden, cfg.moe.shared, router)  # type: ignore[assignment, union-attr]
     plain = plain.to(torch.float64)
     ours = {plain_name(path): t for path, t in paths(params).items() if t is not None}
     plain.load_state_dict(ours)

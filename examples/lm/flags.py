@@ -11,7 +11,7 @@ import torch
 from funcops import POLICIES
 from funcops.dist import Mesh, parallel
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
-from lm.model import Sizes, model
+from lm.model import described, model
 from lm.piped import SCHEDULES, roles
 from lm.ranks import sizes_of
 
@@ -25,6 +25,7 @@ ONE_PROCESS = {
     "experts": "a process sees the load of its own rows",
 }
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # what --experts sets where they are not given
+OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
 PIPED = {
     "tied": "the embedding and the head are of two stages",
     "delay_wgrad": "the schedule orders weight gradients",
@@ -154,12 +155,8 @@ def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             parser.error(f"--recipe: expected without --experts {args.experts}, whose products are in no low precision")
 
 
-def _of_experts(args: argparse.Namespace) -> tuple[int, ...]:
-    return () if args.experts is None else (args.experts, args.top_k, args.shared)
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The flags, with `sizes`, `dtype`, `device` and `out` made into objects; a bad one ends the program with one line."""
+    """The flags, with `decoder`, `dtype`, `device` and `out` made into objects; a bad one ends the program with one line."""
     parser = _parser()
     args = parser.parse_args(argv)
     for name in ("context", "batch", "steps", "eval_every"):
@@ -200,12 +197,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except (RuntimeError, AssertionError) as error:
         parser.error(f"--device: expected a device of this machine, got {args.device!r} ({str(error).splitlines()[0]})")
     try:
-        args.sizes = Sizes(args.dim, args.layers, args.heads, args.kv_heads, args.hidden, args.tied, *_of_experts(args))
+        args.decoder = described(**{name: value for name in OF_DECODER if (value := getattr(args, name)) is not None})
         args.recipe = RECIPES[args.recipe]() if args.recipe else None
     except ValueError as error:
         parser.error(str(error))
     try:
-        model(args.sizes, args.recipe)
+        model(args.decoder, args.recipe)
     except ValueError as error:
         parser.error(f"--recipe: {error}")
     try:
@@ -237,7 +234,7 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--recipe: expected one without scales of its own with {other}, which has no place for them, got fp8_delayed")
     try:
         mesh = Mesh.abstract(args.mesh, 0)
-        parallel(model(args.sizes, args.recipe), roles(mesh), mesh, overlap=args.overlap)
+        parallel(model(args.decoder, args.recipe), roles(mesh), mesh, overlap=args.overlap)
     except ValueError as error:
         parser.error(f"--recipe with {said} --overlap {args.overlap}: {error}")
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import WithExtras, chain, fit, report, with_policy
+from funcops import chain, fit, report, with_policy
 from funcops.errors import size_of
 from funcops.low_precision import Format, quantize_tensor
 from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast, paths
-from lm.model import left_out, model, rotation
+from lm.model import left_out, model, model_x
 from lm.ranks import Ranks
 from lm.step import NEEDS, Settings, inputs, working
 
@@ -32,9 +32,8 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
         op = chain if args.policy is None else with_policy(chain, args.policy)
     else:
         (ids,) = ranks.rows(torch.zeros(args.batch, args.context, dtype=torch.int64))
-        wide = torch.promote_types(args.dtype, torch.float32)
-        table = rotation(ids.shape[1], args.sizes, like=torch.empty(0, dtype=args.dtype), cp=ranks.cp).to(wide)
-        tried = fit(chain, cfg, WithExtras(ids, {"rotation": table, "labels": ids}), 2**62, dtype=args.dtype).tried
+        given = model_x(args.decoder, ids, ids, args.dtype, ranks.cp)
+        tried = fit(chain, cfg, given, 2**62, dtype=args.dtype).tried
         chosen = next((one for one in tried if one.kept_bytes <= args.budget * 2**20), None)
         if chosen is None:
             least = min(one.kept_bytes for one in tried) / 2**20
@@ -67,7 +66,7 @@ def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) 
     """Print how far the recipe's rounding puts the weight and the input of each linear layer off, on one batch, relative to their
     norms."""
     wide = cast(params, s.dtype)
-    _, residuals = with_policy(chain, "save_all").fwd(wide, inputs(wide, x, labels, s), model(s.sizes), needs=NEEDS)
+    _, residuals = with_policy(chain, "save_all").fwd(wide, inputs(wide, x, labels, s), model(s.decoder), needs=NEEDS)
     kept = paths(residuals)
     width = max(map(len, kept))
     print(f"{'relative error of rounding by ' + type(s.recipe).__name__:{width}}      w      x")

@@ -14,7 +14,7 @@ from funcops.low_precision import quantize_params
 from funcops.needs import Needs
 from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.trees import leaves, tree_map_tensors
-from lm.model import ROLES, model, rotation
+from lm.model import ROLES, model, model_x
 from lm.stages import joined, split, staged
 
 
@@ -35,9 +35,9 @@ class Stages:
     """Of a mesh of several ranks along "pp", each of which has one stage."""
 
     def __init__(self, mesh: Mesh, args: Any) -> None:
-        self.axis, self.cp, self.sizes, self.count = mesh["pp"], mesh["cp"], args.sizes, args.microbatches
+        self.axis, self.cp, self.decoder, self.count = mesh["pp"], mesh["cp"], args.decoder, args.microbatches
         self.schedule = SCHEDULES[args.schedule](self.axis.size, self.count)
-        self.cfg = parallel(staged(args.sizes, self.axis.size, args.recipe, args.policy), roles(mesh), mesh, overlap=args.overlap)
+        self.cfg = parallel(staged(args.decoder, self.axis.size, args.recipe, args.policy), roles(mesh), mesh, overlap=args.overlap)
         self.name = self.cfg.steps[self.axis.rank].name
         self.pipeline: Pipeline | None = None
 
@@ -47,12 +47,12 @@ class Stages:
 
     def own(self, params: Any) -> dict[str, Any]:
         """This rank's stage of the params of the whole model."""
-        return {self.name: split(params, self.sizes, self.axis.size)[self.name]}
+        return {self.name: split(params, self.decoder, self.axis.size)[self.name]}
 
     def whole(self, own: dict[str, Any]) -> dict[str, Any]:
         """Those of the whole model, on every rank: each leaf is zero but on one."""
         like = next(t for t in leaves(own) if t is not None)
-        stages = split(chain.init(model(self.sizes), device="meta", dtype=like.dtype), self.sizes, self.axis.size)
+        stages = split(chain.init(model(self.decoder), device="meta", dtype=like.dtype), self.decoder, self.axis.size)
         mine = {
             name: own.get(name, tree_map_tensors(lambda t: torch.zeros_like(t, device=like.device), stages[name]))
             for name in stages
@@ -64,8 +64,7 @@ class Stages:
         return quantize_params(params[self.name], self.cfg.steps[self.axis.rank].cfg, dtype=dtype)
 
     def inputs(self, x: Tensor, labels: Tensor, dtype: torch.dtype) -> WithExtras:
-        table = rotation(x.shape[1], self.sizes, torch.empty(0, dtype=dtype, device=x.device), self.cp)
-        return WithExtras(x, {"rotation": table, "labels": labels})
+        return model_x(self.decoder, x, labels, dtype, self.cp)
 
     def loss_and_grads(
         self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype, shares: int, done: Callable[[Any], Any]
@@ -94,7 +93,7 @@ class Stages:
     def once(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> tuple[Tensor, Any]:
         """What this rank computes for one microbatch, of zeros where it would be sent to: for a handshake."""
         x, labels = (t[: len(t) // self.count] for t in (x, labels))
-        given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.sizes.dim, dtype=dtype))
+        given, cfg = self._given(x, labels, dtype, x.new_zeros(*x.shape, self.decoder.dim, dtype=dtype))
         y, residuals = chain.fwd(self.work(params, dtype), given, cfg, needs=NEEDS)
         grads, _ = chain.bwd(residuals, torch.ones_like(y), cfg)
         return y.sum().to(torch.promote_types(dtype, torch.float32)), {self.name: grads}
@@ -107,7 +106,7 @@ class Stages:
     def loss(self, params: Any, x: Tensor, labels: Tensor, dtype: torch.dtype) -> Tensor:
         """The mean loss of these rows on the last rank, elsewhere 0: each stage in turn."""
         compute = self.work(params, dtype)
-        between = torch.zeros(*x.shape, self.sizes.dim, dtype=dtype, device=x.device)
+        between = torch.zeros(*x.shape, self.decoder.dim, dtype=dtype, device=x.device)
         y = between.new_zeros(())
         for turn in range(self.axis.size):
             if turn == self.axis.rank:

@@ -122,13 +122,13 @@ class Ranks:
             specs = {path: spec for path, spec in specs_of(chain, stages.cfg).items() if path.startswith(f"{stages.name}.")}
             like = {stages.name: chain.init(stages.cfg, device="meta")[stages.name]}
             return Ranks(mesh, stages.cfg, specs, like, stages, args.zero)
-        cfg = parallel(model(args.sizes, args.recipe), roles(mesh), mesh, overlap=args.overlap)
+        cfg = parallel(model(args.decoder, args.recipe), roles(mesh), mesh, overlap=args.overlap)
         shared = dist.zero3(cfg, mesh["dp"], dtype=args.dtype) if args.zero == 3 else cfg
         return Ranks(mesh, shared, specs_of(chain, cfg), chain.init(cfg, device="meta"), None, args.zero)
 
     @staticmethod
     def one(args: Any) -> Ranks:
-        return Ranks(Mesh.abstract(dict.fromkeys(AXES, 1), 0), model(args.sizes, args.recipe))
+        return Ranks(Mesh.abstract(dict.fromkeys(AXES, 1), 0), model(args.decoder, args.recipe))
 
     def __post_init__(self) -> None:  # plain values: a compiler reads them
         put, mesh = functools.partial(object.__setattr__, self), self.mesh

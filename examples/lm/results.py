@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
+import itertools
 import json
 import math
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +160,15 @@ def plot_load(folder: Path, rows: list[Row], most: int = 120) -> None:
     _draw(figure, folder / "load.png")
 
 
+def texts(drawn: Iterable[Tensor]) -> Iterator[str]:
+    """Bytes, one after another, as pieces of text, each as soon as it is whole; what is no UTF-8 or cannot be printed is written as
+    an escape, such as \\x00."""
+    decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
+    for end, byte in itertools.chain(((False, bytes([int(t)])) for t in drawn), [(True, b"")]):
+        text = decoder.decode(byte, end)
+        yield "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 def text_of(ids: Tensor) -> str:
-    """Bytes as text; what is no UTF-8 or cannot be printed is written as an escape, such as \\x00."""
-    text = bytes(ids.tolist()).decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    """The text of bytes, as `texts` writes it."""
+    return "".join(texts(ids))

@@ -6,39 +6,40 @@ from typing import Any
 
 from funcops import ChainConfig, RepeatConfig, Step, chain, repeat, with_policy
 from funcops.low_precision import Recipe, with_recipe
-from lm.model import Sizes, block, left_out, model, ties
+from funcops.models import DecoderConfig
+from lm.model import left_out, model
 
 
-def layers_of(sizes: Sizes, stages: int) -> list[range]:
+def layers_of(cfg: DecoderConfig, stages: int) -> list[range]:
     """The layers of each stage, as evenly as they go."""
-    if not 2 <= stages <= sizes.layers:
-        raise ValueError(f"--stages: expected 2 to {sizes.layers}, as there are --layers {sizes.layers}, got {stages}")
-    ends = [round(i * sizes.layers / stages) for i in range(stages + 1)]
+    if not 2 <= stages <= cfg.layers:
+        raise ValueError(f"--stages: expected 2 to {cfg.layers}, as there are --layers {cfg.layers}, got {stages}")
+    ends = [round(i * cfg.layers / stages) for i in range(stages + 1)]
     return [range(first, last) for first, last in zip(ends, ends[1:], strict=False)]
 
 
-def staged(sizes: Sizes, stages: int, recipe: Recipe | None = None, policy: str | None = None) -> ChainConfig:
-    """`model(sizes, recipe)` in stages: bytes, rotary table and labels to the mean loss. `policy`: of what each block keeps."""
-    layer = chain if policy is None else with_policy(chain, policy)
-    embed, _, norm, head, loss = model(sizes).steps
+def staged(cfg: DecoderConfig, stages: int, recipe: Recipe | None = None, policy: str | None = None) -> ChainConfig:
+    """`model(cfg, recipe)` in stages: bytes, rotary table and labels to the mean loss. `policy`: of what each block keeps."""
+    whole, layer = model(cfg), chain if policy is None else with_policy(chain, policy)
+    embed, blocks, norm, head, loss = whole.steps
     steps = []
-    for i, layers in enumerate(layers_of(sizes, stages)):
-        inner = [Step("blocks", repeat, RepeatConfig(layer, block(sizes), len(layers)))]
+    for i, layers in enumerate(layers_of(cfg, stages)):
+        inner = [Step("blocks", repeat, RepeatConfig(layer, blocks.cfg.cfg, len(layers)))]
         inner = [embed, *inner] if i == 0 else inner
         last = i == stages - 1
         inner = [*inner, norm, head, loss] if last else inner
         extras = ("rotation", "labels") if last else ("rotation",)
         steps.append(Step(f"stage{i}", chain, ChainConfig(steps=tuple(inner), extras=extras)))
-    tied = {f"stage{stages - 1}.{path}": f"stage0.{source}" for path, source in ties(sizes).items()}
+    tied = {f"stage{stages - 1}.{path}": f"stage0.{source}" for path, source in whole.ties}
     made = ChainConfig(steps=tuple(steps), extras=("rotation", "labels"), ties=tied)
     return made if recipe is None else with_recipe(made, recipe, only=("*.blocks.*",), skip=left_out(recipe))
 
 
-def split(params: dict[str, Any], sizes: Sizes, stages: int) -> dict[str, Any]:
-    """The params of `model(sizes)` by stage: the same tensors."""
+def split(params: dict[str, Any], cfg: DecoderConfig, stages: int) -> dict[str, Any]:
+    """The params of `model(cfg)` by stage: the same tensors."""
     found: dict[str, Any] = {
         f"stage{i}": {"blocks": tuple(params["blocks"][layer] for layer in layers)}
-        for i, layers in enumerate(layers_of(sizes, stages))
+        for i, layers in enumerate(layers_of(cfg, stages))
     }
     found["stage0"] = {"embed": params["embed"], **found["stage0"]}
     found[f"stage{stages - 1}"].update({name: params[name] for name in ("norm", "head", "loss")})

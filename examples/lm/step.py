@@ -10,12 +10,13 @@ from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain_fwd, donate
 from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
+from funcops.models import DecoderConfig
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update, balance
 from funcops.precision import select_step
 from funcops.trees import at, cast, constant_paths, paths, put, tensors
-from lm.model import Sizes, main_of, rotation
+from lm.model import main_of, model_x
 from lm.ranks import Ranks
 
 NEEDS = Needs(x=False)
@@ -24,7 +25,7 @@ NEEDS = Needs(x=False)
 class Settings(NamedTuple):
     """All that is static in a step."""
 
-    sizes: Sizes
+    decoder: DecoderConfig
     ranks: Ranks
     model: ChainConfig
     op: Op  # chain, under a residual policy
@@ -70,8 +71,7 @@ def balanced(params: Any, load: Tensor | None, rate: float) -> Any:
 
 def inputs(params: Any, x: Tensor, labels: Tensor, s: Settings) -> WithExtras:
     """x of the model: bytes, their labels, and the rotary table in the precision of `params`."""
-    table = rotation(x.shape[1], s.sizes, params["embed"].weight, s.ranks.cp)
-    return WithExtras(x, {"rotation": table, "labels": labels})
+    return model_x(s.decoder, x, labels, params["embed"].weight.dtype, s.ranks.cp)
 
 
 def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: Any, reduce: bool = False) -> Gradients:

@@ -132,11 +132,10 @@ def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
 
 
 def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None) -> None:
-    """Whether so many tokens more have a place. On the CPU their number is read; a device says so itself, while it computes."""
-    if cache.lengths.is_cpu and watched():
-        return
+    """Whether so many tokens more have a place. On the CPU their number is read; a device, or what is recorded, says so itself
+    while it runs."""
     after = cache.lengths + (tokens if counts is None else counts)
-    if not cache.lengths.is_cpu:
+    if watched() or not cache.lengths.is_cpu:
         torch._assert_async((after <= cache.context).all(), f"{where}: cache must be of a longer context than {cache.context}")
         return
     needed = int(after.max())

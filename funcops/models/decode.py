@@ -12,17 +12,34 @@ from torch import Tensor
 from funcops import random
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.walk import steps
 from funcops.errors import FLOATS, DonatedError, check, describe, fail, require, require_count, require_type
+from funcops.formats import unscaled
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
 from funcops.models.decoder import DecoderConfig, decoder, decoder_x
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.needs import Needs
+from funcops.ops.attention import AttentionConfig
 from funcops.schema import Donated
-from funcops.trees import WithExtras, at, paths, tree_map_tensors
+from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
 
 __all__ = ["decode", "generate"]
 
 _chain_of = functools.lru_cache(maxsize=64)(decoder)
+
+
+@functools.lru_cache(maxsize=64)
+def _windows(model: ChainConfig) -> tuple[int | None, ...]:
+    """Of each attention, in order."""
+    return tuple(of.window for _, of in steps(model, each=True) if isinstance(of, AttentionConfig))
+
+
+def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
+    """A cache has the slots that windows of the config need."""
+    require_type(where, "model", model, ChainConfig, type(None))
+    if model is not None:
+        wanted, got = (_windows(made) for made in (_chain_of(cfg), model))
+        require(got == wanted, where, "model", f"made of decoder(cfg), whose layers have windows {list(wanted)}", f"{list(got)}")
 
 
 def decode(
@@ -36,7 +53,7 @@ def decode(
     `model`: the chain, where it is not `decoder(cfg)` but made of that, by `with_lora` for one.
 
     Nothing waits for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the cache's, and
-    for one that is too short (on a device: a device-side assertion), `DonatedError` for one that was given away.
+    for one that is too short (on a device, or recorded: an assertion while it runs), `DonatedError` for one that was given away.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, donate, random
@@ -50,7 +67,7 @@ def decode(
     """
     where = "decode"
     require_type(where, "cfg", cfg, DecoderConfig)
-    require_type(where, "model", model, ChainConfig, type(None))
+    _check_model(where, model, cfg)
     check(where, "ids", ids, (...,), torch.int64)
     if ids.dim() != 2:
         fail(where, "ids", "[B, T]", list(ids.shape))
@@ -127,7 +144,7 @@ def generate(
     where, sampling = "generate", SamplingConfig() if sampling is None else sampling
     require_type(where, "cfg", cfg, DecoderConfig)
     require_type(where, "sampling", sampling, SamplingConfig)
-    require_type(where, "model", model, ChainConfig, type(None))
+    _check_model(where, model, cfg)
     require_count(where, tokens=tokens, chunk=chunk)
     check(where, "ids", ids, (...,), torch.int64)
     if ids.dim() != 2 or 0 in ids.shape:
@@ -141,7 +158,7 @@ def generate(
             most, found = ids.shape[1], lengths.tolist()
             require(all(1 <= n <= most for n in found), where, "lengths", f"from 1 to {most}, as ids has", found)
     _check_params(where, params, model or _chain_of(cfg), ids)
-    dtype = at(params, "embed.weight").dtype
+    dtype, chunk = at(params, "embed.weight").dtype, min(chunk, ids.shape[1])
     cache = cache_init(cfg, ids.shape[0], context=ids.shape[1] + tokens - 1, chunk=chunk, dtype=dtype, device=ids.device)
     placed = with_caches(where, params, cache)
     return _stream(placed, cfg, ids, tokens, key, sampling, lengths, cache, model)
@@ -149,13 +166,17 @@ def generate(
 
 def _check_params(where: str, params: Any, model: ChainConfig, ids: Tensor) -> None:
     """What ops would say of params one by one, while the stream runs."""
-    given, wanted = paths(params), paths(model.abstract())
+    given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(model.abstract())
     if given.keys() != wanted.keys():
         odd = sorted(given.keys() ^ wanted.keys())[0]
         fail(where, "params", f"those of a decoder, with {', '.join(wanted)}", f"{describe(params)} (see {odd!r})", TypeError)
     for path, want in wanted.items():
-        if want is not None:
-            t = given[path]
+        t = given[path]
+        if stands_for_one(t):  # in codes, of which its op says more
+            right = want is not None and tuple(t.shape) == tuple(want.shape) and t.device == ids.device
+            expected = "None" if want is None else f"{list(want.shape)} on {ids.device}"
+            require(right, where, f"params.{path}", expected, f"{list(t.shape)} on {t.device}")
+        elif want is not None:
             check(where, f"params.{path}", t, tuple(want.shape), FLOATS if want.is_floating_point() else want.dtype, ids)
 
 

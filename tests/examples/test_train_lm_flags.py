@@ -209,6 +209,13 @@ def test_a_sample_can_be_printed():
     assert results.text_of(torch.tensor(list(b"a\n\x00\x1b[31m\xff\xc3\xa9"))) == "a\n\\x00\\x1b[31m\\xffé"
 
 
+def test_a_sample_is_printed_as_it_is_drawn():
+    taken = []
+    pieces = results.texts(taken.append(byte) or torch.tensor([byte]) for byte in "aé".encode())
+    assert (next(pieces), len(taken)) == ("a", 1) and (next(pieces), len(taken)) == ("", 2)
+    assert list(pieces) == ["é", ""]
+
+
 def test_compiling_comes_before_the_clock_and_leaves_no_trace(train, monkeypatch, tmp_path):
     assert train("--steps", 2)[0] == 0
     waited = []

@@ -25,7 +25,8 @@ from funcops import (
     trees,
 )
 from funcops.backend import backend
-from funcops.graphs import check_capturable
+from funcops.graphs import check_capturable, graphed
+from funcops.low_precision import MXFP8, quantize_params, with_recipe
 from funcops.models import (
     Cache,
     DecoderConfig,
@@ -227,6 +228,28 @@ def test_a_step_waits_for_nothing(name):
     assert check_capturable(step, params, cache, IDS[:, :4], LENGTHS.clamp(0, 4), random.key(0)) == []
 
 
+def test_a_captured_step_goes_on_with_its_cache():
+    """Which it is given away at every call, and which stays where it is; until that is full."""
+    cfg = MODELS["windows, sinks, a cap, experts"]
+    params = given(cfg)
+
+    def step(params, cache, token):
+        logits, cache = decode(params, donate(cache), token, cfg)
+        return logits[:, -1:].argmax(-1), cache
+
+    want = torch.stack(list(generate(params, cfg, IDS, 5)), 1)
+    logits, cache = decode(params, cache_init(cfg, 3, context=21, chunk=17, dtype=torch.float64), IDS, cfg)
+    token = logits[:, -1:].argmax(-1)
+    captured, found = graphed(step, params, cache, token, inputs={"0": "pinned", "1": "donated"}), [token]
+    assert cache.lengths.tolist() == [17, 17, 17]
+    for _ in range(4):
+        token, cache = captured(params, cache, token)
+        found.append(token)
+    assert torch.equal(torch.cat(found, 1), want) and cache.lengths.tolist() == [21, 21, 21]
+    with pytest.raises(RuntimeError, match="decode: cache must be of a longer context than 21"):
+        captured(params, cache, token)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_a_stream_is_the_likeliest_token_after_each_prompt(name):
     """Of rows of several lengths: what each would go on with alone, by forwards of the whole."""
@@ -249,6 +272,31 @@ def test_a_stream_of_a_model_with_adapters():
         y, _ = chain.fwd(params, decoder_x(LLAMA, ids, torch.float64), model, needs=Needs.NONE)
         ids = torch.cat((ids, y[:, -1:].argmax(-1)), 1)
     assert torch.equal(got, ids[:, 17:])
+
+
+def test_a_stream_of_a_model_in_low_precision():
+    """Weights in codes, beside a norm and an embedding that are not; a weight of another shape is named before the first token."""
+    cfg = dataclasses.replace(LLAMA, dim=32, kv_heads=2, head_size=16, hidden=32, layers=1, rope=RopeConfig(16))
+    model = with_recipe(decoder(cfg), MXFP8(), only=("blocks.*",))
+    work = quantize_params(given(cfg, torch.float32), model, dtype=torch.float32, columns=False)
+    ids = IDS
+    for _ in range(4):
+        y, _ = chain.fwd(work, decoder_x(cfg, ids, torch.float32), model, needs=Needs.NONE)
+        ids = torch.cat((ids, y[:, -1:].argmax(-1)), 1)
+    assert torch.equal(torch.stack(list(generate(work, cfg, IDS, 4, chunk=5, model=model)), 1), ids[:, 17:])
+    wrong = trees.put(work, "blocks.0.mlp.up.weight", trees.at(work, "blocks.0.mlp.down.weight"))
+    match = r"^generate: params.blocks.0.mlp.up.weight must be \[64, 32\] on cpu, got \[32, 32\] on cpu"
+    with pytest.raises(ValueError, match=match):
+        generate(wrong, cfg, IDS, 4, model=model)
+
+
+def test_a_model_with_other_windows_than_the_config_is_refused():
+    cfg = dataclasses.replace(LLAMA, windows=(3, None, 3, None))
+    match = r"model must be made of decoder\(cfg\), whose layers have windows \[3, None, 3, None\], got \[None, None, None, None\]"
+    with pytest.raises(ValueError, match="^generate: " + match):
+        generate(given(cfg), cfg, IDS, 4, model=decoder(LLAMA))
+    with pytest.raises(ValueError, match="^decode: " + match):
+        decode(given(cfg), cache_init(cfg, 3, dtype=torch.float64), IDS, cfg, model=decoder(LLAMA))
 
 
 def test_a_stream_is_of_its_key():

@@ -11,6 +11,7 @@ from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import Outputs
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written
 from funcops.errors import require_callable, require_count, require_flag, require_type, size_of
+from funcops.trees import tree_map
 
 
 class Report(NamedTuple):
@@ -161,7 +162,7 @@ def _capture(
     before = Snapshot(inputs.donated)
 
     def call() -> Any:
-        return fn(*inputs.trees)
+        return fn(*tree_map(lambda leaf: leaf, inputs.trees))  # a function may give a tree away: each call has its own
 
     with torch.no_grad():
         try:
