@@ -86,6 +86,7 @@ class ColumnLinearConfig:
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
+    apart: ClassVar[bool] = True  # whether a rank has features of its own in y: see `funcops.dist.specs_of`
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -113,6 +113,7 @@ class RowQLinearConfig:
         object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
+    apart: ClassVar[bool] = False  # as of that
 
     @property
     def specs(self) -> dict[str, Spec]:
