@@ -79,6 +79,8 @@ def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
     part; one that is more than drawn, and so is on the meta device now, is made whole first."""
     found = _Found.of(make, lambda place: True)
     clean = {place for t in leaves(found.tree) if id(t) in found.places for place in found.places[id(t)]}
+    if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.places for t in leaves(found.tree)):
+        clean = set()  # a leaf is made of a draw, and it does not say of which
     if len(clean) < len(found.draws):
         found = _Found.of(make, clean.__contains__)
 
