@@ -217,9 +217,10 @@ def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softca
     )
 
 
-def attended(q, k, v, causal, scale):
+def attended(q, k, v, causal, scale, softcap=None):
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
     return torch.einsum("bhts,bshd->bthd", scores.softmax(-1) if k.shape[1] else scores, v)
@@ -229,12 +230,12 @@ def axis_of(n, rank=0):
     return Mesh.abstract({"tp": n}, rank)["tp"]
 
 
-def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None):
+def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None):
     """Of 16 t queries and 16 s keys; what is whole is as the ranks would gather it."""
     s = t if causal else s
 
     def reference(params, x, n):
-        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale)
+        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale, softcap)
         return torch.cat([dist.zigzag(y, axis_of(n, rank)) for rank in range(n)], 1)
 
     def x(d):
@@ -242,12 +243,12 @@ def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None
 
     part = Placed("shard", 1)
     return DistCase(
-        cfg=lambda axis: dist.ContextAttentionConfig(axis, causal=causal, scale=scale, comm=comm),
+        cfg=lambda axis: dist.ContextAttentionConfig(axis, causal=causal, scale=scale, comm=comm, softcap=softcap),
         x=x,
         reference=reference,
         placed_x=(part, part, part),
         placed_y=part,
-        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}",
+        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}-{softcap}",
     )
 
 
