@@ -18,7 +18,18 @@ def roles(cfg: DecoderConfig, *, loss: bool = False) -> dict[str, str]:
 
     Without `loss` the head gives whole logits of a rank's rows, so it stays whole on each, as does the table that it is tied to.
     Raises `TypeError` for what is no config, and `ValueError` for latent attention, whose keys have a part that all heads share.
-    What else a mesh cannot share out `dist.parallel` refuses, by its path."""
+    What else a mesh cannot share out `dist.parallel` refuses, by its path.
+
+    >>> from funcops import RopeConfig, dist
+    >>> from funcops.models import DecoderConfig, decoder, roles
+    >>> sizes = dict(vocab=64, dim=32, layers=2, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8))
+    >>> roles(cfg)
+    {'embed': 'vocab', '*.qkv.*.proj': 'column', '*.attn.out': 'row', '*.mlp.up': 'column', '*.mlp.down': 'row'}
+    >>> own = dist.parallel(decoder(cfg), roles(cfg), dist.Mesh.abstract({"tp": 2}, rank=0))
+    >>> [step.op.name for step in own.steps]
+    ['vocab_embedding', 'repeat', 'rms_norm', 'linear']
+    """
     require_type("roles", "cfg", cfg, DecoderConfig)
     require_type("roles", "loss", loss, bool)
     wanted = "None (all heads share a part of a key, which a column layer would split)"

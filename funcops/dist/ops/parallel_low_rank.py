@@ -5,13 +5,26 @@
     side="row"      u = c sum over r of x_r a_r^T             y = u b^T         a_r: [R, I/n], a rank's columns
                     t = c dy b           dx_r = t a_r         da_r = t^T x_r    db = dy^T u
 
-c = cfg.scale. What goes over the axis is u and t, R numbers a row. In sequence parallelism rows are shared out where features are
-not, as for the layer beside it: u and t are gathered for the side that has all rows, and sums of them are scattered. Without, all
-ranks have the same rows. The gradient of the leaf that is shared out is whole either way; that of the other is of a rank's own
-rows, or without sequence parallelism whole.
+c = cfg.scale; all of one float dtype. What goes over the axis is u and t, R numbers a row. In sequence parallelism rows are shared
+out where features are not, as for the layer beside it: u and t are gathered for the side that has all rows, and sums of them are
+scattered. Without, all ranks have the same rows. The gradient of the leaf that is shared out is whole either way; that of the other
+is of a rank's own rows, or without sequence parallelism whole.
 
 Kept: x, a and b, aliases, and u of this rank's rows, [*, R]. `init` draws this rank's part of what `low_rank_init` draws.
 LoRA: arXiv 2106.09685; shared out as in PEFT's `LoraParallelLinear` (peft/tuners/lora/tp_layer.py).
+
+>>> import torch
+>>> from funcops import dist, random
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ParallelLowRankConfig(8, 16, 2, axis=mesh["tp"], side="column")
+...     params = dist.parallel_low_rank_init(cfg, key=random.key(0))
+...     y, residuals = dist.parallel_low_rank_fwd(params, torch.ones(3, 8), cfg)
+...     dparams, dx = dist.parallel_low_rank_bwd(residuals, torch.ones(6, 8), cfg)
+...     return y.shape, params.a.shape, params.b.shape, dx.shape
+...
+>>> run_ranks({"tp": 2}, each)[1]
+(torch.Size([6, 8]), torch.Size([2, 8]), torch.Size([8, 2]), torch.Size([3, 8]))
 """
 
 from __future__ import annotations
