@@ -69,6 +69,29 @@ def test_a_decoder_on_ranks_is_that_of_one_process(name, mesh):
     assert {"embed.weight", *[path for path in wanted if path.endswith((".proj.weight", ".out.weight"))]} <= shared[0]
 
 
+@pytest.mark.parametrize(("name", "options"), [("qwen3", dict(softcap=2.0)), pytest.param("gpt2", {}, marks=pytest.mark.slow)])
+def test_a_sequence_over_ranks(name, options):
+    """In zigzag order: ids, labels and positions of a rank."""
+    cfg = dataclasses.replace(LLAMA, **FAMILIES[name] | options)
+    model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(16, (4, 8), generator=draw) for _ in range(2))
+    whole = chain.init(model, key=random.key(1), dtype=D)
+    loss, wanted = step(cfg, model, whole, ids, labels)
+
+    def run(mesh):
+        cp, own = mesh["cp"], dist.parallel(model, roles(cfg, loss=True), mesh)
+        specs, places = dist.specs_of(chain, own), dist.zigzag_positions(8, cp)
+        x = decoder_x(cfg, dist.zigzag(ids, cp), D, labels=dist.zigzag(labels, cp), positions=places)
+        mean, kept = chain.fwd(dist.shard(whole, specs, mesh), x, own)
+        dparams, _ = chain.bwd(kept, torch.full((), 0.5, dtype=D), own)
+        return mean, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    losses, found = zip(*run_ranks({"cp": 2, "tp": 2}, run), strict=True)
+    torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
+    for dparams in found:
+        torch.testing.assert_close(paths(dparams), paths(wanted), rtol=0, atol=1e-12)
+
+
 def test_without_a_loss_logits_are_whole():
     """Of a rank's rows. A head that is tied to the embeddings has the whole of them."""
     for name in ("llama", "gemma2"):
