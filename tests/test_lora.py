@@ -21,7 +21,6 @@ from funcops import (
     batch_wgrads,
     chain,
     differentiable,
-    dist,
     embedding,
     linear,
     parallel,
@@ -425,16 +424,6 @@ def test_a_step_can_be_captured():
         return adapter(chain.bwd(residuals, torch.ones_like(y), cfg)[0], cfg)
 
     assert check_capturable(step, params, x) == []
-
-
-@pytest.mark.parametrize("rules", [{"*.up.both.base": "column"}, {"*.up": "column", "*.down.both.base": "row"}], ids=str)
-def test_layers_over_ranks_take_no_adapters(rules):
-    cfg = with_lora(base_config(), 2, ("*.down",) if "*.up" in rules else ("*.up",))
-    with pytest.raises(ValueError, match="parallel: "):
-        dist.parallel(cfg, rules, dist.Mesh.abstract({"tp": 2}, 0))
-    sharded = dist.parallel(base_config(), {"*.up": "column", "*.down": "row"}, dist.Mesh.abstract({"tp": 2}, 0))
-    with pytest.raises(ValueError, match="with_lora: targets must .* got .*which matches blocks.*.mlp.up, a ColumnLinearConfig"):
-        with_lora(sharded, 2, ("*.up",))
 
 
 # what raises

@@ -217,6 +217,12 @@ def _masked(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _scalar_mask(x_ptr, y_ptr, n, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y_ptr + i, tl.load(x_ptr + i, mask=(i >= 0) & (tl.program_id(0) < n)), mask=(i >= 0) & (tl.program_id(0) < n))
+
+
+@triton.jit
 def _strided(x_ptr, y_ptr, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i * stride))
@@ -264,6 +270,7 @@ def test_masked_lanes_repeated_lanes_and_sectors():
     assert bytes_of(_strided, 1000, x, y, 2, 1024) == (1000 * 8192, 1000 * 8192, 1000 * (4096 + 8192))
     partial = bytes_of(_masked, 2000, x, y, n // 2, 1024)
     assert partial.asked == pytest.approx(0.75 * y.nbytes, rel=0.01), "masked lanes ask for nothing"
+    assert bytes_of(_scalar_mask, 2000, x, y, 0, 1024) == (0.0,) * 3, "a mask of scalars is a mask"
 
 
 def test_what_is_small_is_moved_once_atomics_twice_and_torch_counts():

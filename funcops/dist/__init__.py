@@ -7,7 +7,7 @@ Programs      handshake, check_program, record (Program, Collective)
 Gradients     reduce_start, sum_axes; global_norm, part_axes, everywhere, raise_everywhere; amaxes_over
 ZeRO          own_shards, gather_shards_start, zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
-Layers        column_linear, row_linear; column_qlinear, row_qlinear; sharded; sharded_dropout
+Layers        column_linear, row_linear; column_qlinear, row_qlinear; parallel_experts, parallel_low_rank; sharded; sharded_dropout
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
 Sequence      context_attention; zigzag, unzigzag, zigzag_positions
 Models        parallel
@@ -47,6 +47,7 @@ from funcops.dist.ops.copy_to import *
 from funcops.dist.ops.gather import *
 from funcops.dist.ops.gather_same import *
 from funcops.dist.ops.parallel_experts import *
+from funcops.dist.ops.parallel_low_rank import *
 from funcops.dist.ops.row_linear import *
 from funcops.dist.ops.row_qlinear import *
 from funcops.dist.ops.scatter_sum import *

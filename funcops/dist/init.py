@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import random
+from funcops.compose.parallel import ParallelConfig
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
 from funcops.errors import describe, fail, require, require_device, require_dtype, require_type
@@ -78,6 +79,8 @@ def own_parts(make: Callable[[], Any], part_of: PartOf) -> Any:
     part; one that is more than drawn, and so is on the meta device now, is made whole first."""
     found = _Found.of(make, lambda place: True)
     clean = {place for t in leaves(found.tree) if id(t) in found.places for place in found.places[id(t)]}
+    if any(isinstance(t, Tensor) and t.is_meta and id(t) not in found.places for t in leaves(found.tree)):
+        clean = set()  # a leaf is made of a draw, and it does not say of which
     if len(clean) < len(found.draws):
         found = _Found.of(make, clean.__contains__)
 
@@ -95,7 +98,8 @@ def init_part(cfg: Any, make: Callable[[], Any]) -> Any:
 
 def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
     """What the parallel layers of a model share out, by the path of the leaf in its params; other leaves are the same on all ranks.
-    Where these layers are without sequence parallelism, other leaves have a spec too, as their gradients are whole (`Spec.alike`).
+    Where these layers are without sequence parallelism, other leaves have a spec too, as their gradients are whole (`Spec.alike`):
+    all but those between a column layer and its row layer (a norm of each head), of which a rank has the gradient of its features.
     Raises `ValueError` where layers over one axis are some with it, and some without.
 
     >>> from funcops import ChainConfig, Step, chain, dist
@@ -113,9 +117,11 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
         if not sequence:
             said = "the same in all layers over " + str(axis)
             require((axis, True) not in ways, "specs_of", "cfg.sequence_parallel", said, "both")
+            partial = set[str]()
+            _between(cfg, params, "", axis, False, partial)
             for path, t in paths(params).items():
                 spec = found.get(path, WHOLE)
-                if t is not None and axis.name not in spec.names:
+                if t is not None and axis.name not in spec.names and path not in partial:
                     found[path] = dataclasses.replace(spec, alike=axis.name)
     return found
 
@@ -127,6 +133,31 @@ def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
             yield from _ways(inner)
     elif hasattr(cfg, "sequence_parallel") and cfg.axis.size > 1:
         yield cfg.axis, cfg.sequence_parallel
+
+
+def _between(cfg: Any, params: Any, path: str, axis: Axis, apart: bool, found: set[str]) -> bool:
+    """Note the leaves of steps of whose x each rank of the axis has other features. `apart`: whether x is so; returned for y."""
+    if not (hasattr(cfg, "fsdp") or hasattr(cfg, "with_parts")):
+        own = getattr(cfg, "axis", None) == axis
+        if apart and not own:
+            found.update(_inside(path, name) if name else path for name in paths(params))
+        return cfg.apart if own and hasattr(cfg, "apart") else apart
+    before = apart
+    for name, _, inner in parts_of(cfg):
+        x_apart = before if type(cfg) is ParallelConfig else apart
+        for where, layer in _layers(name, params, path):
+            apart = _between(inner, layer, where, axis, x_apart, found)
+    return apart
+
+
+def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Path and params of a part of a combinator: several for the layers of a repeat, unless they are stacked."""
+    if name is None or (name == "*" and not isinstance(params, tuple)):
+        yield path, params
+    elif name == "*":
+        yield from ((_inside(path, i), layer) for i, layer in enumerate(params))
+    else:
+        yield _inside(path, name), params[name]
 
 
 def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, Spec, tuple[Axis, ...]]]:
@@ -150,15 +181,9 @@ def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, 
                 yield _inside(path, name), Spec(spec.axis, spec.dim + dims, parts=spec.parts), (cfg.axis,)
         return
     for name, _, inner in parts_of(cfg):
-        if name is None:
-            yield from _shared(inner, params, path, dims)
-        elif name != "*":
-            yield from _shared(inner, params[name], _inside(path, name), dims)
-        elif isinstance(params, tuple):
-            for i, layer in enumerate(params):
-                yield from _shared(inner, layer, _inside(path, i), dims)
-        else:
-            yield from _shared(inner, params, path, dims + 1)
+        stacked = name == "*" and not isinstance(params, tuple)
+        for where, layer in _layers(name, params, path):
+            yield from _shared(inner, layer, where, dims + stacked)
 
 
 def _inside(path: str, name: Any) -> str:

@@ -19,13 +19,14 @@ from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.skip import SkipConfig
 from funcops.compose.step import Step
-from funcops.compose.walk import remade
+from funcops.compose.walk import below, remade
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
 from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.context_attention import context_attention
 from funcops.dist.ops.parallel_experts import parallel_experts
+from funcops.dist.ops.parallel_low_rank import parallel_low_rank
 from funcops.dist.ops.row_linear import row_linear
 from funcops.dist.ops.row_qlinear import row_op_of
 from funcops.dist.ops.sharded_dropout import ShardedDropoutConfig, Shared, sharded_dropout
@@ -33,6 +34,7 @@ from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
 from funcops.errors import describe, fail, in_step, require, require_flag, require_type
+from funcops.lora.rewrite import BASE, BOTH, LORA, is_adapted
 from funcops.op import Op, same_width
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
@@ -41,6 +43,7 @@ from funcops.ops.embedding import EmbeddingConfig, embedding
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
+from funcops.ops.low_rank import LowRankConfig, low_rank
 from funcops.ops.qlinear import QLinearConfig, op_of
 
 Rule = str | Callable[[Op, Any], tuple[Op, Any]]
@@ -115,6 +118,7 @@ class _Walk:
     ) -> None:
         self.rules, self.axis, self.how, self.parts = rules, axis, how, parts
         self.mesh, self.deciding, self.known, self.widths = mesh, set[str](), list[str](), dict[str, int]()
+        self.adapted = dict[str, str]()  # by the paths of a linear's parts, with an adapter, its own
 
     def inside(self, cfg: Any, path: str, main: _Main) -> tuple[Any, _Main]:
         """The config of a combinator, and how its y is shared out."""
@@ -131,6 +135,8 @@ class _Walk:
                 self.same(here, main, before, "its x")
             return op, inner
 
+        if is_adapted(cfg):
+            self.adapted |= {below(path, one): path for one in (f"{BOTH}.{BASE}", f"{BOTH}.{LORA}")}
         made = cfg.with_parts(part)
         for step, (here, one) in zip(getattr(cfg, "steps", getattr(cfg, "branches", ())), branches, strict=False):
             self.leaves(step, cfg, here, one)
@@ -138,7 +144,7 @@ class _Walk:
             for here, one in branches:
                 self.same(here, one, branches[0][1], branches[0][0])
             main = _Main(main.place)
-        return made, main
+        return made, _Main(main.place, path) if is_adapted(cfg) and main.place == 1 else main
 
     def leaves(self, step: Step, cfg: Any, path: str, main: _Main) -> None:
         """What leaves the model must be of all features."""
@@ -154,7 +160,9 @@ class _Walk:
         """A part at a path, and how its y is shared out."""
         if hasattr(cfg, "with_parts"):
             return op, *self.inside(cfg, path, main)
-        self.known.append(path)
+        path = self.adapted.get(path, path)  # an adapter has the role of its layer
+        if path not in self.known:
+            self.known.append(path)
         glob = next((glob for glob in self.rules if fnmatchcase(path, glob)), None)
         if glob is None:
             return self.between(op, cfg, path, main)
@@ -226,7 +234,7 @@ class _Walk:
         if part.before is not None and main.place != part.before:
             wanted = "where x has its features shared out, behind a column layer" if part.before else "where x has all features"
             fail("parallel", f"{path}, a {role} layer,", wanted, _said(main))
-        more = {"axis": axis, "parts": self.parts.get(path, ()), **self.how}
+        more = {"axis": axis, "side": role, "parts": self.parts.get(path, ()), **self.how}
         source, becomes = (one if isinstance(one, Op) else one(cfg.recipe) for one in (part.source, part.becomes))
         taken = {f.name for f in dataclasses.fields(becomes.config)}
         for field in dataclasses.fields(cfg):
@@ -257,8 +265,16 @@ class _Role(NamedTuple):
 
 
 ROLES: dict[str, dict[type, _Role]] = {
-    "column": {LinearConfig: _Role(linear, column_linear, 0, 1), QLinearConfig: _Role(op_of, column_op_of, 0, 1)},
-    "row": {LinearConfig: _Role(linear, row_linear, 1), QLinearConfig: _Role(op_of, row_op_of, 1)},
+    "column": {
+        LinearConfig: _Role(linear, column_linear, 0, 1),
+        QLinearConfig: _Role(op_of, column_op_of, 0, 1),
+        LowRankConfig: _Role(low_rank, parallel_low_rank, 0, 1),
+    },
+    "row": {
+        LinearConfig: _Role(linear, row_linear, 1),
+        QLinearConfig: _Role(op_of, row_op_of, 1),
+        LowRankConfig: _Role(low_rank, parallel_low_rank, 1),
+    },
     "vocab": {
         EmbeddingConfig: _Role(embedding, vocab_embedding, 0),
         LinearCrossEntropyConfig: _Role(linear_cross_entropy, vocab_linear_cross_entropy, 0),

@@ -127,6 +127,11 @@ def _indices(place: Place) -> Iterator[tuple[int, ...]]:
 
 def _modules(where: str, found: list[Place], names: Any) -> dict[tuple[str, tuple[int, ...]], str]:
     """The name of each module by the path of its linear, and the layer of that."""
+    for place in found:
+        over = getattr(place.lora, "axis", None)
+        if over is not None and over.size > 1:
+            wanted = "that of whole adapters (dist.unshard the params, and use the config before dist.parallel)"
+            fail(where, "cfg", wanted, f"{place.path} over {over}")
     if names is not None:
         require_type(where, "names", names, Mapping)
         for glob, name in names.items():

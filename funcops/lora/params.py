@@ -16,7 +16,7 @@ from funcops.errors import FLOATS, check, describe, fail, require_dtype, require
 from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
 from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
-from funcops.ops.low_rank import LowRankParams, low_rank_init
+from funcops.ops.low_rank import LowRankParams
 from funcops.random import check_key
 from funcops.recipes import Recipe
 from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
@@ -195,11 +195,11 @@ def _base(where: str, params: Any, path: str, place: Place) -> LinearParams:
     node = at(params, path)
     if not isinstance(node, LinearParams):
         fail(where, f"params.{path}" if path else "params", "a LinearParams (params of the base config)", describe(node), TypeError)
-    name, (o, i) = f"params.{path}" if path else "params", (place.base.out_features, place.base.in_features)
+    name = f"params.{path}" if path else "params"
     if node.weight is not None and not stands_for_one(node.weight):  # tied, or in codes
-        check(where, f"{name}.weight", detached(node.weight), (*place.lead, o, i), FLOATS)
+        check(where, f"{name}.weight", detached(node.weight), (*place.lead, *place.base_shape), FLOATS)
     if place.base.bias:
-        check(where, f"{name}.bias", detached(node.bias), (*place.lead, o), FLOATS)
+        check(where, f"{name}.bias", detached(node.bias), (*place.lead, *place.bias_shape), FLOATS)
     return node
 
 
@@ -221,8 +221,8 @@ def _like(weight: Any, params: Any) -> Tensor:
 
 def _init(place: Place, key: Tensor, device: Any, dtype: torch.dtype) -> LowRankParams:
     if not place.lead:
-        return low_rank_init(place.lora, key=key, device=device, dtype=dtype)
-    made = [low_rank_init(place.lora, key=own, device=device, dtype=dtype) for own in random.split(key, math.prod(place.lead))]
+        return place.op.init(place.lora, key=key, device=device, dtype=dtype)  # type: ignore[no-any-return]
+    made = [place.op.init(place.lora, key=own, device=device, dtype=dtype) for own in random.split(key, math.prod(place.lead))]
     return tree_map(lambda *layers: torch.stack(layers).unflatten(0, place.lead), made[0], *made[1:])
 
 
@@ -241,9 +241,8 @@ def _check_adapter(where: str, adapter: Any, known: Mapping[str, Place]) -> None
 
 
 def _check_one(where: str, name: str, made: Any, place: Place) -> None:
-    low = place.lora
     require_type(where, name, made, LowRankParams)
-    for part, shape in (("a", (low.rank, low.in_features)), ("b", (low.out_features, low.rank))):
+    for part, shape in place.lora.shapes.items():
         t = getattr(made, part)
         check(where, f"{name}.{part}", detached(t), (*place.lead, *shape), FLOATS)
 

@@ -11,7 +11,7 @@ from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step, extras_of
 from funcops.compose.walk import below, check_globs, matches, parts
-from funcops.errors import describe, fail, require, require_count, require_number, require_type
+from funcops.errors import describe, fail, in_step, require, require_count, require_number, require_type
 from funcops.op import Op
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear
@@ -27,7 +27,7 @@ INSIDE = f"{BOTH}.{BASE}"
 def with_lora(
     cfg: Any, rank: int, targets: Sequence[str], *, alpha: float | None = None, dropout: float = 0.0, key: str = "key"
 ) -> Any:
-    """The config with an adapter beside each `linear` or `qlinear` step that a glob of `targets` matches.
+    """The config with an adapter beside each `linear` or `qlinear` step that a glob of `targets` matches, or one over ranks.
 
         y = base(x) + (alpha / rank) (m * x) a^T b^T
 
@@ -67,7 +67,7 @@ def is_adapted(cfg: Any) -> bool:
     """Whether it is the config that `with_lora` makes of a linear's."""
     if type(cfg) is not ChainConfig or list(cfg.names) != [BOTH, SUM] or type(both := cfg.steps[0].cfg) is not ParallelConfig:
         return False
-    return list(both.names) == [BASE, LORA] and type(both.branches[1].cfg) is LowRankConfig
+    return list(both.names) == [BASE, LORA] and isinstance(both.branches[1].cfg, LowRankConfig)
 
 
 class Place(NamedTuple):
@@ -79,6 +79,18 @@ class Place(NamedTuple):
     lead: tuple[int, ...]
     base: Any
     lora: LowRankConfig
+    op: Op  # of the adapter
+
+    @property
+    def base_shape(self) -> tuple[int, int]:
+        """Of the weight; of a layer over ranks, of this rank's part."""
+        of = getattr(self.base, "linear", self.base)
+        return getattr(of, "weight_shape", (of.out_features, of.in_features))
+
+    @property
+    def bias_shape(self) -> tuple[int]:
+        of = getattr(self.base, "linear", self.base)
+        return getattr(of, "bias_shape", (of.out_features,))
 
     def at(self, part: str) -> str:
         return below(self.path, part)
@@ -88,7 +100,7 @@ def places(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = (
     """The adapted linears of a config, in the order of the forward."""
     if is_adapted(cfg):
         base, lora = cfg.steps[0].cfg.branches
-        yield Place(path, module, lead, base.cfg, lora.cfg)
+        yield Place(path, module, lead, base.cfg, lora.cfg, lora.op)
     elif hasattr(cfg, "with_parts"):
         stacked = type(cfg) is RepeatConfig and cfg.stacked
         for name, _, inner in parts(cfg, each=True):
@@ -108,7 +120,7 @@ class _Walk(NamedTuple):
             return op, cfg
         if not hasattr(cfg, "with_parts"):
             wanted = _is_linear(cfg) and matches(path, self.targets)
-            return (chain, self.adapted(op, cfg, bare=not path)) if wanted else (op, cfg)
+            return (chain, self.adapted(op, cfg, path)) if wanted else (op, cfg)
         made = {name: self.rewritten(part, inner, below(path, name)) for name, part, inner in parts_of(cfg)}
         changes: dict[str, Any] = {}
         if type(cfg) is ChainConfig:
@@ -119,22 +131,30 @@ class _Walk(NamedTuple):
             changes["ties"] = _moved(cfg.ties, made)
         return op, cfg.with_parts(lambda name, *_: made[name], **changes)
 
-    def adapted(self, op: Op, cfg: Any, bare: bool) -> ChainConfig:
-        if bare:  # of a config alone, which says what its op is
+    def adapted(self, op: Op, cfg: Any, path: str) -> ChainConfig:
+        if not path:  # of a config alone, which says what its op is
             op = _op_of(cfg)
         low = LowRankConfig(cfg.in_features, cfg.out_features, self.rank, scale=self.scale, dropout=self.dropout)
+        try:
+            own, low = cfg.low_rank(low) if hasattr(cfg, "low_rank") else (op_of(low), low)
+        except ValueError as error:
+            in_step(error, path)
+            raise
         extras = (self.key,) if self.dropout else ()
-        both = ParallelConfig(branches=(Step(BASE, op, cfg), Step(LORA, op_of(low), low, takes=extras)))
+        both = ParallelConfig(branches=(Step(BASE, op, cfg), Step(LORA, own, low, takes=extras)))
         return ChainConfig(steps=(Step(BOTH, parallel, both), Step(SUM, add, AddConfig())), extras=extras)
 
 
 def _op_of(cfg: Any) -> Op:
     """The op of a linear's config."""
+    if type(cfg) not in (LinearConfig, QLinearConfig):
+        wanted = "the config of a combinator (that of a layer over ranks does not say what its op is)"
+        fail("with_lora", "cfg", wanted, describe(cfg))
     return linear if type(cfg) is LinearConfig else qlinear_of(cfg.recipe)
 
 
 def _is_linear(cfg: Any) -> bool:
-    return type(cfg) in (LinearConfig, QLinearConfig)
+    return type(cfg) in (LinearConfig, QLinearConfig) or hasattr(cfg, "low_rank")  # a layer over ranks
 
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:

@@ -3,8 +3,8 @@
     params, cfg = from_hf(folder, dtype=torch.bfloat16)
     to_hf(params, cfg, other_folder)
 
-Names and layouts are `families.py`'s; nothing is drawn, and no bit changes but where a dtype is asked for. Needs the safetensors
-package. Neither tokenizers nor downloads are here.
+Names and layouts are `families.py`'s; nothing is drawn, and no bit changes but where a dtype is asked for. What is quantised in the
+files (`coded.py`) is read as numbers. Needs the safetensors package. Neither tokenizers nor downloads are here.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from funcops.errors import (
     require_type,
     short,
 )
+from funcops.models.coded import Coded, Part, coding, parts
 from funcops.models.decoder import DecoderConfig, decoder, layer_paths
 from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
@@ -42,6 +43,7 @@ from funcops.trees import paths, tree_map_with_path
 
 __all__ = ["from_hf", "open_hf", "to_hf"]
 
+PLAIN = tuple(code for dtype in FLOATS for code, of in CODES.items() if of is dtype)
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -105,10 +107,12 @@ def places(cfg: DecoderConfig, family: Family) -> dict[str, Place]:
 
 class HFWeights:
     """An open checkpoint: `cfg`, and the params of `decoder(cfg)` by path, read when they are asked for, from the mapped files.
-    A context, whose end closes them; `open_hf` makes it."""
+    A context, whose end closes them; `open_hf` makes it. `method`: how tensors are quantised, where they are."""
 
-    def __init__(self, folder: Path, cfg: DecoderConfig, files: dict[str, Any], prefix: str, stack: contextlib.ExitStack) -> None:
-        self.folder, self.cfg, self._files, self._stack = folder, cfg, files, stack
+    def __init__(
+        self, folder: Path, cfg: DecoderConfig, files: dict[str, Any], prefix: str, stack: contextlib.ExitStack, method: str = ""
+    ) -> None:
+        self.folder, self.cfg, self._files, self._stack, self._method = folder, cfg, files, stack, method
         self._places = places(cfg, family_of("open_hf", cfg.family))
         self._prefix = prefix  # of names, which the files are without
 
@@ -123,7 +127,8 @@ class HFWeights:
 
     def read(self, path: str, start: int = 0, stop: int | None = None, *, dtype: torch.dtype | None = None) -> Tensor:
         """Rows `start` to `stop` of a leaf, all by default: no other rows are read, but of a leaf whose rows have another order in
-        the file. Raises `ValueError` for a path or for rows that are not there."""
+        the file. `dtype`: by default that of the file, of what is quantised there bfloat16. Raises `ValueError` for a path or for
+        rows that are not there."""
         if path not in self._places:
             fail("HFWeights.read", "path", f"one of {', '.join(self._places)}", repr(path))
         place = self._places[path]
@@ -133,6 +138,8 @@ class HFWeights:
         if not start <= stop <= count:
             fail("HFWeights.read", "rows", f"within 0..{count}", f"{start}..{stop}")
         found = self._experts(place, start, stop) if place.axis else self._read(place, place.first + start, place.first + stop)
+        if dtype is None and any(self._parts(place, name) for name in place.names):
+            dtype = torch.bfloat16
         if dtype is not None and place.rule.wide:
             dtype = torch.promote_types(dtype, torch.float32)
         return found if dtype is None else found.to(dtype)
@@ -148,7 +155,7 @@ class HFWeights:
         first, last, per = place.first, place.first + place.leaf[1], len(place.rule.names)
         if not place.split:
             (name,), order = place.names, place.order(self.cfg)
-            whole = self._entry(name)[start:stop]
+            whole = self._entry(place, name)[start:stop]
             whole = whole.mT if place.rule.transposed else whole
             return whole[:, slice(first, last) if order is None else order[first:last]].clone(memory_format=torch.contiguous_format)
         each = [self._rows(place, place.names[e * per : (e + 1) * per], first, last) for e in range(start, stop)]
@@ -160,12 +167,17 @@ class HFWeights:
         for i, name in enumerate(names):
             a, b = max(first - i * per, 0), min(last - i * per, per)
             if a < b or (first == last and i == 0):
-                entry = self._entry(name)
+                entry = self._entry(place, name)
                 found.append(entry[:, a:b].mT if place.rule.transposed and len(place.shape) > 1 else entry[a:b])
         return torch.cat(found).contiguous()
 
-    def _entry(self, name: str) -> Any:
-        return self._files[self._prefix_free(name)].get_slice(self._prefix_free(name))
+    def _entry(self, place: Place, name: str) -> Any:
+        found, name = self._parts(place, name), self._prefix_free(name)
+        return Coded(self._method, found, self._files) if found else self._files[name].get_slice(name)
+
+    def _parts(self, place: Place, name: str) -> list[Part]:
+        """The tensors of a name that is quantised."""
+        return parts(self._method, self._prefix_free(name), place.tensor_shape(), self._files) if self._method else []
 
     def _prefix_free(self, name: str) -> str:
         return name.removeprefix(self._prefix)
@@ -191,12 +203,14 @@ def open_hf(folder: str | os.PathLike[str], *, length: int | None = None) -> HFW
     if length is not None:
         require_count("open_hf", length=length)
     root = Path(folder)
-    cfg = read_config(f"open_hf: {root / 'config.json'}", _json(root / "config.json"), length)
+    where, said = f"open_hf: {root / 'config.json'}", _json(root / "config.json")
+    method = coding(where, said)
+    cfg = read_config(where, {name: value for name, value in said.items() if name != "quantization_config"}, length)
     family = family_of("open_hf", cfg.family)
     with contextlib.ExitStack() as stack:
         files = _files(root, stack)
         bare = bool(family.prefix) and not any(name.startswith(family.prefix) for name in files)
-        weights = HFWeights(root, cfg, files, family.prefix if bare else "", stack)
+        weights = HFWeights(root, cfg, files, family.prefix if bare else "", stack, method)
         _check(weights, family)
         weights._stack = stack.pop_all()
     return weights
@@ -241,20 +255,11 @@ def _check(weights: HFWeights, family: Family) -> None:
     wrong: dict[str, list[str]] = {"missing": [], "extra": [], "mis-shaped": [], "mis-typed": []}
     known: set[str] = set()
     for place in weights._places.values():
-        shape = place.tensor_shape()
         for name in map(weights._prefix_free, place.names):
-            if name in known:
-                continue
-            known.add(name)
-            if name not in files:
-                wrong["missing"].append(f"{name} {shape}")
-                continue
-            entry = files[name].get_slice(name)
-            got, code = list(entry.get_shape()), entry.get_dtype()
-            if got != shape:
-                wrong["mis-shaped"].append(f"{name} {shape}, got {got}")
-            if CODES.get(code) not in FLOATS:
-                wrong["mis-typed"].append(f"{name} {' or '.join(map(short, FLOATS))}, got {code}")
+            for part in weights._parts(place, name) or [Part(name, place.tensor_shape(), PLAIN)]:
+                if part.name not in known:
+                    known.add(part.name)
+                    _check_part(part, files, wrong)
     skipped = [pattern.replace("{layers}", str(cfg.layers)) for pattern in family.skipped]
     for name in sorted(set(files) - known):
         if cfg.tied and name == "lm_head.weight":
@@ -264,6 +269,19 @@ def _check(weights: HFWeights, family: Family) -> None:
     said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
     if said:
         raise CheckpointError(f"open_hf: {weights.folder} must hold the model of its config.json, got{said}")
+
+
+def _check_part(part: Part, files: Mapping[str, Any], wrong: dict[str, list[str]]) -> None:
+    if part.name not in files:
+        wrong["missing"].append(f"{part.name} {part.shape}")
+        return
+    entry = files[part.name].get_slice(part.name)
+    got, code = list(entry.get_shape()), entry.get_dtype()
+    if got != part.shape:
+        wrong["mis-shaped"].append(f"{part.name} {part.shape}, got {got}")
+    if code not in part.codes:
+        said = " or ".join(short(CODES[one]) for one in part.codes)
+        wrong["mis-typed"].append(f"{part.name} {said}, got {code}")
 
 
 def _check_tied(weights: HFWeights) -> None:

@@ -68,13 +68,19 @@ class LowRankConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        require_count("LowRankConfig", in_features=self.in_features, out_features=self.out_features, rank=self.rank)
-        require_number("LowRankConfig", scale=self.scale)
-        require_number("LowRankConfig", 0.0, dropout=self.dropout)
-        require(self.dropout < 1.0, "LowRankConfig", "dropout", "below 1", self.dropout)
+        where = type(self).__name__
+        require_count(where, in_features=self.in_features, out_features=self.out_features, rank=self.rank)
+        require_number(where, scale=self.scale)
+        require_number(where, 0.0, dropout=self.dropout)
+        require(self.dropout < 1.0, where, "dropout", "below 1", self.dropout)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.out_features
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of each leaf."""
+        return {"a": (self.rank, self.in_features), "b": (self.out_features, self.rank)}
 
 
 @tree
@@ -115,7 +121,8 @@ def low_rank_init(
     """a uniform in ±1/sqrt(I), which is Kaiming's with a = sqrt(5); b zero, so that y is."""
     bound = cfg.in_features**-0.5
     a = random.uniform(key, (cfg.rank, cfg.in_features), low=-bound, high=bound, dtype=dtype, device=device)
-    return LowRankParams(a, a.new_zeros(cfg.out_features, cfg.rank))
+    at = device if device is not None else a.device if key is None else key.device  # not that of an a whose draw is put off
+    return LowRankParams(a, torch.zeros(cfg.out_features, cfg.rank, dtype=a.dtype, device=at))
 
 
 @forward(LowRankConfig, LowRankParams)
@@ -194,14 +201,15 @@ def low_rank_wgrad(pending: LowRankPending, cfg: LowRankConfig, *, into: LowRank
         _check_into(pending, cfg, into)
     da, db = NO_GRADIENT, NO_GRADIENT
     if pending.t is not None:
-        da = _gradient(pending.t, _dropped(pending, cfg), None if into is None else into.a)
+        da = gradient_of("low_rank_wgrad", pending.t, _dropped(pending, cfg), None if into is None else into.a)
     if pending.u is not None:
-        db = _gradient(pending.dy, pending.u, None if into is None else into.b)
+        db = gradient_of("low_rank_wgrad", pending.dy, pending.u, None if into is None else into.b)
     return LowRankParams(da, db) if into is None else into
 
 
-def _gradient(dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
-    return linear_gradients("low_rank_wgrad", dy, x, False, None if into is None else LinearParams(into, None)).weight
+def gradient_of(where: str, dy: Tensor, x: Tensor, into: Tensor | None) -> Tensor:
+    """`dy^T x`, added to `into` where that is given."""
+    return linear_gradients(where, dy, x, False, None if into is None else LinearParams(into, None)).weight
 
 
 def _dropped(pending: LowRankPending, cfg: LowRankConfig) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from funcops.accumulators import accumulate
 from funcops.backend import wide
-from funcops.errors import check, require
+from funcops.errors import check, fail, require
 from funcops.kernels.attention import attend_fwd
 from funcops.needs import Needs
 from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
@@ -61,6 +61,11 @@ class SinkAttentionConfig(AttentionConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         require(self.heads >= 1, "SinkAttentionConfig", "heads", "at least 1", self.heads)
+
+    def shared_out(self, place: int, n: int) -> Any:
+        """Ranks cannot share out the heads (see `funcops.dist.parallel`): a sink is a parameter of each."""
+        wanted = "those of all heads: its sinks are not shared out over ranks"
+        fail("SinkAttentionConfig", "x", wanted, f"1/{n} of dimension {place} from the end")
 
 
 @tree

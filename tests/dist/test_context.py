@@ -49,6 +49,11 @@ def test_it_is_the_plain_op_in_parts(way, batch, t, s, heads, groups, size, caus
     check_dist(dist.context_attention, context_attention(batch, t, s, heads, groups, size, causal, way))
 
 
+@pytest.mark.parametrize(("way", "causal"), [("gather", True), ("ring", False)])
+def test_capped_scores(way, causal):
+    check_dist(dist.context_attention, context_attention(2, 1, 2, 1, 2, 4, causal, way, 0.7, 0.5), sizes=(1, 2, 4))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=6)

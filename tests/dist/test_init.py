@@ -30,6 +30,7 @@ from funcops import (
     skip,
 )
 from funcops.dist import Mesh, Spec
+from funcops.dist.init import own_parts
 from funcops.program.values import abstract_params
 from funcops.testing.checks import same_bits
 from funcops.trees import paths
@@ -156,3 +157,12 @@ def test_of_parallel_layers_a_rank_draws_its_part_once_more():
     for said, (given, on) in bad.items():
         with pytest.raises(ValueError, match=said):
             dist.init(repeat, cfg, given, on, key=key)
+
+
+def test_a_leaf_that_is_made_of_a_draw_has_its_values():
+    def make():
+        drawn = random.uniform(random.key(0), (4, 3))
+        return {"drawn": drawn, "zeros": drawn.new_zeros(2, 3), "twice": 2 * drawn}
+
+    found = own_parts(make, lambda path, shape: (((0, shape[0] // 2),), ((0, 3),)))
+    same_bits(found, {path: t[: len(t) // 2].clone() for path, t in make().items()}, "parts")

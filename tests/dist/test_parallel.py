@@ -270,7 +270,7 @@ BAD = {
         chained(DOWN), {"down": "row"}),
     "parallel: down, a column layer, must be where x has all features, got shared out along its 1. dimension from the end": (
         MLP, {"up": "column", "down": "column"}),
-    "parallel: rules for act must be of another role ('row' is for linear), got ActivationConfig": (
+    "parallel: rules for act must be of another role ('row' is for linear or low_rank), got ActivationConfig": (
         chained(UP, ("act", activation, ActivationConfig("silu")), DOWN), {**BOTH, "act": "row"}),
     "parallel: step norm must be one that takes each feature by itself "
     "(shared out along its 1. dimension from the end), got layer_norm":

@@ -10,6 +10,7 @@ from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, Lin
 from funcops.dist import Mesh
 from funcops.dist.ops.column_qlinear import column_op_of
 from funcops.dist.ops.row_qlinear import row_op_of
+from funcops.lora import LowRankParams
 from funcops.ops.experts import ExpertsParams
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.recipes import Fp8Current
@@ -71,6 +72,24 @@ def layer(name, rows, i, o, bias, sequence, overlap):
         placed_y=Placed("shard", -1) if column else whole,
         placed_params=LinearParams(Placed("shard", 0 if column else 1), of_bias if bias else None),
         name=f"{rows}-{i}-{o}-bias={bias}-sequence={sequence}-{overlap}",
+    )
+
+
+def low_rank_layer(side, rows, i, o, rank, sequence):
+    """An adapter beside column_linear or row_linear."""
+    column = side == "column"
+    i, o = (i, 8 * o) if column else (8 * i, o)
+    made = functools.partial(dist.ParallelLowRankConfig, i, o, rank, scale=0.5, side=side, sequence_parallel=sequence)
+    whole, other = sequence_or_whole(sequence), REPLICATE if sequence else INVARIANT
+    return DistCase(
+        cfg=lambda axis: made(axis=axis),
+        x=lambda d: d.randn(8 * rows[0], *rows[1:], i),
+        params=lambda d: LowRankParams(d.randn(rank, i), d.randn(o, rank)),
+        reference=lambda params, x, n: 0.5 * F.linear(F.linear(x, params.a), params.b),
+        placed_x=whole if column else Placed("shard", -1),
+        placed_y=Placed("shard", -1) if column else whole,
+        placed_params=LowRankParams(*((other, Placed("shard", 0)) if column else (Placed("shard", 1), other))),
+        name=f"{side}-{rows}-{i}-{o}-{rank}-sequence={sequence}",
     )
 
 
@@ -198,9 +217,10 @@ def vocab_linear_cross_entropy(rows, width, vocab, sequence, chunk_bytes, softca
     )
 
 
-def attended(q, k, v, causal, scale):
+def attended(q, k, v, causal, scale, softcap=None):
     k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
     scores = torch.einsum("bthd,bshd->bhts", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     if causal:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), float("-inf"))
     return torch.einsum("bhts,bshd->bthd", scores.softmax(-1) if k.shape[1] else scores, v)
@@ -210,12 +230,12 @@ def axis_of(n, rank=0):
     return Mesh.abstract({"tp": n}, rank)["tp"]
 
 
-def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None):
+def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None, softcap=None):
     """Of 16 t queries and 16 s keys; what is whole is as the ranks would gather it."""
     s = t if causal else s
 
     def reference(params, x, n):
-        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale)
+        y = attended(*(dist.unzigzag(one, axis_of(n)) for one in x), causal, scale, softcap)
         return torch.cat([dist.zigzag(y, axis_of(n, rank)) for rank in range(n)], 1)
 
     def x(d):
@@ -223,12 +243,12 @@ def context_attention(batch, t, s, heads, groups, size, causal, comm, scale=None
 
     part = Placed("shard", 1)
     return DistCase(
-        cfg=lambda axis: dist.ContextAttentionConfig(axis, causal=causal, scale=scale, comm=comm),
+        cfg=lambda axis: dist.ContextAttentionConfig(axis, causal=causal, scale=scale, comm=comm, softcap=softcap),
         x=x,
         reference=reference,
         placed_x=(part, part, part),
         placed_y=part,
-        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}",
+        name=f"{batch}-{t}-{s}-{heads}x{groups}-{size}-causal={causal}-{comm}-{softcap}",
     )
 
 
@@ -285,6 +305,7 @@ def all_cases():
     options = {"label_smoothing": 0.1, "z_loss": 0.01}
     yield dist.vocab_cross_entropy, vocab_cross_entropy((4,), 1, **options), {}
     yield dist.vocab_linear_cross_entropy, vocab_linear_cross_entropy((1,), 3, 1, True, 80, **options), {}
+    yield dist.parallel_low_rank, low_rank_layer("column", (1, 2), 3, 2, 2, True), {"cancels": ("params.a", "params.b")}
     yield dist.parallel_experts, parallel_experts((1, 3), 3, 3, 2, True), {}
     yield dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring"), {}
 

@@ -87,6 +87,7 @@ MODELS = {
     "models.generate": Row(generating, {"tokens": ZERO, "chunk": ZERO, "lengths": (0 * COUNTS,)}),
     "models.sample": Row(lambda: {"logits": torch.ones(2, 5), "key": random.key(0), "cfg": models.SamplingConfig(temperature=1.0)},
         {"logits": (torch.ones(5), torch.ones(2, 0))}, {("logits", "float32[3, 5]"): "rows of any number"}),
+    "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
     "models.open_hf": Row(lambda: {"folder": folder(), "length": 4}),

@@ -24,8 +24,8 @@ NAMES = {  # funcops' linears in the plain model
 }
 
 
-def base_config(stacked: bool = False) -> Any:
-    cfg = decoder_config(SIZES)
+def base_config(stacked: bool = False, **sizes: int) -> Any:
+    cfg = decoder_config(SIZES._replace(**sizes))
     return cfg.with_parts(lambda name, op, inner: (op, restacked(inner, stacked)))
 
 

@@ -74,7 +74,7 @@ def test_a_file_that_is_cut_short_raises(folder):
     [
         ({"model_type": "bert"}, r"model_type must be one of llama, .*, got 'bert'"),
         ({"model_type": None}, r"model_type must be one of llama, .*, got None"),
-        ({"quantization_config": {}, "gizmo": 1}, r"fields must be known for family 'qwen3', got 'gizmo', 'quantization_config'"),
+        ({"gizmo": 1}, r"fields must be known for family 'qwen3', got 'gizmo'"),
         ({"hidden_act": "mish"}, r"hidden_act must be one of silu, .*, got 'mish'"),
         ({"hidden_size": None}, "hidden_size must be there, got none"),
         ({"hidden_size": "32"}, "hidden_size must be int, got '32'"),

@@ -77,11 +77,12 @@ def test_sequences_of_several_parts():
     got, want = both(modulate.modulate_bwd, dy, x, scale, True, True, True)
     assert len(got[1]) > 1 and torch.equal(got[0], want[0])
     assert_close([s.sum(0) for s in got[1:]], [s.sum(0) for s in want[1:]], dtype=torch.float32, length=70)
-    x, dy, w, b = torch.randn(2, 70, 130), torch.randn(2, 70, 130), torch.randn(130, 4), torch.randn(130)
-    got, want = both(conv_kernels.causal_conv1d_bwd, dy, x, w, b, True, True, True, True)
-    assert len(got[1]) > 2
-    assert_close(got[0], want[0], dtype=torch.float32)
-    assert_close([s.sum(0) for s in got[1:]], [s.sum(0) for s in want[1:]], dtype=torch.float32, length=140)
+    for channels, width in ((130, 4), (40, 11)):
+        x, dy, w, b = (torch.randn(s) for s in ((2, 70, channels), (2, 70, channels), (channels, width), (channels,)))
+        got, want = both(conv_kernels.causal_conv1d_bwd, dy, x, w, b, True, True, True, True)
+        assert len(got[1]) > 2
+        assert_close(got[0], want[0], dtype=torch.float32)
+        assert_close([s.sum(0) for s in got[1:]], [s.sum(0) for s in want[1:]], dtype=torch.float32, length=140)
 
 
 @pytest.mark.parametrize("ends", [(5, 6, 12), (1, 2, 3, 12), (12,)])

@@ -103,7 +103,7 @@ class Counter:
         width = max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
         at = ptrs.data
         if mask is not None and not mask.data.all():
-            at = at[np.broadcast_to(mask.data, at.shape)]
+            at = at[np.broadcast_to(mask.data, at.shape).astype(bool)]  # a mask of scalars may come as integers
         at = at.reshape(-1).astype(np.int64)
         if at.size > 1 and (np.diff(at) <= 0).any():
             at = np.unique(at)  # an address in many lanes is asked for once

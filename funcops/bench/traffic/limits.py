@@ -70,10 +70,11 @@ REASONS = (
     Reason("softmax_fwd", "long rows", "moved", "a row of 128 KB is read twice, the second time from the cache but for an eighth"),
     Reason("softmax_fwd", "long rows", "instructions", "an exponential in each of two passes: a row of 128 KB is kept nowhere"),
     Reason(
-        "causal_conv1d_bwd", "", "moved",
-        "the gradient before silu is written, and read again by the times that follow it: who makes it anew makes it W times",
+        "causal_conv1d_bwd", "", "wide",
+        "a thread has four channels, with W of x and of g of each in registers; of eight they would fill them",
     ),
-    Reason("causal_conv1d_(fwd|bwd)", "", "instructions", "a time is loaded W times, of which all but the first are in the cache"),
+    Reason("causal_conv1d_bwd", "", "instructions", "a number is in W products of z, W of dx and W of dw"),
+    Reason("causal_conv1d_fwd", "", "instructions", "a time is loaded W times, of which all but the first are in the cache"),
     Reason(
         "route_fwd", "", "instructions",
         "the K best of a row are found one by one, in registers: K passes over it, and a reduction each",

@@ -47,6 +47,7 @@ from funcops.kernels import linear as kernels
 from funcops.needs import Needs
 from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+from funcops.ops.low_rank import LowRankConfig
 from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
@@ -86,6 +87,7 @@ class ColumnLinearConfig:
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
+    apart: ClassVar[bool] = True  # whether a rank has features of its own in y: see `funcops.dist.specs_of`
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -99,6 +101,12 @@ class ColumnLinearConfig:
 
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
+
+    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
+        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
+        from funcops.dist.ops.parallel_low_rank import beside
+
+        return beside(self, "column", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.weight_shape[0]

@@ -60,6 +60,7 @@ from funcops.formats import QTensor, Scaled, check_quantized, turned
 from funcops.needs import Needs
 from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
+from funcops.ops.low_rank import LowRankConfig
 from funcops.ops.qlinear import (
     a_tensor,
     check_low_into,
@@ -118,6 +119,7 @@ class ColumnQLinearConfig:
         object.__setattr__(self, "linear", ColumnLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[ColumnLinearConfig]  # the same layer without the recipe
+    apart: ClassVar[bool] = True  # as of that
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -127,6 +129,12 @@ class ColumnQLinearConfig:
     def largest(self, amaxes: Tensor) -> Tensor:
         """The amaxes of whole weights, of those of the parts of the ranks."""
         return comm.largest(amaxes, self.axis)
+
+    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
+        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
+        from funcops.dist.ops.parallel_low_rank import beside
+
+        return beside(self, "column", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.linear.widths(width)

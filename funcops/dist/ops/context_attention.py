@@ -1,6 +1,6 @@
 """Attention over a sequence that an axis shares out (context parallelism).
 
-    as attention: y = softmax(scale q k^T) v of this rank's queries, over the keys of all ranks
+    as attention: y = softmax(s) v of this rank's queries, over the keys of all ranks; s = scale q k^T, with softcap c tanh(s / c)
 
 x is `(q, k, v)`. q, y, dy: [B, T/n, H, D]; k, v: [B, S/n, K, D] with K dividing H; one float dtype. With `causal` T = S, and each
 rank has chunks r and 2n - 1 - r of 2n (`zigzag`): in that order all ranks have as much to compute. Without, any order will do.
@@ -17,6 +17,7 @@ of dk and dv are sent and summed in the wide dtype.
 `comm="gather"`: k and v are gathered, under the attention to this rank's own; dk and dv are scattered. `comm="ring"`: k and v go
 round, each under the attention to the one before, and dk and dv follow them: k and v of two ranks at a time in memory.
 Kept: q, k, v (aliases), y (the caller's own output) and logsumexp: 1/n of what attention keeps. The backward sends k and v again.
+Windows and ALiBi are not here: of two chunks that are far apart, a place in a block is no distance.
 arXiv:2310.01889, arXiv:2407.21783.
 
 >>> import torch
@@ -51,6 +52,7 @@ from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_tensor, require_axis
 from funcops.errors import check, fail, require
 from funcops.kernels import attention as kernels
+from funcops.kernels.scored_attention import Score
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops.attention import check_parts, check_qkv, scale_of
@@ -70,18 +72,27 @@ __all__ = [
 
 @config
 class ContextAttentionConfig:
-    """`axis`: its ranks share out the sequence. `scale` defaults to D^(-1/2). `comm`: "gather" or "ring"."""
+    """`axis`: its ranks share out the sequence. `scale` defaults to D^(-1/2); `softcap`: what scores stay below. `comm`: "gather"
+    or "ring"."""
 
     axis: Axis = field(kw_only=False)
     causal: bool = False
     scale: float | None = None
     comm: str = "gather"
+    softcap: float | None = None
 
     def __post_init__(self) -> None:
         require_axis("ContextAttentionConfig", self.axis)
-        right = self.scale is None or (math.isfinite(self.scale) and self.scale > 0)
-        require(right, "ContextAttentionConfig", "scale", "None or above 0", self.scale)
+        for name in ("scale", "softcap"):
+            value = getattr(self, name)
+            right = value is None or (math.isfinite(value) and value > 0)
+            require(right, "ContextAttentionConfig", name, "None or above 0", value)
         require(self.comm in ("gather", "ring"), "ContextAttentionConfig", "comm", "'gather' or 'ring'", repr(self.comm))
+
+    def score(self, head_size: int, causal: bool | None = None) -> Score:
+        """Of a pair of queries and keys; by default of this rank's own."""
+        causal = self.causal if causal is None else causal
+        return Score(causal, 0, self.softcap or 0.0, False, scale_of(head_size, self.scale))
 
 
 class ContextAttentionResiduals(Residuals, static=("inputs",)):
@@ -105,13 +116,12 @@ def context_attention_fwd(
     check(where, "x.2 (v)", v, tuple(k.shape))
     for name, t in (("x.0 (q)", q), ("x.1 (k)", k), ("x.2 (v)", v)):
         check_tensor(where, name, t, (...,))
-    scale = scale_of(q.shape[3], cfg.scale)
     if cfg.axis.size == 1:
-        y, lse = kernels.attention_fwd(q, k, v, cfg.causal, scale)
+        y, lse = _forward(q, k, v, cfg.score(q.shape[3]))
     else:
         if cfg.causal and q.shape[1] % 2:
             fail(where, "x.0 (q)", "of an even length (two chunks in zigzag order)", q.shape[1])
-        y, lse = _attend(q, k, v, cfg, scale)
+        y, lse = _attend(q, k, v, cfg)
     kept = ContextAttentionResiduals.keep(cfg, needs, q=q, k=k, v=v, y=y, logsumexp=lse, inputs=Inputs.of(x))
     return y, kept
 
@@ -127,11 +137,10 @@ def context_attention_dgrad(
     q, k, v, y, lse = residuals.q, residuals.k, residuals.v, residuals.y, residuals.logsumexp
     check_tensor("context_attention_dgrad", "dy", dy, (...,))
     check("context_attention_dgrad", "dy", dy, q.shape, q.dtype, q)
-    scale, grads = scale_of(q.shape[3], cfg.scale), None
     if cfg.axis.size == 1:
-        grads = kernels.attention_bwd(dy, q, k, v, y, lse, cfg.causal, scale)
+        grads = kernels.attend_bwd(dy, q, k, v, None, None, y, lse, cfg.score(q.shape[3]), False)[:3]
     else:
-        backward = _Backward(dy, q, y, lse, scale)
+        backward = _Backward(dy, q, y, lse, cfg)
         sends = needs.input(1) or needs.input(2)
         grads = (_gathered_backward if cfg.comm == "gather" else _ring_backward)(backward, k, v, cfg, sends)
     return residuals.inputs.make(tuple([g if needs.input(i) else None for i, g in enumerate(grads)])), None
@@ -173,19 +182,23 @@ def _travelling(kv: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
             kv = comm.wait(sent, axis)[0]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig, scale: float) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, score: Score) -> tuple[Tensor, Tensor]:
+    return kernels.attend_fwd(q, k, v, None, None, score)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig) -> tuple[Tensor, Tensor]:
     """y and logsumexp [B, H, T/n] over the keys of all ranks."""
     axis, t, s = cfg.axis, q.shape[1], k.shape[1]
     kv = torch.stack((k, v))
     sent = comm.start_gather(kv, axis) if cfg.comm == "gather" else None
-    out, lse = kernels.attention_fwd(q, k, v, cfg.causal, scale)
+    out, lse = _forward(q, k, v, cfg.score(q.shape[3]))
     total = out.to(wide(q.dtype)), lse[..., :t].contiguous()
 
     def add(other: int, parts: Tensor) -> None:
         pair = _Pair.of(axis.rank, other, cfg, t, s)
         if s and t:
             k, v = _joined(parts, pair.keys)
-            out, lse = kernels.attention_fwd(q[:, pair.query :], k, v, pair.causal, scale)
+            out, lse = _forward(q[:, pair.query :], k, v, cfg.score(q.shape[3], pair.causal))
             kernels.merge(total, out, lse, pair.query)
 
     if sent is None:
@@ -202,8 +215,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, cfg: ContextAttentionConfig, scale:
 class _Backward:
     """dq, summed in the wide dtype over the pairs that it was called with."""
 
-    def __init__(self, dy: Tensor, q: Tensor, y: Tensor, lse: Tensor, scale: float) -> None:
-        self.dy, self.q, self.y, self.lse, self.scale = dy, q, y, lse, scale
+    def __init__(self, dy: Tensor, q: Tensor, y: Tensor, lse: Tensor, cfg: ContextAttentionConfig) -> None:
+        self.dy, self.q, self.y, self.lse, self.cfg = dy, q, y, lse, cfg
         self.dq = torch.zeros_like(q, dtype=wide(q.dtype), memory_format=torch.contiguous_format)
 
     def __call__(self, pair: _Pair, k: Tensor, v: Tensor) -> Tensor:
@@ -211,7 +224,8 @@ class _Backward:
         at = pair.query
         lse = self.lse[..., at:].contiguous()
         dy, q, y = (t[:, at:] for t in (self.dy, self.q, self.y))
-        dq, dk, dv = kernels.attention_bwd(dy, q, k, v, y, lse, pair.causal, self.scale)
+        score = self.cfg.score(q.shape[3], pair.causal)
+        dq, dk, dv, _ = kernels.attend_bwd(dy, q, k, v, None, None, y, lse, score, False)
         self.dq[:, at:] += dq
         return torch.stack((dk, dv)).to(self.dq.dtype)
 

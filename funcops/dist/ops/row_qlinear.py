@@ -59,6 +59,7 @@ from funcops.formats import QTensor, Scaled, turned
 from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
+from funcops.ops.low_rank import LowRankConfig
 from funcops.ops.qlinear import (
     a_tensor,
     check_params,
@@ -113,6 +114,7 @@ class RowQLinearConfig:
         object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
 
     linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
+    apart: ClassVar[bool] = False  # as of that
 
     @property
     def specs(self) -> dict[str, Spec]:
@@ -122,6 +124,12 @@ class RowQLinearConfig:
     def largest(self, amaxes: Tensor) -> Tensor:
         """The amaxes of whole weights, of those of the parts of the ranks."""
         return comm.largest(amaxes, self.axis)
+
+    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
+        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
+        from funcops.dist.ops.parallel_low_rank import beside
+
+        return beside(self, "row", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.linear.widths(width)

@@ -1,5 +1,8 @@
-"""Causal convolution of every channel by itself: a program takes a tile of times and channels W times, each a time later, of which
-all but the first come out of a cache. Backward first g = dy f'(z) and the sums, then dx of g."""
+"""Causal convolution of every channel by itself. Forward a program takes a tile of times and channels W times, each a time later,
+of which all but the first come out of a cache. Backward a thread goes through the times of its channels, and has the last W of x
+and of g = dy f'(z) in registers: it reads each number once, but for W - 1 times around the part that is its own."""
+# mypy: disable-error-code="assignment, var-annotated"
+# of tuples that grow while a kernel is unrolled
 
 from __future__ import annotations
 
@@ -13,23 +16,12 @@ from torch import Tensor
 from funcops.backend.launch import launcher
 from funcops.kernels import causal_conv1d as declared
 from funcops.kernels.triton.activation import derivative, sigmoid
-from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, next_power_of_2, store_rounded, warps_of
+from funcops.kernels.triton.common import block_of, cdiv, contiguous, load_wide, store_rounded, warps_of
 
 CHANNELS, TIMES = 128, 32  # of a tile
+ROWS = 8  # times that the backward reads at once
+NARROW = 8  # the largest W of which a thread has four channels, and no register spills; of a larger one it has one
 PROGRAMS = 1024  # of the sums: a constant, so that they do not depend on the device
-
-
-@triton.jit
-def _before(x_ptr, w_ptr, b_ptr, t, c, channels, inside, WIDTH: tl.constexpr, BIAS: tl.constexpr):
-    """z of a tile: x_ptr at the first of its batch; weights as [W, C], so that a thread's lie side by side."""
-    z = tl.zeros([t.shape[0], c.shape[1]], tl.float32)
-    if BIAS:
-        z += load_wide(b_ptr + c, c < channels)
-    for j in tl.static_range(WIDTH):
-        at = t - (WIDTH - 1) + j
-        x = load_wide(x_ptr + at * channels + c, inside & (at >= 0))
-        z += x * load_wide(w_ptr + j * channels + c, c < channels)
-    return z
 
 
 @triton.jit
@@ -40,63 +32,78 @@ def _forward(
     c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
     t = tl.program_id(1).to(tl.int64) * TIMES + tl.arange(0, TIMES)[:, None]
     first, inside = tl.program_id(2).to(tl.int64) * length * channels, (t < length) & (c < channels)
-    z = _before(x_ptr + first, w_ptr, b_ptr, t, c, channels, inside, WIDTH, BIAS)
+    z = tl.zeros([TIMES, CHANNELS], tl.float32)
+    if BIAS:
+        z += load_wide(b_ptr + c, c < channels)
+    for j in tl.static_range(WIDTH):  # weights as [W, C], so that a thread's lie side by side
+        at = t - (WIDTH - 1) + j
+        x = load_wide(x_ptr + first + at * channels + c, inside & (at >= 0))
+        z += x * load_wide(w_ptr + j * channels + c, c < channels)
     if SILU:
         z = z * sigmoid(z)
     store_rounded(y_ptr + first + t * channels + c, z, inside)
 
 
 @triton.jit
-def _sums(
-    dy_ptr, x_ptr, w_ptr, b_ptr, g_ptr, dw_ptr, db_ptr, length, channels, of_part, WIDTH: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, TIMES: tl.constexpr, CHANNELS: tl.constexpr,
-    WIDTH_BLOCK: tl.constexpr,
+def _backward(
+    dy_ptr, x_ptr, w_ptr, b_ptr, dx_ptr, dw_ptr, db_ptr, length, channels, of_part, WIDTH: tl.constexpr, BIAS: tl.constexpr,
+    SILU: tl.constexpr, DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of a part of a batch's times: the sums for dw and db, and, with SILU and DX, g itself."""
-    c, part = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :], tl.program_id(1)
-    first = tl.program_id(2).to(tl.int64) * length * channels
-    place = tl.arange(0, WIDTH_BLOCK)[:, None]
-    d_w, d_b = tl.zeros([WIDTH_BLOCK, CHANNELS], tl.float32), tl.zeros([1, CHANNELS], tl.float32)
+    """Of a part of a batch's times: dx, which at a time is there W - 1 times later, and the sums for dw and db. ROWS times are read
+    at once."""
+    c, part = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS), tl.program_id(1)
+    first, inside, none = tl.program_id(2).to(tl.int64) * length * channels, c < channels, tl.zeros([CHANNELS], tl.float32)
     begin = part.to(tl.int64) * of_part
-    for start in range(begin, tl.minimum(begin + of_part, length), TIMES):
-        t = start + tl.arange(0, TIMES)[:, None]
-        inside = (t < length) & (c < channels)
-        at = first + t * channels + c
-        g = load_wide(dy_ptr + at, inside)
-        if SILU:
-            g *= derivative(_before(x_ptr + first, w_ptr, b_ptr, t, c, channels, inside, WIDTH, BIAS), "silu")
+    end = tl.minimum(begin + of_part, length)
+    bias = load_wide(b_ptr + c, inside) if BIAS else none
+    w, xs, gs, d_w, d_b = (), (), (), (), none
+    for j in tl.static_range(WIDTH):
+        w = w + (load_wide(w_ptr + j * channels + c, inside),)
+        d_w = d_w + (none,)
+    for j in tl.static_range(WIDTH - 1):  # those before the first
+        at = begin + (j - (WIDTH - 1))
+        xs = xs + (load_wide(x_ptr + first + at * channels + c, inside & (at >= 0) & (at < length)),)
+        gs = gs + (none,)
+    for start in range(begin, end + (WIDTH - 1 if DX else 0), ROWS):
+        x_rows, dy_rows = (), ()
+        for row in tl.static_range(ROWS):
+            at = start + row
+            there = inside & (at < length) & (at < end + (WIDTH - 1))
+            x_rows = x_rows + (load_wide(x_ptr + first + at * channels + c, there),)
+            dy_rows = dy_rows + (load_wide(dy_ptr + first + at * channels + c, there),)
+        for row in tl.static_range(ROWS):
+            at, g = start + row, dy_rows[row]
+            xs = xs + (x_rows[row],)
+            if SILU:
+                z = bias
+                for j in tl.static_range(WIDTH):
+                    z += w[j] * xs[j]
+                g = g * derivative(z, "silu")
+            gs = gs + (g,)
             if DX:
-                store_rounded(g_ptr + at, g, inside)
-        if DB:
-            d_b += tl.sum(g, 0)[None, :]
-        if DW:
-            for j in tl.static_range(WIDTH):
-                then = t - (WIDTH - 1) + j
-                x = load_wide(x_ptr + first + then * channels + c, inside & (then >= 0))
-                d_w += tl.where(place == j, tl.sum(g * x, 0)[None, :], 0.0)
+                d = none
+                for j in tl.static_range(WIDTH):
+                    d += w[WIDTH - 1 - j] * gs[j]
+                to = at - (WIDTH - 1)
+                store_rounded(dx_ptr + first + to * channels + c, d, inside & (to >= begin) & (to < end))
+            own = tl.where(at < end, g, 0.0)  # what follows is the next part's
+            if DB:
+                d_b += own
+            if DW:
+                sums = ()
+                for j in tl.static_range(WIDTH):
+                    sums = sums + (d_w[j] + own * xs[j],)
+                d_w = sums
+            xs, gs = xs[1:], gs[1:]
     to = (part.to(tl.int64) * tl.num_programs(2) + tl.program_id(2)) * channels + c
     if DW:
-        tl.store(dw_ptr + to * WIDTH + place, d_w, mask=(c < channels) & (place < WIDTH))
+        for j in tl.static_range(WIDTH):
+            tl.store(dw_ptr + to * WIDTH + j, d_w[j], mask=inside)
     if DB:
-        tl.store(db_ptr + to, d_b, mask=c < channels)
+        tl.store(db_ptr + to, d_b, mask=inside)
 
 
-@triton.jit
-def _descend(
-    g_ptr, w_ptr, dx_ptr, length, channels, WIDTH: tl.constexpr, TIMES: tl.constexpr, CHANNELS: tl.constexpr
-):  # fmt: skip
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    t = tl.program_id(1).to(tl.int64) * TIMES + tl.arange(0, TIMES)[:, None]
-    first, inside = tl.program_id(2).to(tl.int64) * length * channels, (t < length) & (c < channels)
-    d = tl.zeros([TIMES, CHANNELS], tl.float32)
-    for j in tl.static_range(WIDTH):
-        at = t + (WIDTH - 1) - j
-        g = load_wide(g_ptr + first + at * channels + c, inside & (at < length))
-        d += g * load_wide(w_ptr + j * channels + c, c < channels)
-    store_rounded(dx_ptr + first + t * channels + c, d, inside)
-
-
-_launch_forward, _launch_sums, _launch_descend = launcher(_forward), launcher(_sums), launcher(_descend)
+_launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
 
 
 @declared.causal_conv1d_fwd.triton
@@ -135,19 +142,12 @@ def causal_conv1d_bwd(
     d_x, d_w, d_b = _room(x, w, dx, dw, db)
     if not x.numel():
         return d_x, None if d_w is None else d_w.zero_(), None if d_b is None else d_b.zero_()
-    block, times = block_of(channels, CHANNELS), block_of(length, TIMES)
-    g = torch.empty_like(x) if silu and dx else dy
-    if silu or dw or db:
-        parts = parts_of(batches, length, channels)
-        of_part = cdiv(cdiv(length, parts), times) * times
-        _launch_sums(
-            cdiv(channels, block), parts, batches, dy, x, by_time, b, g, d_w, d_b, length, channels, of_part, width, b is not None,
-            silu, dx, dw, db, times, block, next_power_of_2(width), num_warps=warps_of(times * block),
-        )  # fmt: skip
-    if dx:
-        _launch_descend(
-            cdiv(channels, block), cdiv(length, times), batches, g, by_time, d_x, length, channels, width, times, block,
-            num_warps=warps_of(times * block),
+    if dx or dw or db:
+        block, parts = block_of(channels, CHANNELS if width <= NARROW else 32), parts_of(batches, length, channels)
+        of_part = cdiv(length, parts)
+        _launch_backward(
+            cdiv(channels, block), parts, batches, dy, x, by_time, b, d_x, d_w, d_b, length, channels, of_part, width,
+            b is not None, silu, dx, dw, db, block, ROWS, num_warps=1,
         )  # fmt: skip
     return d_x, d_w, d_b
 

@@ -1,0 +1,109 @@
+"""Quantised tensors of a checkpoint, read as the numbers that their codes stand for.
+
+    "fp8"     w = codes s        NAME [O, I] e4m3, NAME_scale_inv [ceil(O/128), ceil(I/128)]: s of each block of 128 x 128
+    "mxfp4"   w = codes 2^(s - 127)      NAME_blocks [*, O, I/32, 16], two e2m1 a byte, the first in the low half, NAME_scales
+                                         [*, O, I/32]: s of 32 numbers; w is [*, O, I], and the tensor its transpose [*, I, O]
+
+Which tensors of a file are quantised their names say, and how `quantization_config` in config.json. Sources: DeepSeek-V3
+(arXiv:2412.19437, `weight_dequant` of its inference/kernel.py), OCP Microscaling Formats 1.0, GPT-OSS (arXiv:2508.10925).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.errors import CheckpointError, fail, require, require_type
+from funcops.formats import Format, QTensor
+
+BLOCK, GROUP = 128, 32
+ROWS, MX = Format("e4m3", (1, BLOCK), "float32"), Format("e2m1", (1, GROUP), "e8m0")
+SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+# fields beside "quant_method", and the values that are served; None: any, as they concern what else than a stored weight
+SERVED: dict[str, dict[str, tuple[Any, ...] | None]] = {
+    "fp8": {
+        "fmt": ("e4m3",), "weight_block_size": ([BLOCK, BLOCK],), "activation_scheme": ("dynamic",), "scale_fmt": None,
+        "modules_to_not_convert": None, "dequantize": None,
+    },
+    "mxfp4": {"modules_to_not_convert": None, "dequantize": None},
+}  # fmt: skip
+
+
+def coding(where: str, given: Mapping[str, Any]) -> str:
+    """How a checkpoint is quantised: "fp8", "mxfp4" or "". Raises `ValueError` or `TypeError`, which name the field, for what is
+    not served."""
+    if given.get("quantization_config") is None:
+        return ""
+    said = given["quantization_config"]
+    require_type(where, "quantization_config", said, dict)
+    method = said.get("quant_method")
+    require(method in SERVED, where, "quantization_config.quant_method", f"one of {', '.join(SERVED)}", repr(method))
+    served = {"quant_method": None, **SERVED[method]}
+    unknown = sorted(set(said) - set(served))
+    require(not unknown, where, "quantization_config", f"of known fields ({', '.join(served)})", ", ".join(map(repr, unknown)))
+    for name, values in served.items():
+        if values is not None and name in said and said[name] not in values:
+            fail(where, f"quantization_config.{name}", " or ".join(map(repr, values)), repr(said[name]))
+    return str(method)
+
+
+class Part(NamedTuple):
+    """A tensor of a file as it must be."""
+
+    name: str
+    shape: list[int]
+    codes: tuple[str, ...]  # as safetensors call dtypes
+
+
+def parts(method: str, name: str, shape: list[int], files: Mapping[str, Any]) -> list[Part]:
+    """What stands in the files for a tensor that they hold in codes; [] for one that they hold as it is."""
+    if method == "fp8" and len(shape) == 2 and (name + SCALE in files or _code(files, name) == "F8_E4M3"):
+        return [
+            Part(name, shape, ("F8_E4M3",)),
+            Part(name + SCALE, [math.ceil(n / BLOCK) for n in shape], ("F32", "BF16")),
+        ]
+    if method == "mxfp4" and len(shape) > 1 and (name + BLOCKS in files or name + SCALES in files):
+        *lead, width, rows = shape
+        if width % GROUP:
+            fail("open_hf", name + BLOCKS, f"of a width that {GROUP} divides", width, CheckpointError)
+        groups = [*lead, rows, width // GROUP]
+        return [Part(name + BLOCKS, [*groups, GROUP // 2], ("U8",)), Part(name + SCALES, groups, ("U8",))]
+    return []
+
+
+def _code(files: Mapping[str, Any], name: str) -> str:
+    return str(files[name].get_slice(name).get_dtype()) if name in files else ""
+
+
+class Coded:
+    """What safetensors call a slice of a file, of a tensor that is there in codes: rows of its first dimension, as numbers, in
+    float32 (of "mxfp4" in bfloat16, which has them all)."""
+
+    def __init__(self, method: str, found: list[Part], files: Mapping[str, Any]) -> None:
+        self._method = method
+        self._codes, self._scales = (files[part.name].get_slice(part.name) for part in found)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        first, *rest = index if isinstance(index, tuple) else (index,)
+        made = (self._fp8 if self._method == "fp8" else self._mxfp4)(first)
+        return made[(slice(None), *rest)] if rest else made
+
+    def _fp8(self, rows: slice) -> Tensor:
+        height, width = self._codes.get_shape()
+        at = torch.arange(height)[rows]
+        codes, scales = self._codes[rows].view(torch.uint8), self._scales[:].float()[at // BLOCK]
+        return _numbers(codes, scales, ROWS, (len(at), width), torch.float32)
+
+    def _mxfp4(self, lead: slice) -> Tensor:
+        codes, scales = self._codes[lead], self._scales[lead]
+        shape = (*scales.shape[:-1], GROUP * scales.shape[-1])
+        return _numbers(codes.flatten(-2), scales.flatten(0, -2), MX, shape, torch.bfloat16).mT
+
+
+def _numbers(codes: Tensor, scales: Tensor, format: Format, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    made = QTensor(codes, scales, None, format=format, shape=torch.Size(shape), dtype=dtype, side="row", hadamard=False)
+    return made.dequantize()
