@@ -35,6 +35,7 @@ MOVED = {
     "tests/README.md": "how/tests.md",
     "funcops/program/README.md": "how/program.md",
     "funcops/residuals/README.md": "how/residuals.md",
+    "funcops/adapters/README.md": "how/adapters.md",
     "examples/notebooks/residual_microscope.ipynb": "notebooks/residual_microscope.md",
     "examples/notebooks/schedule_lab.ipynb": "notebooks/schedule_lab.md",
     "examples/notebooks/fp8_error_map.ipynb": "notebooks/fp8_error_map.md",
