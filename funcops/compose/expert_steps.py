@@ -8,7 +8,7 @@ from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Replace, WithExtras
-from funcops.errors import describe, fail
+from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
 from funcops.op import Op, check_needs, config, init_of, make_op
 from funcops.ops._tuples import parts_of
@@ -25,6 +25,7 @@ class ExpertStepsConfig:
     cfg: ChainConfig = field(kw_only=False)
 
     def __post_init__(self) -> None:
+        require_type("ExpertStepsConfig", "cfg", self.cfg, ChainConfig)
         names = {step.name for step in self.cfg.steps}
         if self.cfg.extras != EXTRAS or self.cfg.outputs or not {"up", "down"} <= names:
             fail("ExpertStepsConfig", "cfg", "a chain as plain_experts makes it", f"one of steps {', '.join(names)}")
