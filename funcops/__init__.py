@@ -14,7 +14,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     norms            layer_norm, rms_norm, l2_norm, group_norm, softmax
     pointwise        activation, glu, scale, row_scale, modulate, softcap, add, cast, quantize, dequantize,
                      identity, reshape, fork
-    mixtures         route, permute, grouped_linear, experts, unpermute
+    mixtures         route, permute, grouped_linear, grouped_qlinear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig)
@@ -85,6 +85,7 @@ from funcops.ops.fork import *
 from funcops.ops.glu import *
 from funcops.ops.group_norm import *
 from funcops.ops.grouped_linear import *
+from funcops.ops.grouped_qlinear import *
 from funcops.ops.identity import *
 from funcops.ops.l2_norm import *
 from funcops.ops.latent_split import *

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.kernels import quantize as kernels
 from funcops.marks import counts_writes, version
 from funcops.op import config
-from funcops.trees import Aside, cast, leaf, register, show, stands_for_one, stands_in, static, tree, tree_map
+from funcops.trees import Aside, cast, leaf, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
 
 _TILES = {
     "pow2": ((0, 0), (1, 0), (1, 128), (128, 128)),
@@ -66,6 +66,10 @@ class Format:
                 "e2m1 with e4m3 scales, and e2m1 with scales of blocks",
                 f"{self.element}, {self.scales}",
             )
+        by_rows = Format(self.element, (1, 0), self.scales) if self.tile == (0, 0) else self
+        object.__setattr__(self, "by_rows", by_rows)
+
+    by_rows: ClassVar[Format]  # with a scale for each row, where it has one for all
 
     @property
     def name(self) -> str:
@@ -155,8 +159,16 @@ class QTensor:
         """Elements along the last dimension of codes, those that fill it up included."""
         return self.codes.shape[-1] * (2 if self.format.element == "e2m1" else 1)
 
+    def each(self) -> list[QTensor]:
+        """Of stacked ones, those along the first dimension."""
+        scale = [None] * len(self.codes) if self.scale is None else self.scale
+        parts = zip(self.codes, self.scales, scale, strict=True)
+        return [replace(self, codes=codes, scales=scales, scale=of) for codes, scales, of in parts]
+
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Codes times scales, rounded once to `dtype` (that of x by default): [*, K], for either side."""
+        """Codes times scales, rounded once to `dtype` (that of x by default): [*, K], for either side; of stacked ones as many."""
+        if self.codes.dim() > (len(self.shape) if self.side == "row" else 2):
+            return torch.stack([one.dequantize(dtype) for one in self.each()])
         out = self.dtype if dtype is None else dtype
         if self.side == "row":
             return kernels.dequantize(*self.args, *self.format.args(), self.shape[-1], out).reshape(self.shape)  # type: ignore[no-any-return]
@@ -192,8 +204,7 @@ class QWeight:
 
     def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
         """An accumulator of the gradient, which is dense; of stacked weights as many."""
-        codes = self.row.codes
-        return codes.new_zeros((*codes.shape[: codes.dim() - len(self.shape)], *self.shape), dtype=dtype or self.dtype)
+        return self.row.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
 
     def cast(self, dtype: torch.dtype) -> QWeight:
         """Itself, as its codes are."""
@@ -201,7 +212,9 @@ class QWeight:
 
     @property
     def shape(self) -> torch.Size:
-        return self.row.shape
+        """[O, I], and in front what it is stacked by."""
+        lead, own = self.row.codes.shape, self.row.shape
+        return torch.Size((*lead[: len(lead) - len(own)], *own))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -263,6 +276,13 @@ class Scaled:
         largest = self.scale.clone()
         join_amaxes(largest, other.scale)
         return Scaled(self.value + other.value, largest, None)
+
+
+def stacked(made: list[QTensor]) -> QTensor:
+    """Tensors of one format and shape as one, in front of all else a dimension of them."""
+    codes, scales = (torch.stack([getattr(q, name) for q in made]) for name in ("codes", "scales"))
+    scale = None if made[0].scale is None else torch.stack([q.scale for q in made])  # type: ignore[misc]
+    return replace(made[0], codes=codes, scales=scales, scale=scale)
 
 
 def bits_of(amaxes: Tensor) -> Tensor:
@@ -367,10 +387,11 @@ def turned(q: QTensor) -> QTensor:
 
 
 def check_quantized(
-    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None
-) -> None:
+    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None,
+    groups: tuple[int, ...] = (),
+) -> None:  # fmt: skip
     """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
-    default)."""
+    default). `groups`: the dimensions in front of all that it holds."""
     try:
         codes, scales, scale = q.codes, q.scales, q.scale
         if (
@@ -378,21 +399,23 @@ def check_quantized(
             and q.side == side
             and q.shape == shape
             and not torch.compiler.is_compiling()  # sizes may be symbols, which no memo takes
-            and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard)
+            and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard, groups)
             and codes.dtype is torch.uint8
             and ((codes.is_cpu and scales.is_cpu) or codes.device == scales.device)
             and (like is None or (codes.is_cpu and like.is_cpu) or codes.device == like.device)
             and not scales.requires_grad
         ):
             if scale is not None:
-                check(where, f"{name}.scale", scale, (1,), torch.float32, codes)
+                check(where, f"{name}.scale", scale, (*groups, 1), torch.float32, codes)
             return
     except (AttributeError, TypeError):
         pass
-    _check_each(where, name, q, format, side, shape, like)
+    _check_each(where, name, q, format, side, shape, like, groups)
 
 
-def _sizes_of(format: Format, side: str, shape: torch.Size, hadamard: bool) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
+def _sizes_of(
+    format: Format, side: str, shape: torch.Size, hadamard: bool, groups: tuple[int, ...]
+) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
     """Of a `QTensor` the sizes of codes and scales, the dtype of scales, and whether there is none of the whole tensor."""
     rows, width = shape[:-1].numel(), shape[-1]
     if side == "col":
@@ -400,13 +423,16 @@ def _sizes_of(format: Format, side: str, shape: torch.Size, hadamard: bool) -> t
     codes = -(-width // 2) if format.element == "e2m1" else width
     tiles = [-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)]
     dtype = torch.float32 if format.scales in ("pow2", "float32") else torch.uint8
-    return torch.Size((*shape[:-1], codes) if side == "row" else (rows, codes)), torch.Size(tiles), dtype, format.scales != "e4m3"
+    sizes = (*groups, *(shape[:-1] if side == "row" else (rows,)), codes)
+    return torch.Size(sizes), torch.Size((*groups, *tiles)), dtype, format.scales != "e4m3"
 
 
 _sizes = functools.lru_cache(maxsize=1024)(_sizes_of)
 
 
-def _check_each(where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None) -> None:
+def _check_each(
+    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None, groups: tuple[int, ...]
+) -> None:
     """`check_quantized`, one thing after the other, in words."""
     require_type(where, name, q, QTensor)
     if q.format != format:
@@ -416,11 +442,11 @@ def _check_each(where: str, name: str, q: Any, format: Format, side: str, shape:
     if tuple(q.shape) != tuple(shape):
         fail(where, name, str(list(shape)), list(q.shape))
     first = q.codes if like is None else like
-    codes, tiles, dtype, alone = _sizes_of(format, side, shape, q.hadamard)
+    codes, tiles, dtype, alone = _sizes_of(format, side, shape, q.hadamard, groups)
     check(where, f"{name}.codes", q.codes, tuple(codes), torch.uint8, first)
     check(where, f"{name}.scales", q.scales, tuple(tiles), dtype, first)
     if not alone:
-        check(where, f"{name}.scale", q.scale, (1,), torch.float32, first)
+        check(where, f"{name}.scale", q.scale, (*groups, 1), torch.float32, first)
     elif q.scale is not None:
         fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
 

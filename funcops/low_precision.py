@@ -26,6 +26,9 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.compose.chain import chain
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
+from funcops.compose.plain_experts import plain_experts
 from funcops.compose.walk import below, check_globs, matches, remade, steps, ties
 from funcops.compose.widths import inside
 from funcops.errors import check, describe, fail, in_step, require, require_callable, require_dtype, require_type
@@ -44,6 +47,9 @@ from funcops.formats import (
 )
 from funcops.kernels.quantize import ELEMENTS, amax
 from funcops.op import Op
+from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
+from funcops.ops.grouped_qlinear import GroupedQLinearConfig, grouped_op_of
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.quantization import quantization_report
@@ -88,8 +94,9 @@ class ScaleState:
 
 
 def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
-    """The config with its `linear` steps in low precision; params keep their paths. Other steps keep their dtype, `grouped_linear`
-    and `experts` too: a glob that names one of these alone raises.
+    """The config with its `linear` and `grouped_linear` steps in low precision, and `experts` as the chain of its steps
+    (`funcops.models.plain_experts`), whose `up` and `down` are; params keep their paths. Other steps keep their dtype: a glob that
+    names one of these alone raises.
 
     `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
     keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
@@ -105,14 +112,15 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
     _check_config(where, cfg)
-    known = [path for path, inner in steps(cfg) if _takes_recipe(inner)]
+    known = [name for path, inner in steps(cfg) for name in _names(path, inner)]
     for name, globs in (("only", only), ("skip", skip)):
         check_globs(where, name, globs)
         for glob in globs:
             require(any(matches(path, (glob,)) for path in known), where, name, f"globs over {', '.join(known)}", repr(glob))
 
-    def wanted(path: str) -> bool:
-        return (not only or matches(path, only)) and not matches(path, skip)
+    def wanted(*paths: str) -> bool:
+        """Of a step's path, and what it is a part of."""
+        return (not only or any(matches(path, only) for path in paths)) and not any(matches(path, skip) for path in paths)
 
     made = _rewritten(linear, cfg, "", recipe, wanted)[1]
     _low(made)
@@ -154,12 +162,12 @@ def quantize_params(
     for path, (inner, weight) in found.items():
         made: Any
         if state is not None and inner.recipe.delayed:
-            made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)])
+            made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in _layers(weight, state[path].scale)], weight)
         else:
-            whole = amaxes.get(path, [None] * len(weight))
-            made = _stacked([
-                quantized_weight(w, inner.recipe.w, columns, one) for (w, _), one in zip(_layers(weight, None), whole, strict=False)
-            ])  # fmt: skip
+            layers = _layers(weight, None)
+            whole = amaxes.get(path, [None] * len(layers))
+            each = [quantized_weight(w, inner.recipe.w, columns, one) for (w, _), one in zip(layers, whole, strict=True)]
+            made = _stacked(each, weight)
         (made.value if type(made) is Scaled else made).made_of(at(params, path))
         work = put(work, path, made)
     if key is None:
@@ -187,8 +195,9 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     for path, inner in _low(cfg)[0].items():
         if inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
             own: Any = random.fold_in(key, random.path_id(path))
-            if weight.row.codes.dim() > len(weight.shape):
-                own = random.split(own, len(weight.row.codes))
+            for size in weight.shape[:-2]:
+                each: list[Any] = [random.split(one, size) for one in own.reshape(-1, 2)]
+                own = torch.stack(each).reshape(*own.shape[:-1], size, 2)
             work = put(work, path, replace(weight, key=own))
     return work
 
@@ -326,13 +335,15 @@ def _check_config(where: str, cfg: Any) -> None:
         fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
 
 
-def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[[str], bool]) -> tuple[Op, Any]:
+def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[..., bool]) -> tuple[Op, Any]:
     if hasattr(cfg, "with_parts"):
 
         def inside(name: Any, part: Op, inner: Any) -> tuple[Op, Any]:
             return _rewritten(part, inner, below(path, name), recipe, wanted)
 
         return op, cfg.with_parts(inside)
+    if type(cfg) is ExpertsConfig:
+        return _experts(op, cfg, path, recipe, wanted)
     if not _takes_recipe(cfg) or not wanted(path):
         return op, cfg
     try:
@@ -343,14 +354,33 @@ def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[[st
     return remade("with_recipe", op, source, becomes), made
 
 
+def _experts(op: Op, cfg: ExpertsConfig, path: str, recipe: Recipe, wanted: Callable[..., bool]) -> tuple[Op, Any]:
+    """The chain in its place, where one of its layers is wanted: by its own path, or that of the step."""
+    plain = plain_experts(cfg)
+    made = _rewritten(chain, plain, path, recipe, lambda inner: wanted(inner, path))[1]
+    return (op, cfg) if made == plain else (remade("with_recipe", op, experts, expert_steps), ExpertStepsConfig(made))
+
+
+def _names(path: str, cfg: Any) -> list[str]:
+    """What a glob may name of a step: nothing of one that takes no recipe."""
+    if type(cfg) is ExpertsConfig:
+        return [path, below(path, "up"), below(path, "down")]
+    return [path] if _takes_recipe(cfg) else []
+
+
 def _takes_recipe(cfg: Any) -> bool:
-    return type(cfg) is LinearConfig or hasattr(cfg, "with_recipe")
+    return type(cfg) in (LinearConfig, GroupedLinearConfig) or hasattr(cfg, "with_recipe")
 
 
 def _with_recipe(cfg: Any, recipe: Recipe) -> tuple[Op, Op, Any]:
     """The op of a linear layer, the one that takes its place, and its config."""
     if type(cfg) is LinearConfig:
         return linear, op_of(recipe), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+    if type(cfg) is GroupedLinearConfig:
+        sizes = cfg.experts, cfg.in_features, cfg.out_features
+        require(cfg.stacked, "with_recipe", "cfg.stacked", "True (a recipe takes weights as one leaf)", cfg.stacked)
+        made = GroupedQLinearConfig(*sizes, recipe, bias=cfg.bias, gathered=cfg.gathered, weighted=cfg.weighted)
+        return grouped_linear, grouped_op_of(recipe), made
     return cfg.with_recipe(recipe)  # type: ignore[no-any-return]  # one over ranks, of a layer below
 
 
@@ -401,10 +431,10 @@ def _weight(where: str, params: Any, path: str) -> Tensor | None:
 
 
 def _layers(weight: Tensor, scale: Tensor | None) -> list[tuple[Tensor, Any]]:
-    """A weight [O, I] and its scales [3], or of stacked ones each layer's."""
+    """A weight [O, I] and its scales [3], or of stacked ones, of layers, groups or both, each one's."""
     if weight.dim() == 2:
         return [(weight, scale)]
-    return [(w, None if scale is None else scale[i]) for i, w in enumerate(weight)]
+    return [pair for i, w in enumerate(weight) for pair in _layers(w, None if scale is None else scale[i])]
 
 
 def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, list[Tensor]]:
@@ -423,10 +453,12 @@ def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, lis
     return made
 
 
-def _stacked(made: list[Any]) -> Any:
-    if len(made) == 1:
+def _stacked(made: list[Any], like: Tensor) -> Any:
+    """What was made of each of `_layers(like)`, stacked as these are."""
+    lead = like.shape[:-2]
+    if not lead:
         return made[0]
-    return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.stack(parts), made[0], *made[1:])
+    return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.stack(parts).unflatten(0, lead), made[0], *made[1:])
 
 
 def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:

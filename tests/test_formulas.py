@@ -50,6 +50,9 @@ ELSEWHERE = {  # what holds the kernels that have no formula beside them: obviou
     "test_experts and the law Right, by a loop over experts": (
         "grouped_product", "grouped_wgrad", "grouped_wgrad_into", "experts_up", "experts_dgrad",
     ),
+    "test_grouped_qlinear, by qlinear of each group": (
+        "aligned_starts", "aligned_source", "taken", "group_amax", "random_words", "grouped_scaled_mm", "grouped_scaled_wgrad",
+    ),
     "products as in the math": (
         "bmm_fwd", "bmm_bwd_left", "bmm_bwd_right",
         "linear_fwd", "linear_dgrad", "linear_wgrad", "linear_bwd", "sibling_linear_fwd",

@@ -158,8 +158,6 @@ def _check_experts(parser: argparse.ArgumentParser, args: argparse.Namespace) ->
             parser.error(f"{flag}: expected with --experts, got {value} without")
     if args.experts is not None:
         vars(args).update({name: value for name, value in OF_EXPERTS.items() if getattr(args, name) is None})
-        if args.recipe is not None:
-            parser.error(f"--recipe: expected without --experts {args.experts}, whose products are in no low precision")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -73,7 +73,7 @@ def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) 
     for path, weight in paths(wide).items():
         if path.startswith("blocks.") and weight is not None and weight.dim() == 2:
             layer = path.removesuffix(".weight")
-            if any(fnmatch.fnmatchcase(layer, glob) for glob in left_out(s.recipe)):
+            if any(fnmatch.fnmatchcase(layer, glob) for glob in left_out(s.recipe, s.decoder)):
                 continue
             print(f"{layer:{width}} {_rounding(weight, s.recipe.w):6.2%} {_rounding(kept[f'{layer}.x'], s.recipe.x):6.2%}")
 

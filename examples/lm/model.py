@@ -53,7 +53,7 @@ def model(cfg: DecoderConfig, recipe: Recipe | None = None, *, loss: bool = True
     """Bytes [B, T] and labels [B, T] to the mean loss, in nats per byte, or bytes alone to logits [B, T, 256]; with a recipe the
     blocks' linear layers in low precision, and not the head."""
     made = decoder(cfg, loss=loss)
-    return made if recipe is None else with_recipe(made, recipe, only=("blocks.*",), skip=left_out(recipe))
+    return made if recipe is None else with_recipe(made, recipe, only=("blocks.*",), skip=left_out(recipe, cfg))
 
 
 def model_x(cfg: DecoderConfig, x: Tensor, labels: Tensor, dtype: torch.dtype, cp: Axis | None = None) -> WithExtras:
@@ -67,10 +67,10 @@ def main_of(y: Any) -> Tensor:
     return y.main if isinstance(y, WithExtras) else y
 
 
-def left_out(recipe: Recipe) -> tuple[str, ...]:
-    """In 4 bits the product whose input reaches furthest: training with them leaves some layers as they are
-    (https://arxiv.org/abs/2509.25149, the last 15 % there)."""
-    return ("*.down",) if recipe.x.element == "e2m1" else ()
+def left_out(recipe: Recipe, cfg: DecoderConfig) -> tuple[str, ...]:
+    """The routers of experts; and in 4 bits the product whose input reaches furthest: training with them leaves some layers as they
+    are (https://arxiv.org/abs/2509.25149, the last 15 % there)."""
+    return ("*.gate",) * (cfg.moe is not None) + ("*.down",) * (recipe.x.element == "e2m1")
 
 
 def init(cfg: DecoderConfig, *, seed: int, dtype: torch.dtype, device: Any) -> dict[str, Any]:

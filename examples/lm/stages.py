@@ -32,7 +32,7 @@ def staged(cfg: DecoderConfig, stages: int, recipe: Recipe | None = None, policy
         steps.append(Step(f"stage{i}", chain, ChainConfig(steps=tuple(inner), extras=extras)))
     tied = {f"stage{stages - 1}.{path}": f"stage0.{source}" for path, source in whole.ties}
     made = ChainConfig(steps=tuple(steps), extras=("rotation", "labels"), ties=tied)
-    return made if recipe is None else with_recipe(made, recipe, only=("*.blocks.*",), skip=left_out(recipe))
+    return made if recipe is None else with_recipe(made, recipe, only=("*.blocks.*",), skip=left_out(recipe, cfg))
 
 
 def split(params: dict[str, Any], cfg: DecoderConfig, stages: int) -> dict[str, Any]:

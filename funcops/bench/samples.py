@@ -14,6 +14,7 @@ from torch import Tensor
 from funcops import random
 from funcops.bench.attention import of_attention
 from funcops.bench.experts import of_experts
+from funcops.bench.low_experts import of_low_experts
 from funcops.bench.sample import Maker as Maker
 from funcops.bench.sample import Prepared, direct, gradient
 from funcops.bench.sample import Sample as Sample
@@ -53,7 +54,7 @@ def samples(make: Maker) -> Iterator[Sample]:
     families = (
         _norms, _group_norms, _convolutions, _keys, _pointwise, _activations, _glus, _ropes, _losses, _embeddings,
         _optimisers, _quantisers, _quantised_outputs, _products, _siblings, _scaled_products, _coded_glus, _routers,
-        _rows_of_experts, of_experts, of_attention,
+        _rows_of_experts, of_experts, of_low_experts, of_attention,
     )  # fmt: skip
     for family in families:
         yield from family(make)

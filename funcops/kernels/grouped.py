@@ -33,10 +33,7 @@ def grouped_product(
     rows = a if index is None else gathered(a, index, every)
     product = by_groups if a.is_cpu else by_library if library_serves(rows, w) else by_masks
     y = product(rows, w.mT if transposed else w, offsets)
-    if b is not None:
-        each = _of_groups(b, offsets, len(rows))
-        y = (y.to(wide(y.dtype)) + (each if scales is None else each * scales.unsqueeze(-1))).to(y.dtype)
-    return y
+    return y if b is None else biased(y, b, scales, offsets)
 
 
 @grouped_product.fake
@@ -129,7 +126,7 @@ def by_library(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """By torch's grouped product, which leaves rows of no group unwritten."""
     assert _grouped_mm is not None
     y = _grouped_mm(rows, w, offs=offsets[1:])
-    return torch.where(_group_of(offsets, len(rows)).unsqueeze(-1) < offsets.shape[0] - 1, y, 0.0)
+    return torch.where(group_of(offsets, len(rows)).unsqueeze(-1) < offsets.shape[0] - 1, y, 0.0)
 
 
 def wgrad_by_library(rows: Tensor, inner: Tensor, offsets: Tensor) -> Tensor:
@@ -148,7 +145,7 @@ def library_serves(rows: Tensor, other: Tensor) -> bool:
 
 def by_masks(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """Every group's product of all rows: so no value is read on the host."""
-    group = _group_of(offsets, len(rows)).unsqueeze(-1)
+    group = group_of(offsets, len(rows)).unsqueeze(-1)
     y = rows.new_zeros((rows.shape[0], w.shape[2]))
     for e in range(w.shape[0]):
         y = torch.where(group == e, rows @ w[e], y)
@@ -156,7 +153,7 @@ def by_masks(rows: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 
 def wgrad_by_masks(rows: Tensor, inner: Tensor, offsets: Tensor) -> Tensor:
-    group = _group_of(offsets, len(rows)).unsqueeze(-1)
+    group = group_of(offsets, len(rows)).unsqueeze(-1)
     parts = [torch.where(group == e, rows, 0.0).mT @ torch.where(group == e, inner, 0.0) for e in range(offsets.shape[0] - 1)]
     return torch.stack(parts)
 
@@ -168,16 +165,22 @@ def _factors(
     return rows, x if x is None or x_index is None else gathered(x, x_index, every)
 
 
-def _group_of(offsets: Tensor, rows: int) -> Tensor:
+def group_of(offsets: Tensor, rows: int) -> Tensor:
     """[N]: the group of each row; E where it has none."""
     at = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
     return torch.searchsorted(offsets[1:].contiguous(), at, right=True)
 
 
+def biased(y: Tensor, b: Tensor, scales: Optional[Tensor], offsets: Tensor) -> Tensor:
+    """y + b_e, or + scales b_e, of each row's group; rounded once more."""
+    each = _of_groups(b, offsets, len(y))
+    return (y.to(wide(y.dtype)) + (each if scales is None else each * scales.unsqueeze(-1))).to(y.dtype)
+
+
 def _of_groups(b: Tensor, offsets: Tensor, rows: int) -> Tensor:
     """[N, O]: each row's b_e, wide; 0 where it has no group."""
     padded = torch.cat((b, b.new_zeros((1, b.shape[1])))).to(wide(b.dtype))
-    return padded.index_select(0, _group_of(offsets, rows))
+    return padded.index_select(0, group_of(offsets, rows))
 
 
 def _sums(rows: Tensor, offsets: Tensor, scales: Optional[Tensor]) -> Tensor:
@@ -189,5 +192,5 @@ def _sums(rows: Tensor, offsets: Tensor, scales: Optional[Tensor]) -> Tensor:
             torch.sum(rows[first:last], 0, dtype=dtype, out=total[e])
         return total
     at = torch.arange(groups, device=offsets.device)
-    onehot = (_group_of(offsets, len(rows)) == at.unsqueeze(-1)).to(dtype)
+    onehot = (group_of(offsets, len(rows)) == at.unsqueeze(-1)).to(dtype)
     return (onehot if scales is None else onehot * scales) @ rows.to(dtype)

@@ -53,7 +53,8 @@ def quantize_row(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Codes [*, K] (e2m1: [*, (K + 1) / 2]) and scales [R / rows, K / cols]. `amax`, float32 [1]: of the whole tensor; it is the
-    amax of a single tile, and e4m3 scales are made with it. `key`: rounds stochastically."""
+    amax of a single tile, and e4m3 scales are made with it; or [R, 1], of the group that each row is in. `key`: rounds
+    stochastically; or for each element the random word that rounds it."""
     codes, scales = _quantize(matrix(x), x.dtype, element, rows, cols, kind, amax, key)
     return codes.reshape(*x.shape[:-1], codes.shape[-1]), scales
 
@@ -63,7 +64,8 @@ def quantize_col(
     x: Tensor, element: str, rows: int, cols: int, kind: str, amax: Optional[Tensor], key: Optional[Tensor], hadamard: bool
 ) -> tuple[Tensor, Tensor]:
     """Codes [K, R] of the transposed x (e2m1: [K, (R + 1) / 2]) and scales [K / rows, R / cols]; `hadamard`: of x transformed along
-    its rows by `hadamard`, 16 at a time. `amax` is then that after the transform."""
+    its rows by `hadamard`, 16 at a time. `amax` is then that after the transform; of groups it is [R / cols, 1], of each block of
+    rows."""
     given = hadamard_of(matrix(x).mT).mT if hadamard else matrix(x)
     return _quantize(given, x.dtype, element, rows, cols, kind, amax, key, turn=True)
 
@@ -80,7 +82,7 @@ def quantize_both(
 
 @kernel()
 def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes [*, K] of x * scale (float32 [1]), and the largest |x| [1] (float32, NaN left out)."""
+    """Codes [*, K] of x * scale (float32 [1], or [R, 1]: of each row), and the largest |x| [1] (float32, NaN left out)."""
     wide = x.float()
     return _encode(wide * scale, element, None), _largest(wide)
 
@@ -223,10 +225,10 @@ def _spread(t: Tensor, times: int, dim: int) -> Tensor:
 def _largest(wide: Tensor) -> Tensor:
     if wide.numel() == 0:
         return wide.new_zeros(1)
-    return _sizes(wide).amax().reshape(1)
+    return magnitudes(wide).amax().reshape(1)
 
 
-def _sizes(wide: Tensor) -> Tensor:
+def magnitudes(wide: Tensor) -> Tensor:
     """|x|, 0 of a NaN."""
     return torch.nan_to_num(wide, nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs_()
 
@@ -250,10 +252,10 @@ def _quantize(
     if r % rows or k % cols:
         wide = torch.nn.functional.pad(wide, (0, -k % cols, 0, -r % rows))
     tiles = wide.unflatten(1, (-1, cols)).unflatten(0, (-1, rows))  # [R / rows, rows, K / cols, cols]
-    found = tiles.new_zeros(tiles.shape[0], tiles.shape[2]) if 0 in tiles.shape else _sizes(tiles).amax((1, 3))
+    found = tiles.new_zeros(tiles.shape[0], tiles.shape[2]) if 0 in tiles.shape else magnitudes(tiles).amax((1, 3))
     if amax is not None and kind != "e4m3":
-        found = amax.reshape(1, 1).expand_as(found)
-    factor, scales = _scales(found, element, kind, dtype, amax, blocks)
+        found = amax.reshape(-1, 1).expand_as(found)
+    factor, scales = _scales(found, element, kind, dtype, None if amax is None else amax.reshape(-1, 1), blocks)
     if ELEMENTS[element].dtype is None and 0 not in tiles.shape:  # its codes have no NaN, so the scale of the tile is one
         scales = torch.where(tiles.amax((1, 3)).isnan(), NAN if kind == "e4m3" else NAN_E8M0, scales)
     scaled = (tiles * factor[:, None, :, None]).flatten(2).flatten(0, 1)[:r, :k]
@@ -291,7 +293,7 @@ def _encode(v: Tensor, element: str, key: Tensor | None) -> Tensor:
     """Codes of float32 values [*, K], which are written over."""
     of = ELEMENTS[element]
     if key is not None:
-        v = _stochastic(v, of, random.bits(key, v.numel()).reshape(v.shape))
+        v = _stochastic(v, of, key if key.dim() > 1 else random.bits(key, v.numel()).reshape(v.shape))
     v.clamp_(-of.largest, of.largest)  # before the cast: torch 2.11's gives NaN above the largest, and e5m2's infinity
     if of.dtype is not None:
         return v.nan_to_num_(nan=torch.nan).to(of.dtype).view(torch.uint8)  # a NaN of one sign, as a device's instruction gives it

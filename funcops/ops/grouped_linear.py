@@ -79,8 +79,10 @@ class GroupedLinearConfig:
         right = not self.weighted or (self.bias and not self.gathered)
         require(right, "GroupedLinearConfig", "weighted", "False without a bias, or where rows are gathered", True)
         object.__setattr__(self, "weight_shape", (self.out_features, self.in_features))
+        object.__setattr__(self, "bias_shape", (self.out_features,))
 
     weight_shape: ClassVar[tuple[int, int]]  # of an expert
+    bias_shape: ClassVar[tuple[int]]
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.out_features
@@ -150,27 +152,27 @@ def check_experts(where: str, name: str, leaf: Any, experts: int, shape: tuple[i
         check(where, f"{name}.{e}", t, shape, like.dtype, like)
 
 
-def _inputs(x: Any, cfg: GroupedLinearConfig) -> tuple[Tensor, Tensor, Any, Any]:
-    """What x is made of; at last `place`, or the weights."""
+def grouped_inputs(where: str, x: Any, cfg: Any) -> tuple[Tensor, Tensor, Any, Any]:
+    """What x is made of, after a check; at last `place`, or the weights."""
     names = ("x", "offsets", "order", "place") if cfg.gathered else ("rows", "offsets", *("order", "weights") * cfg.weighted)
     if not isinstance(x, tuple) or len(x) != len(names):
-        fail("grouped_linear_fwd", "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
+        fail(where, "x", f"a tuple ({', '.join(names)}), as the config says", describe(x), TypeError)
     rows, offsets, order, last = (*x, None, None)[:4]
-    check("grouped_linear_fwd", f"x.0 ({names[0]})", rows, (..., cfg.in_features), FLOATS)
+    check(where, f"x.0 ({names[0]})", rows, (..., cfg.in_features), FLOATS)
     if not cfg.gathered and rows.dim() != 2:
-        fail("grouped_linear_fwd", "x.0 (rows)", f"[N, {cfg.in_features}]", list(rows.shape))
-    check("grouped_linear_fwd", "x.1 (offsets)", offsets, (cfg.experts + 1,), torch.int32, rows)
+        fail(where, "x.0 (rows)", f"[N, {cfg.in_features}]", list(rows.shape))
+    check(where, "x.1 (offsets)", offsets, (cfg.experts + 1,), torch.int32, rows)
     if cfg.gathered:
-        check("grouped_linear_fwd", "x.3 (place)", last, (...,), torch.int32, rows)
+        check(where, "x.3 (place)", last, (...,), torch.int32, rows)
         if last.dim() < 1 or last.shape[:-1] != rows.shape[:-1] or last.shape[-1] < 1:
-            fail("grouped_linear_fwd", "x.3 (place)", f"{[*rows.shape[:-1], 'K']}, K at least 1", list(last.shape))
-        check("grouped_linear_fwd", "x.2 (order)", order, (last.numel(),), torch.int32, rows)
+            fail(where, "x.3 (place)", f"{[*rows.shape[:-1], 'K']}, K at least 1", list(last.shape))
+        check(where, "x.2 (order)", order, (last.numel(),), torch.int32, rows)
     elif cfg.weighted:
-        check("grouped_linear_fwd", "x.2 (order)", order, (len(rows),), torch.int32, rows)
-        check("grouped_linear_fwd", "x.3 (weights)", last, (...,), tuple({rows.dtype: 0, wide(rows.dtype): 0}), rows)
+        check(where, "x.2 (order)", order, (len(rows),), torch.int32, rows)
+        check(where, "x.3 (weights)", last, (...,), tuple({rows.dtype: 0, wide(rows.dtype): 0}), rows)
         if last.numel() != len(rows):
-            fail("grouped_linear_fwd", "x.3 (weights)", f"{len(rows)} numbers, one for each row", list(last.shape))
-    check_row_count("grouped_linear_fwd", f"x.0 ({names[0]})", len(rows) if order is None else len(order))
+            fail(where, "x.3 (weights)", f"{len(rows)} numbers, one for each row", list(last.shape))
+    check_row_count(where, f"x.0 ({names[0]})", len(rows) if order is None else len(order))
     return rows, offsets, order, last
 
 
@@ -181,7 +183,7 @@ def grouped_linear_fwd(
     """`y_n = x_n w_e^T + b_e`. x: `(rows, offsets)`, `(x, offsets, order, place)` or `(rows, offsets, order, weights)` -> y:
     [N, O]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and on the CPU for offsets that do not ascend
     from 0 to at most N."""
-    rows, offsets, order, last = _inputs(x, cfg)
+    rows, offsets, order, last = grouped_inputs("grouped_linear_fwd", x, cfg)
     place, weights = (last, None) if cfg.gathered else (None, last)
     weight, bias = params.weight, params.bias
     check_experts("grouped_linear_fwd", "params.weight", weight, cfg.experts, cfg.weight_shape, rows, cfg.stacked)
@@ -232,10 +234,15 @@ def grouped_linear_dgrad(
         if r.place is not None:
             dx = gather_rows(dx, r.place.reshape(-1, r.place.shape[-1]), None).view(r.shape)
     if cfg.weighted and needs.input(3):
-        shape, dtype = r.weights_like
-        ds = kernels.grouped_product(dy, _stacked(r.bias).unsqueeze(-1), None, offsets, None, 1, None, False)
-        d_weights = of_choices(ds.to(dtype), r.weights_order, shape)
+        d_weights = gradient_of_weights(dy, _stacked(r.bias), r)
     return r.inputs.make((dx, None, None, d_weights)[: r.inputs.parts]), pending
+
+
+def gradient_of_weights(dy: Tensor, bias: Tensor, residuals: Any) -> Tensor:
+    """`dy_n . b_e`, each where the weight of row n is."""
+    shape, dtype = residuals.weights_like
+    ds = kernels.grouped_product(dy, bias.unsqueeze(-1), None, residuals.offsets, None, 1, None, False)
+    return of_choices(ds.to(dtype), residuals.weights_order, shape)
 
 
 @wgrad_of(GroupedLinearPending, GroupedLinearParams)

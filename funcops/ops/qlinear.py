@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ __all__ = [
     "qlinear_wgrad",
 ]
 
+P = TypeVar("P", bound=Any)
 Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of the amax [1] of the part that is here
 
 
@@ -218,41 +219,50 @@ def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearPa
 
 
 def low_gradients(
-    where: str, pending: Any, x: Any, cfg: Any, into: LinearParams | None, dw: Callable[[torch.dtype], Any]
-) -> LinearParams:
+    where: str, pending: Any, x: Any, cfg: Any, into: P | None, dw: Callable[[torch.dtype], Any],
+    params: type[P] = LinearParams,  # type: ignore[assignment]
+) -> P:  # fmt: skip
     """The gradients of params, with `dw(dtype)` where there is an x; added to `into` where that is given, after a check of it."""
     dtype, scaled = pending.dtype, pending.amaxes is not None
     if into is None:
         gradient: Any = Scaled(dw(dtype), bits_of(pending.amaxes), None) if scaled else dw(dtype)
-        return LinearParams(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
-    sums, db = check_low_into(where, pending, x, cfg, into)
+        return params(gradient, None if pending.db is None else pending.db.to(dtype, copy=True))
+    sums, db = check_low_into(where, pending, x, cfg, into, params)
     out = wide(dtype) if takes_sums(sums.weight, dtype) else dtype
-    accumulate(where, LinearParams(dw(out), pending.db if takes_sums(sums.bias, dtype) else db), sums)
+    accumulate(where, params(dw(out), pending.db if takes_sums(sums.bias, dtype) else db), sums)
     if scaled:
         largest: Any = into.weight
         join_amaxes(largest.scale, pending.amaxes)
     return into
 
 
-def check_low_into(where: str, pending: Any, x: Any, cfg: Any, into: LinearParams) -> tuple[LinearParams, Tensor | None]:
+def check_low_into(
+    where: str, pending: Any, x: Any, cfg: Any, into: P,
+    params: type[P] = LinearParams,  # type: ignore[assignment]
+) -> tuple[P, Tensor | None]:  # fmt: skip
     """The accumulators without those of amaxes, after a check, and db as a gradient of params."""
-    sums, db = _sums(where, into, pending.amaxes), None if pending.db is None else pending.db.to(pending.dtype)
+    sums, db = _sums(where, into, pending.amaxes, cfg, params), None if pending.db is None else pending.db.to(pending.dtype)
     one: Any = a_tensor(x)
-    like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(cfg.linear.weight_shape)
-    check_into(where, sums, LinearParams(like, db))
+    like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(*of_groups(cfg), *cfg.linear.weight_shape)
+    check_into(where, sums, params(like, db))
     return sums, db
 
 
-def check_params(where: str, params: LinearParams, x: Tensor, cfg: Any) -> None:
+def of_groups(cfg: Any) -> tuple[int, ...]:
+    """The dimension of groups that each leaf of params has in front, where the config has any."""
+    return (cfg.experts,) if hasattr(cfg, "experts") else ()
+
+
+def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
     """Params beside an x of that dtype and device, and whether this has the formats; of a config with a recipe."""
-    recipe, weight, bias = cfg.recipe, params.weight, params.bias
+    recipe, weight, bias, groups = cfg.recipe, params.weight, params.bias, of_groups(cfg)
     if isinstance(weight, Scaled) != recipe.delayed:
         wanted = (
             "a Scaled weight, as quantize_params(params, cfg, state) makes it" if recipe.delayed else "without scales of its own"
         )
         fail(where, "params.weight", f"{wanted} (the recipe is {type(recipe).__name__})", describe(weight), TypeError)
     if isinstance(weight, Scaled):
-        check(where, "params.weight.scale", weight.scale, (3,), torch.float32, x)
+        check(where, "params.weight.scale", weight.scale, (*groups, 3), torch.float32, x)
         if weight.scale.requires_grad:
             wanted = "without requires_grad (autograd adds gradients up; of amaxes the largest is wanted, as split_amaxes gives it)"
             fail(where, "params.weight.scale", wanted, "one with it")
@@ -263,9 +273,9 @@ def check_params(where: str, params: LinearParams, x: Tensor, cfg: Any) -> None:
         wanted = "a QWeight with a key, as quantize_params(params, cfg, key=key) makes it (the recipe rounds dy stochastically)"
         fail(where, "params.weight", wanted, describe(weight), TypeError)
     else:
-        check(where, "params.weight", weight, cfg.linear.weight_shape, x.dtype, x)
+        check(where, "params.weight", weight, (*groups, *cfg.linear.weight_shape), x.dtype, x)
     if cfg.bias:
-        check(where, "params.bias", bias, cfg.linear.bias_shape, x.dtype, x)
+        check(where, "params.bias", bias, (*groups, *cfg.linear.bias_shape), x.dtype, x)
     elif bias is not None:
         require(False, where, "params.bias", "None (cfg.bias is False)", "a tensor")
     if x.is_cuda and not recipe.emulate and torch.cuda.is_available():
@@ -282,13 +292,13 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
             "Make the working tree again after an update: quantize_params(params, cfg)"
         )
     if cfg.recipe.stochastic:
-        check(where, "params.weight.key", weight.key, (2,), torch.int64, x)
+        check(where, "params.weight.key", weight.key, (*of_groups(cfg), 2), torch.int64, x)
     for side in ("row", "col"):
         q = getattr(weight, side)
         if q is None and side == "col":
             continue
         name = f"params.weight.{side}"
-        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x)
+        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x, of_groups(cfg))
         if q.dtype is not x.dtype:
             fail(where, name, f"made of {short(x.dtype)}, as x is", short(q.dtype), TypeError)
 
@@ -296,7 +306,7 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
 def scaled_tensor(t: Tensor, format: Format, scale: Tensor) -> tuple[QTensor, Tensor]:
     """t by a scale that is given, and its amax [1]."""
     codes, amax = kernels.quantize_scaled(t, format.element, scale)
-    scales = (1.0 / scale).reshape(1, 1)
+    scales = (1.0 / scale).reshape(1, 1)[: t.shape[:-1].numel()]  # a tensor without rows has no tile
     return QTensor(codes, scales, None, format=format, shape=t.shape, dtype=t.dtype, side="row", hadamard=False), amax
 
 
@@ -422,16 +432,16 @@ def kept_side(recipe: Recipe, x: QTensor) -> str:
     return "row" if recipe.keep == "row" or x.side == "row" else "col"
 
 
-def _sums(where: str, into: LinearParams, amaxes: Tensor | None) -> LinearParams:
+def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P]) -> P:
     """The accumulators of gradients, without those of amaxes, which are checked here."""
     if amaxes is None:
         return into
     if not isinstance(into.weight, Scaled):
         wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
         fail(where, "into.weight", wanted, describe(into.weight), TypeError)
-    check(where, "into.weight.scale", into.weight.scale, (3,), torch.uint32, amaxes)
+    check(where, "into.weight.scale", into.weight.scale, (*of_groups(cfg), 3), torch.uint32, amaxes)
     require(into.weight.scale.is_contiguous(), where, "into.weight.scale", "contiguous", "one with other strides")
-    return LinearParams(into.weight.value, into.bias)
+    return params(into.weight.value, into.bias)
 
 
 qlinear = make_op("qlinear", QLinearConfig, init=qlinear_init, fwd=qlinear_fwd, dgrad=qlinear_dgrad, wgrad=qlinear_wgrad)

@@ -35,7 +35,11 @@ class Products(torch.autograd.Function):
         rows, inner = dy.reshape(-1, dy.shape[-1]).mT, x.reshape(-1, x.shape[-1]).mT
         if recipe.wgrad == "low":
             rows, inner = q(dy, recipe.dy, "col", 2), q(x, recipe.x, "col", 0)
-        amaxes = torch.stack([t.abs().max() for t in (x, w, dy)]).float().view(torch.int32) if ctx.scaled else None  # as bits
+        amaxes = (
+            torch.stack([t.abs().max() if t.numel() else t.new_zeros(()) for t in (x, w, dy)]).float().view(torch.int32)
+            if ctx.scaled
+            else None
+        )  # as bits
         return dx, rows @ inner.mT, None, None if amaxes is None else amaxes.to(x.dtype)
 
 
@@ -84,6 +88,7 @@ CASES = [
     case((0,), 4, 3, Fp8Block()),
     case((3,), 5, 4, Fp8Block(keep="input", wgrad="high"), bias=False),
     case((2, 5), 9, 3, Fp8Current()),
+    case((0,), 3, 4, Fp8Delayed()),
     case((5, 7), 32, 16, NVFP4(emulate=True)),
     case((4,), 32, 32, MXFP8(keep="input", emulate=True), columns=True),
     case((3, 2), 9, 5, Fp8Delayed()),

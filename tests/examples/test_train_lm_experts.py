@@ -12,6 +12,7 @@ from programs import check_picture
 from funcops.bench.plain import PlainLlama
 from funcops.bench.plain_moe import Mixture, Router
 from funcops.bench.step import plain_name
+from funcops.compose.walk import steps
 from funcops.testing.checks import same_bits
 from funcops.trees import paths
 
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 import train_lm  # noqa: E402
 from lm import flags, results  # noqa: E402
 from lm.data import batch, load_corpus  # noqa: E402
+from lm.model import model as model_of  # noqa: E402
 
 TINY = """--dim 16 --layers 2 --heads 2 --hidden 6 --context 8 --batch 2 --lr 0.02 --clip 0.5 --steps 6 --warmup 2 --eval-every 3
  --experts 4 --top-k 2 --balance 0.05 --dtype float64""".split()
@@ -113,7 +115,6 @@ def test_load_is_said_written_and_drawn(corpus, tmp_path, capsys):
     ("given", "said"),
     [
         (["--top-k", "5"], "--top-k: expected at most --experts 4, got 5"),
-        (["--recipe", "mxfp8"], "--recipe: expected without --experts 4"),
         (["--balance", "inf"], "--balance: expected a finite number of at least 0, got inf"),
     ],
 )
@@ -128,3 +129,10 @@ def test_flags_of_experts_without_them_are_named(capsys):
         with pytest.raises(SystemExit):
             flags.parse([flag, "1"])
         assert f"{flag}: expected with --experts, got 1" in capsys.readouterr().err
+
+
+def test_a_recipe_takes_the_experts_and_leaves_their_router(corpus):
+    args, run = started(corpus, "--recipe", "fp8_block", "--dtype", "bfloat16")
+    low = {path for path, inner in steps(model_of(args.decoder, args.recipe)) if hasattr(inner, "recipe")}
+    assert {"blocks.*.mlp.experts.up", "blocks.*.mlp.experts.down"} < low and not any("gate" in path for path in low)
+    assert math.isfinite(run.advance().loss)

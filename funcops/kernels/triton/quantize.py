@@ -234,8 +234,9 @@ def _stride(columns: int, element: str) -> int:
 
 
 def _serves(x: Tensor, rows: int, cols: int, kind: str, amax: Optional[Tensor]) -> bool:
-    """Whether these kernels make such tiles. An amax that is given for tiles, where it is of no format, is left to the body."""
-    if x.numel() == 0 or (kind == "e4m3" and amax is None):
+    """Whether these kernels make such tiles. An amax that is given for tiles, where it is of no format, is left to the body; so are
+    amaxes of groups of rows."""
+    if x.numel() == 0 or (kind == "e4m3" and amax is None) or (amax is not None and amax.dim() > 1):
         return False
     if (rows, cols) == (0, 0):
         return True
@@ -292,6 +293,8 @@ def quantize_col(
 ) -> tuple[Tensor, Tensor]:
     if key is not None or hadamard:
         return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
+    if amax is not None and amax.dim() > 1:
+        return declared.quantize_col.kernel.torch_impl(x, element, rows, cols, kind, amax, key, hadamard)  # type: ignore[no-any-return]
     if not _serves(x, rows, cols, kind, amax):  # a scale for each column is found in a copy that lies the other way
         return quantize_row(_matrix(x).mT.contiguous(), element, rows, cols, kind, amax, None)
     t, (high, wide) = x.contiguous(), _sizes(x)
@@ -319,7 +322,7 @@ def quantize_both(
 
 @declared.quantize_scaled.triton
 def quantize_scaled(x: Tensor, element: str, scale: Tensor) -> tuple[Tensor, Tensor]:
-    if x.numel() == 0 or x.dim() == 0:
+    if x.numel() == 0 or x.dim() == 0 or scale.dim() > 1:
         return declared.quantize_scaled.kernel.torch_impl(x, element, scale)  # type: ignore[no-any-return]
     t, largest = x.contiguous(), x.new_zeros(1, dtype=torch.float32)
     made = _room(x, x.shape[:-1], *_sizes(x), element, (0, 0), "float32")
@@ -369,7 +372,7 @@ def dequantize(
     out: torch.dtype,
 ) -> Tensor:  # fmt: skip
     tiles = (rows, cols) in ((0, 0), (1, 0)) or (cols in TILES and rows in (1, cols))
-    if codes.numel() == 0 or out is torch.float64 or not tiles:
+    if codes.numel() == 0 or out is torch.float64 or not tiles or (scale is not None and scale.dim() > 1):
         return declared.dequantize.kernel.torch_impl(codes, scales, scale, element, rows, cols, kind, width, out)  # type: ignore[no-any-return]
     t, y = _matrix(codes), codes.new_empty((*codes.shape[:-1], width), dtype=out)
     m, n, warps = (128, 128, 8) if rows == 128 else (32, 128, 4)

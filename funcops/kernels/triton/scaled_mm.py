@@ -175,7 +175,8 @@ def scaled_mm(
 ) -> Tensor:  # fmt: skip
     device, active = (0, None) if _INTERPRETED else (driver.active.get_current_device(), driver.active)
     chosen, n = _chosen(kind, a_element, b_element, a_cols, b_cols, emulate, device, active), b.shape[0]
-    if chosen is None or not a.numel() * n or out is torch.float64:
+    by_groups = any([scale is not None and scale.dim() > 1 for scale in (a_scale, b_scale)])
+    if chosen is None or by_groups or not a.numel() * n or out is torch.float64:
         return declared.scaled_mm.kernel.torch_impl(  # type: ignore[no-any-return]
             a, a_scales, a_scale, b, b_scales, b_scale, a_element, a_rows, a_cols, b_element, b_rows, b_cols, kind, width, out
         )

@@ -1,0 +1,115 @@
+"""`experts` by the steps of `plain_experts`, where one of these is another, such as one in low precision: x, y and params are those
+of `experts`, residuals and pending those of the chain."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.step import Replace, WithExtras
+from funcops.errors import describe, fail, require_type
+from funcops.needs import Needs
+from funcops.op import Op, check_needs, config, init_of, make_op
+from funcops.ops._tuples import parts_of
+from funcops.ops.experts import ExpertsParams
+from funcops.program.values import gradient_shapes
+
+EXTRAS = "tokens", "indices"
+
+
+@config
+class ExpertStepsConfig:
+    """The chain of the steps."""
+
+    cfg: ChainConfig = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require_type("ExpertStepsConfig", "cfg", self.cfg, ChainConfig)
+        names = {step.name for step in self.cfg.steps}
+        if self.cfg.extras != EXTRAS or self.cfg.outputs or not {"up", "down"} <= names:
+            fail("ExpertStepsConfig", "cfg", "a chain as plain_experts makes it", f"one of steps {', '.join(names)}")
+
+    def abstract(self) -> Any:
+        """See `funcops.program.values.abstract_params`."""
+        return _named(self.cfg.abstract())
+
+    gradient_shapes = gradient_shapes
+
+    def with_parts(self, replace: Replace, **changes: Any) -> ExpertStepsConfig:
+        """The config with `replace(name, op, cfg)` for each step: this adds no name to their paths."""
+        return ExpertStepsConfig(self.cfg.with_parts(replace, **changes))
+
+
+def _named(by_name: dict[str, Any]) -> ExpertsParams:
+    return ExpertsParams(by_name["up"], by_name["down"])
+
+
+def _by_name(where: str, what: str, params: Any, cfg: ExpertStepsConfig) -> dict[str, Any]:
+    if type(params) is not ExpertsParams:
+        fail(where, what, "ExpertsParams", describe(params), TypeError)
+    return {step.name: getattr(params, step.name, None) for step in cfg.cfg.steps}
+
+
+def _check_cfg(where: str, cfg: Any) -> None:
+    if type(cfg) is not ExpertStepsConfig:
+        fail(where, "cfg", "ExpertStepsConfig", describe(cfg), TypeError)
+
+
+@init_of(ExpertStepsConfig)
+def expert_steps_init(cfg: ExpertStepsConfig, *, key: Any = None, device: Any = None, dtype: Any = None) -> ExpertsParams:
+    """The params of both layers."""
+    return _named(chain.init(cfg.cfg, key=key, device=device, dtype=dtype))
+
+
+def expert_steps_fwd(params: ExpertsParams, x: Any, cfg: ExpertStepsConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """x: `(weights, x, indices)` -> y: [*, H]. Raises as the steps do."""
+    where = "expert_steps_fwd"
+    _check_cfg(where, cfg)
+    own, (weights, tokens, indices) = _by_name(where, "params", params, cfg), parts_of(where, x, "weights", "x", "indices")
+    if needs is not Needs.ALL:
+        check_needs(where, needs, params, x)
+        labels = ("main", *[f"extras.{name}" for name in EXTRAS])
+        wanted = [label for i, label in enumerate(labels) if needs.input(i)]
+        needs = Needs(x=True if len(wanted) == len(labels) else wanted, params=needs.params)
+    return chain.fwd(own, WithExtras(weights, {"tokens": tokens, "indices": indices}), cfg.cfg, needs=needs)
+
+
+def _as_parts(dx: Any) -> Any:
+    return (dx.main, *[dx.extras[name] for name in EXTRAS]) if type(dx) is WithExtras else (None, None, None)
+
+
+def expert_steps_dgrad(residuals: Any, dy: Any, cfg: ExpertStepsConfig) -> tuple[Any, Any]:
+    """dy: [*, H] -> `(d weights, dx, None)`, and the steps' pending."""
+    _check_cfg("expert_steps_dgrad", cfg)
+    dx, pending = chain.dgrad(residuals, dy, cfg.cfg)
+    return _as_parts(dx), pending
+
+
+def expert_steps_wgrad(pending: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> ExpertsParams:
+    """The weight gradients of both layers; added to `into` where that is given."""
+    where = "expert_steps_wgrad"
+    _check_cfg(where, cfg)
+    sums = None if into is None else _by_name(where, "into", into, cfg)
+    return _named(chain.wgrad(pending, cfg.cfg, into=sums))
+
+
+def expert_steps_bwd(residuals: Any, dy: Any, cfg: ExpertStepsConfig, *, into: Any = None) -> tuple[ExpertsParams, Any]:
+    """The whole backward. Returns `(dparams, dx)`."""
+    where = "expert_steps_bwd"
+    _check_cfg(where, cfg)
+    sums = None if into is None else _by_name(where, "into", into, cfg)
+    dparams, dx = chain.bwd(residuals, dy, cfg.cfg, into=sums)
+    return _named(dparams), _as_parts(dx)
+
+
+def _products(pending: Any, cfg: ExpertStepsConfig, *, into: Any) -> list[Any]:
+    where = "expert_steps_wgrad"
+    _check_cfg(where, cfg)
+    return chain.products(pending, cfg.cfg, into=None if into is None else _by_name(where, "into", into, cfg))  # type: ignore[no-any-return]
+
+
+expert_steps: Op = make_op(
+    "expert_steps", ExpertStepsConfig, init=expert_steps_init, fwd=expert_steps_fwd, dgrad=expert_steps_dgrad,
+    wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products,
+)  # fmt: skip

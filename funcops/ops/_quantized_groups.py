@@ -1,0 +1,185 @@
+"""Operands in low precision of grouped products: each group of sorted rows quantised on its own, as if it were a tensor of its own.
+
+A `QTensor` of rows has the codes of all groups; where a format has a scale for a whole tensor, each row has that of its group (so
+that the format is that of scales by rows). One of columns has the rows of `funcops.kernels.grouped_quantize`'s aligned layout: its
+blocks along rows are those of a group. A weight's has a leading dimension of groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.formats import Format, QTensor, QWeight, Scaled, by_tiles, quantize_tensor, stacked, turned
+from funcops.kernels import grouped_quantize as kernels
+from funcops.kernels import quantize
+from funcops.kernels.grouped import group_of
+from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
+from funcops.ops.qlinear import scaled_weight
+from funcops.recipes import Recipe
+from funcops.trees import replace
+
+ALIGN = 16  # of rows of 8 bits, for a product over them
+
+
+class Groups(NamedTuple):
+    """Of `rows` sorted rows, which are the rows order // choices of a tensor, or where there is no order its own."""
+
+    offsets: Tensor
+    order: Tensor | None
+    choices: int
+    rows: int
+
+    def at(self) -> Tensor | None:
+        """[N]: which row of the tensor each is."""
+        return self.order if self.order is None or self.choices == 1 else self.order // self.choices
+
+    @property
+    def experts(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    def gathered(self) -> Groups:
+        """Of rows that are made."""
+        return Groups(self.offsets, None, 1, self.rows)
+
+    def of(self, x: Tensor) -> Tensor:
+        """[N, K]: the rows of x, gathered."""
+        index = self.at()
+        return x if index is None else x.index_select(0, index)
+
+    def aligned(self, block: int, missing: int) -> tuple[Tensor, Tensor]:
+        """Where groups start in the aligned layout, and of each of its rows the one of x that it holds: `missing`, the number of
+        these, for zeros."""
+        starts = kernels.aligned_starts(self.offsets, block)
+        size = kernels.aligned_count(self.rows, self.experts, block)
+        source = kernels.aligned_source(self.offsets, starts, self.rows, size)
+        index = self.at()
+        if index is not None:
+            source = torch.cat((index, index.new_full((1,), missing))).index_select(0, source)
+        return starts, source
+
+
+def rows_in(x: Tensor, format: Format, groups: Groups, key: Tensor | None = None) -> tuple[QTensor, Tensor | None]:
+    """x [M, K] by rows, and what row n is found by: None where it is gathered. Blocks within a row know no groups, so that what
+    several rows are gathered of is quantised once."""
+    if not format.whole:
+        return quantize_tensor(x, format), groups.at()
+    rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
+    amax = kernels.group_amax(rows, group, groups.experts, False).index_select(0, group).unsqueeze(-1)
+    words = None
+    if key is not None:
+        first, width = groups.offsets[:-1].to(torch.int64), rows.shape[1]
+        ones = torch.ones_like(first)
+        words = kernels.random_words(key, group, first, ones, ones * width, width)
+    codes, scales = quantize.quantize_row(rows, *format.by_rows.args(), amax, words)
+    scale = quantize.tensor_scale(amax) if format.scales == "e4m3" else None
+    return _coded(codes, scales, scale, format.by_rows, rows), None
+
+
+def _coded(
+    codes: Tensor, scales: Tensor, scale: Tensor | None, format: Format, x: Tensor, side: str = "row", hadamard: bool = False
+) -> QTensor:
+    return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
+
+
+def scaled_rows(x: Tensor, format: Format, groups: Groups, scale: Tensor) -> tuple[QTensor, Tensor]:
+    """The gathered rows by scales [E] that are given, and the groups' amaxes [E]."""
+    rows, group = groups.of(x), group_of(groups.offsets, groups.rows)
+    each = torch.cat((scale, scale.new_ones(1))).index_select(0, group).unsqueeze(-1)
+    codes, _ = quantize.quantize_scaled(rows, format.element, each)
+    row = _coded(codes, 1.0 / each, None, format.by_rows, rows)
+    return row, kernels.group_amax(rows, group, groups.experts, False)[:-1]
+
+
+def columns_in(x: Tensor, format: Format, groups: Groups, hadamard: bool = False, key: Tensor | None = None) -> QTensor:
+    """x [M, K] by columns, for dw: of the aligned rows. Where a group has one scale, codes of rows are ready for dw."""
+    if format.tile == (0, 0):
+        return rows_in(x, format, groups, key)[0]
+    starts, source = groups.aligned(format.tile[1], len(x))
+    rows = kernels.taken(x, source)
+    if not format.whole:
+        return quantize_tensor(rows, format, side="col")
+    group, block = group_of(starts, len(rows)), format.tile[1]
+    amax = kernels.group_amax(rows, group, groups.experts, hadamard)[group[::block]].unsqueeze(-1)
+    words = None
+    if key is not None:
+        sizes = (starts if hadamard else groups.offsets).diff().to(torch.int64)
+        words = kernels.random_words(key, group, starts[:-1].to(torch.int64), sizes, torch.ones_like(sizes), rows.shape[1]).mT
+    codes, scales = quantize.quantize_col(rows, *format.args(), amax, words, hadamard)
+    return _coded(codes, scales, quantize.tensor_scale(amax).mT, format, rows, "col", hadamard)
+
+
+def columns_of(row: QTensor, groups: Groups) -> QTensor:
+    """For dw, what `rows_in` gave: codes of blocks are tiled anew, of the aligned rows."""
+    if row.format.tile == (1, 0):
+        return row
+    _, source = groups.aligned(row.format.tile[1], len(row.codes))
+    codes, scales = kernels.taken(row.codes, source), kernels.taken(row.scales, source)
+    return turned(replace(row, codes=codes, scales=scales, shape=codes.shape))
+
+
+def weight_rows(weight: Any, recipe: Recipe) -> QTensor:
+    """Weights [E, O, I] by rows, for y."""
+    return weight.row if isinstance(weight, QWeight) else _quantized(weight, recipe.w, "row")
+
+
+def scaled_weights(weight: Scaled, recipe: Recipe) -> tuple[QTensor, Tensor]:
+    """The same by scales that are given, and their amaxes [E]."""
+    if isinstance(weight.value, QWeight) and weight.amax is not None:
+        return weight.value.row, weight.amax.reshape(-1)
+    found = [scaled_weight(Scaled(w, s, None), recipe) for w, s in zip(weight.value, weight.scale, strict=True)]
+    return stacked([row for row, _ in found]), torch.cat([amax for _, amax in found])
+
+
+def weight_columns(weight: Any, recipe: Recipe) -> QTensor:
+    """Weights by columns, for dx."""
+    if isinstance(weight, Scaled):
+        weight = weight.value if isinstance(weight.value, QWeight) else QWeight(scaled_weights(weight, recipe)[0])
+    if isinstance(weight, QWeight):
+        return stacked([turned(one) for one in weight.row.each()]) if weight.col is None else weight.col
+    return _quantized(weight, recipe.w, "col")
+
+
+def _quantized(weight: Tensor, format: Format, side: str) -> QTensor:
+    lying = weight if side == "row" else weight.mT
+    groups, high, width = lying.shape
+    if format.whole or high % format.tile[0]:
+        return stacked([quantize_tensor(one, format, side=side) for one in weight])
+    codes, scales = quantize.quantize_row(lying.reshape(groups * high, width), *format.args(), None, None)  # as one of all groups
+    codes, scales = codes.view(groups, high, -1), by_tiles(scales, format).reshape(groups, high // format.tile[0], -1)
+    return QTensor(codes, scales, None, format=format, shape=weight.shape[1:], dtype=weight.dtype, side=side, hadamard=False)
+
+
+def product(
+    a: QTensor, index: Tensor | None, w: QTensor, bias: Tensor | None, scales: Tensor | None, groups: Groups, out: torch.dtype
+) -> Tensor:
+    """y or dx by row, [N, O], with a bias that counts `scales` [N] times."""
+    return grouped_scaled_mm(  # type: ignore[no-any-return]
+        *a.args, *w.args, bias, scales, groups.offsets, index, a.format.element, a.format.tile[1], w.format.element, *w.format.tile,
+        a.format.scales, a.width, out,
+    )  # fmt: skip
+
+
+def product_of_columns(dy: QTensor, x: QTensor, groups: Groups, out: torch.dtype) -> Tensor:
+    """dw [E, O, I]."""
+    if dy.side == "row":  # a scale a group
+        starts, source = groups.gathered().aligned(ALIGN, groups.rows)
+        sides = [(quantize.transpose(kernels.taken(q.codes, source)), kernels.taken(q.scales, source).mT, None) for q in (dy, x)]
+        operands: Any = (*sides[0], *sides[1])
+        cols, width = 1, source.shape[0]
+    else:
+        operands, cols, width = (*dy.args, *x.args), dy.format.tile[1], dy.width
+        starts = kernels.aligned_starts(groups.offsets, cols)
+    ends = starts[1:] if dy.hadamard else starts[:-1] + groups.offsets.diff()
+    return grouped_scaled_wgrad(  # type: ignore[no-any-return]
+        *operands, starts, ends, dy.format.element, x.format.element, cols, dy.format.scales, width, out
+    )
+
+
+def split_keys(keys: Tensor) -> Tensor:
+    """Of keys [E, 2], two each: [2, E, 2], as `random.split` makes them."""
+    each: Any = [random.split(key, 2) for key in keys]
+    return torch.stack(each, 1)

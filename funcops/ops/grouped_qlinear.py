@@ -1,0 +1,335 @@
+"""`grouped_linear` in low precision: each group's rows, and its weight, are quantised on their own.
+
+    y_n = q(x)_n q(w_e)^T + b_e        e: the group of row n, which is one of rows offsets[e] to offsets[e + 1]
+
+    dx_n = q(dy)_n q(w_e)        dw_e = q(dy)^T q(x), db_e = sum of dy, each over the rows of e: 0 where it has none
+
+x: `(rows, offsets)`, [N, I] and [E + 1], or with `gathered` or `weighted` as for `grouped_linear`; y, dy: [N, O]; w: [E, O, I], b:
+[E, O] or None, of one float dtype. q and recipes as for `qlinear`, which this is of the rows of each group: a scale for a whole
+tensor is one for a group, blocks along rows begin at the first row of a group, and delayed scaling has the scales [E, 3]. Rows
+behind offsets[E] are in no group: y and dx are 0 there, and no scale is of them.
+
+w is a tensor, which is then quantised in every forward and backward, or a `QWeight` of `quantize_params`, made once a step. Kept:
+x in low precision (`grouped_qlinear`), or x itself (`grouped_qlinear_of_input`: recipes with keep="input"); w and what says where
+rows are, aliases. Codes by rows of blocks are those of x as it was given, before it is gathered; those with a scale a group are of
+gathered rows, and serve keep="col" as they are; codes by columns are of groups filled up to whole blocks: at most E (block - 1)
+rows more. On CUDA no value is read on the host. TransformerEngine's GroupedLinear.
+
+>>> import torch
+>>> from funcops import GroupedQLinearConfig, grouped_qlinear, random
+>>> from funcops.low_precision import Fp8Block
+>>> cfg = GroupedQLinearConfig(2, 128, 128, recipe=Fp8Block(), bias=False)
+>>> params, offsets = grouped_qlinear.init(cfg, key=random.key(0)), torch.tensor([0, 1, 4], dtype=torch.int32)
+>>> y, residuals = grouped_qlinear.fwd(params, (torch.ones(4, 128), offsets), cfg)
+>>> residuals.x.codes.dtype, residuals.x.codes.shape
+(torch.uint8, torch.Size([4, 128]))
+>>> grouped_qlinear.bwd(residuals, torch.ones(4, 128), cfg)[0].weight[:, 0, 0]
+tensor([1., 3.])
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.backend import wide
+from funcops.errors import check, require, require_type
+from funcops.formats import QTensor, Scaled, check_quantized
+from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
+from funcops.kernels.routing import gather_rows, of_rows
+from funcops.needs import Needs
+from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.ops import _quantized_groups as coded
+from funcops.ops._quantized_groups import Groups
+from funcops.ops.grouped_linear import (
+    GroupedLinearConfig,
+    GroupedLinearParams,
+    gradient_of_weights,
+    grouped_inputs,
+    grouped_linear_init,
+)
+from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
+from funcops.recipes import Recipe
+from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
+
+__all__ = [
+    "GroupedQLinearConfig",
+    "GroupedQLinearPending",
+    "GroupedQLinearResiduals",
+    "grouped_qlinear",
+    "grouped_qlinear_bwd",
+    "grouped_qlinear_dgrad",
+    "grouped_qlinear_fwd",
+    "grouped_qlinear_init",
+    "grouped_qlinear_wgrad",
+]
+
+
+@config
+class GroupedQLinearConfig:
+    """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.recipes`. Raises `ValueError` for sizes that its
+    blocks do not divide."""
+
+    experts: int = field(kw_only=False)
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    recipe: Recipe = field(kw_only=False)
+    bias: bool = True
+    gathered: bool = False
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        where = "GroupedQLinearConfig"
+        require_type(where, "recipe", self.recipe, Recipe)
+        for name in ("experts", "in_features", "out_features"):
+            size, multiple = getattr(self, name), 1 if name == "experts" else self.recipe.multiple
+            require(size >= 1, where, name, "at least 1", size)
+            require(size % multiple == 0, where, name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
+        options = dict(bias=self.bias, gathered=self.gathered, weighted=self.weighted)
+        object.__setattr__(self, "linear", GroupedLinearConfig(self.experts, self.in_features, self.out_features, **options))
+
+    linear: ClassVar[GroupedLinearConfig]
+    stacked: ClassVar[bool] = True
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.out_features
+
+
+OF_WEIGHT = ("params.weight",)
+OF_ALL = ("x.0", "x.3", "params.weight", "params.bias")
+
+
+class GroupedQLinearResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    x: QTensor = saved("[N, I] or [*, I]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
+    weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
+    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
+    order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
+    place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
+    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # where it is weighted
+    weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
+    weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
+    amaxes: Tensor = saved("[E, 2]", needed_by=WGRAD, of=OF_WEIGHT)
+    rounding: Tensor = saved("[E, 3] or [E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
+    y_shape: torch.Size = static()
+    weights_like: tuple[torch.Size, torch.dtype] | None = static()
+    choices: int = static()  # K; 1 of rows
+
+
+class GroupedQLinearOfInputResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    x: Tensor = saved("[N, I] or [*, I]", alias="x.0", needed_by=WGRAD, of=OF_WEIGHT)
+    weight: Any = saved("[E, O, I]", alias="params.weight", needed_by=DGRAD, of=("x.0",), tree=True)
+    offsets: Tensor = saved("[E + 1]", alias="x.1", needed_by=DGRAD | WGRAD, of=OF_ALL)
+    order: Tensor | None = saved("[N]", alias="x.2", needed_by=WGRAD, of=OF_WEIGHT)
+    place: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("x.0",))
+    bias: Tensor | None = saved("[E, O]", alias="params.bias", needed_by=DGRAD, of=("x.3",))  # where it is weighted
+    weights: Tensor | None = saved("[*, K]", alias="x.3", needed_by=DGRAD, of=("params.bias",))
+    weights_order: Tensor | None = saved("[N]", alias="x.2", needed_by=DGRAD, of=("x.3", "params.bias"))
+    rounding: Tensor = saved("[E, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params.weight"), tree=True)
+    y_shape: torch.Size = static()
+    weights_like: tuple[torch.Size, torch.dtype] | None = static()
+    choices: int = static()  # K; 1 of rows
+
+
+class GroupedQLinearPending(Pending, static=("dtype",)):
+    x: Any = saved("[N, I] or [*, I]", alias="residuals.x", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
+    dy: Any = saved("[N, O]", needed_by=WGRAD, of=OF_WEIGHT, tree=True)
+    db: Tensor = saved("[E, O]", needed_by=WGRAD, of=("params.bias",))
+    offsets: Tensor = saved("[E + 1]", alias="residuals.offsets", needed_by=WGRAD, of=OF_WEIGHT)
+    order: Tensor | None = saved("[N]", alias="residuals.order", needed_by=WGRAD, of=OF_WEIGHT)
+    amaxes: Tensor = saved("[E, 3]", needed_by=WGRAD, of=OF_WEIGHT)
+    choices: int = static()  # K; 1 of rows
+    rows: int = static()  # N
+
+
+@init_of(GroupedQLinearConfig)
+def grouped_qlinear_init(
+    cfg: GroupedQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> GroupedLinearParams:
+    """As `grouped_linear_init`: params in high precision."""
+    return grouped_linear_init(cfg.linear, key=key, device=device, dtype=dtype)
+
+
+@forward(GroupedQLinearConfig, GroupedLinearParams)
+def grouped_qlinear_fwd(
+    params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, GroupedQLinearResiduals | None]:
+    """`y_n = q(x)_n q(w_e)^T + b_e`. x: as `grouped_linear_fwd` takes it -> y: [N, O]. Raises `ValueError` or `TypeError` for a
+    wrong shape, dtype, device, format or recipe, and on the CPU for offsets that do not ascend from 0 to at most N;
+    `RuntimeError` on a device without the formats."""
+    where, recipe = "grouped_qlinear_fwd", cfg.recipe
+    require(recipe.keep != "input", where, "cfg.recipe.keep", "'row' or 'col' (for 'input': grouped_qlinear_of_input)", "'input'")
+    flat, groups, scales = _checked(where, params, x, cfg)
+    weight, amaxes, rounding = params.weight, None, rounding_of(params.weight, recipe)
+    if isinstance(weight, Scaled):
+        (row, amax_x), index = coded.scaled_rows(flat, recipe.x, groups, weight.scale[:, 0]), None
+        w, amax_w = coded.scaled_weights(weight, recipe)
+        amaxes, rounding = torch.stack((amax_x, amax_w), 1), weight.scale
+    else:
+        (row, index), w = coded.rows_in(flat, recipe.x, groups), coded.weight_rows(weight, recipe)
+    y = coded.product(row, index, w, params.bias, scales, groups, flat.dtype)
+    ready = recipe.keep == "row" or recipe.x.tile == (0, 0) or not needs.param("weight")
+    kept = row if ready else coded.columns_in(flat, recipe.x, groups, recipe.hadamard)
+    order = groups.order if ready and index is not None else None
+    return y, GroupedQLinearResiduals.keep(
+        cfg, needs, x=kept, order=order, amaxes=amaxes, rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg)
+    )
+
+
+@forward(GroupedQLinearConfig, GroupedLinearParams)
+def grouped_qlinear_of_input_fwd(
+    params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, GroupedQLinearOfInputResiduals | None]:
+    """As `grouped_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
+    where, recipe = "grouped_qlinear_of_input_fwd", cfg.recipe
+    require(recipe.keep == "input", where, "cfg.recipe.keep", "'input' (for others: grouped_qlinear)", repr(recipe.keep))
+    flat, groups, scales = _checked(where, params, x, cfg)
+    row, index = coded.rows_in(flat, recipe.x, groups)
+    y = coded.product(row, index, coded.weight_rows(params.weight, recipe), params.bias, scales, groups, flat.dtype)
+    rounding = rounding_of(params.weight, recipe)
+    return y, GroupedQLinearOfInputResiduals.keep(
+        cfg, needs, x=x[0], order=groups.order, rounding=rounding, y_shape=y.shape, **_aliases(params, x, cfg)
+    )
+
+
+def _checked(
+    where: str, params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig
+) -> tuple[Tensor, Groups, Tensor | None]:
+    """x as a matrix, its rows' groups, and how often the bias counts in each, where that is weighted."""
+    rows, offsets, order, last = grouped_inputs(where, x, cfg)
+    check_params(where, params, rows, cfg)
+    flat = rows.reshape(-1, cfg.in_features)
+    if cfg.gathered:
+        return flat, Groups(offsets, order, last.shape[-1], len(order)), None
+    return flat, Groups(offsets, None, 1, len(flat)), of_rows(last, order) if cfg.weighted else None
+
+
+def _aliases(params: GroupedLinearParams, x: tuple[Tensor, ...], cfg: GroupedQLinearConfig) -> dict[str, Any]:
+    """What is kept of inputs, but for x and its order, which depend on the recipe."""
+    given: Any = (*x, None, None)
+    rows, offsets, order, last = given[:4]
+    own: dict[str, Any] = dict(weight=params.weight, offsets=offsets, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype)
+    if cfg.gathered:
+        return own | dict(place=last, choices=last.shape[-1])
+    if cfg.weighted:
+        own |= dict(bias=params.bias, weights=last, weights_order=order, weights_like=(last.shape, last.dtype))
+    return own | dict(choices=1)
+
+
+@dgrad_of(GroupedQLinearResiduals)
+def grouped_qlinear_dgrad(
+    residuals: GroupedQLinearResiduals, dy: Tensor, cfg: GroupedQLinearConfig
+) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
+    """`dx_n = q(dy)_n q(w_e)`, by token where x was gathered; offsets and indices have none. dy: [N, O] -> dx as x, and the pending
+    weight gradient: dy and x in low precision, db."""
+    return _dgrad("grouped_qlinear_dgrad", residuals, dy, cfg, residuals.amaxes)
+
+
+@dgrad_of(GroupedQLinearOfInputResiduals)
+def grouped_qlinear_of_input_dgrad(
+    residuals: GroupedQLinearOfInputResiduals, dy: Tensor, cfg: GroupedQLinearConfig
+) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
+    """As `grouped_qlinear_dgrad`; the pending holds x itself, and dy itself where the recipe computes dw in high precision."""
+    return _dgrad("grouped_qlinear_of_input_dgrad", residuals, dy, cfg, None)
+
+
+def _dgrad(
+    where: str, residuals: Any, dy: Tensor, cfg: GroupedQLinearConfig, amaxes: Tensor | None
+) -> tuple[tuple[Tensor | None, ...], GroupedQLinearPending | None]:
+    recipe, needs, weight, offsets = cfg.recipe, residuals.needs, residuals.weight, residuals.offsets
+    check(where, "dy", dy, residuals.y_shape, residuals.dtype, offsets)
+    low, groups = needs_low(needs, recipe), Groups(offsets, None, 1, len(dy))
+    check_rounding(where, residuals, recipe, low)
+    row, col, amaxes = _of_gradient(dy, recipe, residuals.rounding, groups, bool(needs.input(0)), low, amaxes)
+    dx = d_weights = None
+    if needs.input(0):
+        dx, place = coded.product(row, None, coded.weight_columns(weight, recipe), None, None, groups, dy.dtype), residuals.place
+        if place is not None:
+            dx = gather_rows(dx, place.reshape(-1, place.shape[-1]), None).view(residuals.shape)
+    if cfg.weighted and needs.input(3):
+        d_weights = gradient_of_weights(dy, residuals.bias, residuals)
+    pending = GroupedQLinearPending.keep(
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=_db_of(dy, cfg, residuals), offsets=offsets, order=residuals.order,
+        amaxes=amaxes, choices=residuals.choices, rows=len(dy), dtype=dy.dtype,
+    )  # fmt: skip
+    return residuals.inputs.make((dx, None, None, d_weights)[: residuals.inputs.parts]), pending
+
+
+def _of_gradient(
+    dy: Tensor, recipe: Recipe, rounding: Tensor | None, groups: Groups, rows: bool, columns: bool, amaxes: Tensor | None
+) -> tuple[Any, QTensor | None, Tensor | None]:
+    """dy by rows, for dx, and by columns, for dw; and the amaxes with those of dy."""
+    row: QTensor | None
+    if recipe.delayed and rounding is not None:
+        row, amax = coded.scaled_rows(dy, recipe.dy, groups, rounding[:, 2])
+        return row, row, None if amaxes is None else torch.cat((amaxes, amax.unsqueeze(1)), 1)
+    keys = coded.split_keys(rounding) if recipe.stochastic and rounding is not None and (rows or columns) else (None, None)
+    row = coded.rows_in(dy, recipe.dy, groups, keys[0])[0] if rows else None
+    if not columns or (row is not None and recipe.dy.tile == (0, 0)):
+        return row, row, amaxes
+    return row, coded.columns_in(dy, recipe.dy, groups, recipe.hadamard, keys[1]), amaxes
+
+
+def _db_of(dy: Tensor, cfg: GroupedQLinearConfig, residuals: Any) -> Tensor | None:
+    needs, r = residuals.needs, residuals
+    if not (cfg.bias and (needs.params is True or needs.param("bias"))):
+        return None
+    db = dy.new_zeros((cfg.experts, cfg.out_features), dtype=wide(dy.dtype))
+    scales = of_rows(r.weights, r.weights_order) if cfg.weighted else None
+    grouped_wgrad_into(dy, None, r.offsets, None, None, 1, scales, None, db)
+    return db
+
+
+@wgrad_of(GroupedQLinearPending, GroupedLinearParams)
+def grouped_qlinear_wgrad(
+    pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, *, into: GroupedLinearParams | None = None
+) -> GroupedLinearParams:
+    """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` where that is given. For a `Scaled` weight, dw is
+    `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`funcops.formats.bits_of`); `into` takes the larger of these."""
+
+    def dw(out: torch.dtype) -> Tensor | None:
+        return None if pending.x is None else _dw(pending, cfg, out)
+
+    return low_gradients("grouped_qlinear_wgrad", pending, pending.x, cfg, into, dw, GroupedLinearParams)
+
+
+def _dw(pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, out: torch.dtype) -> Tensor:
+    recipe, dy = cfg.recipe, pending.dy
+    x: Any = pending.x
+    groups = Groups(pending.offsets, pending.order, pending.choices, pending.rows)
+    if not isinstance(dy, QTensor):  # in high precision
+        rows = x.reshape(-1, cfg.in_features)
+        return grouped_wgrad(dy, rows, groups.offsets, None, groups.order, groups.choices, None, False)[0].to(out)  # type: ignore[no-any-return]
+    if not isinstance(x, QTensor):
+        x = coded.columns_in(x.reshape(-1, cfg.in_features), recipe.x, groups, recipe.hadamard)
+    elif x.side == "row":
+        check_quantized("grouped_qlinear_wgrad", "pending.x", x, recipe.x.by_rows, "row", x.shape, dy.codes)
+        x = coded.columns_of(x, groups)
+    return coded.product_of_columns(dy, x, groups, out)
+
+
+grouped_qlinear = make_op(
+    "grouped_qlinear",
+    GroupedQLinearConfig,
+    init=grouped_qlinear_init,
+    fwd=grouped_qlinear_fwd,
+    dgrad=grouped_qlinear_dgrad,
+    wgrad=grouped_qlinear_wgrad,
+)
+grouped_qlinear_of_input = make_op(
+    "grouped_qlinear_of_input",
+    GroupedQLinearConfig,
+    init=grouped_qlinear_init,
+    fwd=grouped_qlinear_of_input_fwd,
+    dgrad=grouped_qlinear_of_input_dgrad,
+    wgrad=grouped_qlinear_wgrad,
+)
+grouped_qlinear_bwd = both_halves(grouped_qlinear, grouped_qlinear_dgrad, grouped_qlinear_wgrad)
+grouped_qlinear_of_input_bwd = both_halves(grouped_qlinear_of_input, grouped_qlinear_of_input_dgrad, grouped_qlinear_wgrad)
+
+
+def grouped_op_of(recipe: Recipe) -> Op:
+    """The op that keeps what the recipe says."""
+    return grouped_qlinear_of_input if recipe.keep == "input" else grouped_qlinear
