@@ -8,6 +8,7 @@ Gradients     reduce_start, sum_axes; global_norm, part_axes, everywhere, raise_
 ZeRO          own_shards, gather_shards_start, zero3
 Collectives   gather, scatter_sum, sum_over, copy_to, gather_same, slice_of, all_to_all, shift
 Layers        column_linear, row_linear; column_qlinear, row_qlinear; sharded; sharded_dropout
+Experts       parallel_experts; dispatch, combine
 Vocabulary    vocab_embedding, vocab_cross_entropy, vocab_linear_cross_entropy
 Sequence      context_attention; zigzag, unzigzag, zigzag_positions
 Models        parallel
@@ -42,8 +43,10 @@ from funcops.dist.norms import raise_everywhere as raise_everywhere
 from funcops.dist.ops.all_to_all import *
 from funcops.dist.ops.column_linear import *
 from funcops.dist.ops.column_qlinear import *
+from funcops.dist.ops.combine import *
 from funcops.dist.ops.context_attention import *
 from funcops.dist.ops.copy_to import *
+from funcops.dist.ops.dispatch import *
 from funcops.dist.ops.gather import *
 from funcops.dist.ops.gather_same import *
 from funcops.dist.ops.parallel_experts import *

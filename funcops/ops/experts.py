@@ -167,7 +167,7 @@ def check_experts_params(where: str, params: ExpertsParams, cfg: ExpertsConfig, 
             require(False, where, f"params.{name}.bias", "None (cfg.bias is False)", "a tensor")
 
 
-def check_experts_x(where: str, x: Any, dim: int, experts: int) -> None:
+def check_experts_x(where: str, x: Any, dim: int | str, experts: int) -> None:
     if not isinstance(x, tuple) or len(x) != 3:
         fail(where, "x", "a tuple (weights, x, indices)", describe(x), TypeError)
     weights, tokens, indices = x

@@ -158,7 +158,8 @@ def _reference(case: DistCase, params: Any, x: Any, n: int) -> tuple[Any, Any, A
     y = case.reference(params, x, n)
     dy = float_like(tree_map_tensors(torch.detach, y), 7)
     wanted = [t for t in tensors((params, x)) if t.requires_grad]
-    found = iter(torch.autograd.grad(tensors(y), wanted, tensors(dy), allow_unused=True))
+    pairs = [(t, g) for t, g in zip(leaves(y), leaves(dy), strict=True) if g is not None]  # integers have no gradient
+    found = iter(torch.autograd.grad([t for t, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
     gradients = tree_map(lambda t: next(found) if isinstance(t, Tensor) and t.requires_grad else None, (params, x))
     return tree_map_tensors(torch.detach, y), dy, gradients
 

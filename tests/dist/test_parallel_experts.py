@@ -8,12 +8,13 @@ from dist_cases import parallel_experts
 
 from funcops import ExpertsConfig, RouteConfig, WithExtras, chain, dist, experts, random
 from funcops.dist import comm
+from funcops.dist.ops import _tokens
 from funcops.dist.ops import parallel_experts as home
 from funcops.graphs import check_capturable
 from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.tolerances import assert_close
-from funcops.trees import paths, tensors, tree_map_tensors
+from funcops.trees import paths, tree_map_tensors
 
 
 def test_experts_are_those_of_one_process():
@@ -133,11 +134,12 @@ def test_beyond_capacity_a_rank_takes_no_more():
 
 
 def test_places_need_no_word_from_the_host():
-    cfg = dist.ParallelExpertsConfig(8, 3, 2, axis=dist.Mesh.abstract({"ep": 4}, 1)["ep"])
+    axis = dist.Mesh.abstract({"ep": 4}, 1)["ep"]
     indices = torch.rand(6, 8).argsort(-1)[:, :3].int()
-    assert check_capturable(lambda ids: home._places(ids, cfg), indices) == []
-    token, place = home._places(indices, cfg)
-    assert token.shape == (4 * 6,) and len(tensors((token, place))) == 2
+    assert check_capturable(lambda ids: _tokens.token_of(_tokens.places(ids, 8, None, axis), 24), indices) == []
+    place = _tokens.places(indices, 8, None, axis)
+    token = _tokens.token_of(place, 24)
+    assert token.shape == (4 * 6,)
     for t, row in enumerate(indices.tolist()):
         assert [int(token[at]) if at < 24 else None for at in place[t].tolist()] == [
             t if any(e // 2 == r for e in row) else None for r in range(4)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import math
 
 import torch
 import torch.nn.functional as F
@@ -270,6 +272,68 @@ def parallel_experts(rows, choices, dim, hidden, bias, some=8, **options):
     )
 
 
+def sent(weights, tokens, indices, count, n, capacity):
+    """What each rank gets of the tokens of all, in C places for those of each rank: weights, rows, indices, and the places."""
+    m, own = len(tokens) // n, count // n
+    room = m if capacity is None else math.ceil(capacity * m)
+    zeros = torch.zeros_like(weights[0]), torch.zeros_like(tokens[0]), torch.full_like(indices[0], own)
+    place = torch.full((len(tokens), n), n * room, dtype=torch.int32)
+    rows = []
+    for r, q in itertools.product(range(n), repeat=2):
+        here = (indices >= r * own) & (indices < (r + 1) * own)
+        goes = [t for t in range(q * m, (q + 1) * m) if here[t].any()][:room]
+        place[goes, r] = torch.arange(r * room, r * room + len(goes), dtype=torch.int32)
+        rows += [(weights[t], tokens[t], torch.where(here[t], indices[t] - r * own, own)) for t in goes]
+        rows += [zeros] * (room - len(goes))
+    return (*(torch.stack(column) for column in zip(*rows, strict=True)), place)
+
+
+def dispatch(rows, choices, dim, capacity=None, some=9):
+    """Of 8 experts, of which the first `some` are chosen; the ninth is a choice that was dropped."""
+
+    def x(d):
+        indices = d.rand(8 * rows[0], *rows[1:], some).argsort(-1)[..., :choices].to(torch.int32)
+        return d.rand(*indices.shape), d.randn(*indices.shape[:-1], dim), indices
+
+    def reference(params, x, n):
+        weights, tokens, indices = (t.flatten(0, -2) for t in x)
+        made, got, own, place = sent(weights, tokens, indices, 8, n, capacity)
+        return made, got, own, place.view(*x[1].shape[:-1], n)
+
+    return DistCase(
+        cfg=lambda axis: dist.DispatchConfig(8, axis=axis, capacity=capacity),
+        x=x,
+        reference=reference,
+        placed_x=(SHARD, SHARD, SHARD),
+        placed_y=(SHARD, SHARD, SHARD, SHARD),
+        buffers=True,  # a place for each rank
+        name=f"{rows}-{choices}-{dim}-{capacity}-{some}",
+    )
+
+
+def combine(tokens, choices, dim, spare=1):
+    """Tokens in eight blocks, of which each lies in places of its own, among `spare` more, on however many ranks they are."""
+    room = math.prod(tokens) * choices + spare
+
+    def x(d):
+        place = torch.stack([b * room + torch.randperm(room, generator=d.generator)[: room - spare] for b in range(8)])
+        return d.randn(64 * room, dim), place.view(8 * tokens[0], *tokens[1:], choices).to(torch.int32)
+
+    def reference(params, x, n):
+        rows, place = x
+        back = rows.view(n, n, -1, dim).transpose(0, 1).reshape(n, -1, dim)
+        return torch.cat([b[p.long()].sum(-2) for b, p in zip(back, place.chunk(n), strict=True)])
+
+    return DistCase(
+        cfg=dist.CombineConfig,
+        x=x,
+        reference=reference,
+        placed_x=(SHARD, SHARD),
+        placed_y=SHARD,
+        name=f"{tokens}-{choices}-{dim}-{spare}",
+    )
+
+
 def all_cases():
     """A small case of each op, and what a `Case` must know of it besides."""
     for op, case in collectives(1, 1, 1, 0):
@@ -286,6 +350,8 @@ def all_cases():
     yield dist.vocab_cross_entropy, vocab_cross_entropy((4,), 1, **options), {}
     yield dist.vocab_linear_cross_entropy, vocab_linear_cross_entropy((1,), 3, 1, True, 80, **options), {}
     yield dist.parallel_experts, parallel_experts((1, 3), 3, 3, 2, True), {}
+    yield dist.dispatch, dispatch((1, 3), 3, 2), {}
+    yield dist.combine, combine((1, 2), 2, 3), {"free": ("x.0", "x.1")}
     yield dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "ring"), {}
 
 

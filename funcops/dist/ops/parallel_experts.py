@@ -4,19 +4,17 @@
 
 A token goes to each rank that has an expert of its own once, with its weights: dispatch. There `experts` runs as it is, a choice of
 another rank's expert being one that was dropped. What it gives goes back and is summed in the order of the ranks: combine. Each is
-the other's backward:
+the other's backward (the ops `dispatch` and `combine`):
 
     dispatch   x, w -> rows [n C]            dy -> rows [n C]
     combine    y = sum over ranks of rows    dx, dw = sum over ranks of rows
 
-What goes to a rank lies in C places, of T tokens that this rank has: all T by default, which is always enough, so that the sizes
-are known without a look at the routing, and a CUDA graph can hold it. Rows that are not used are zero, and no expert's. `capacity`
-makes C = ceil(capacity T): tokens of this rank beyond it are dropped there, the last first, and get neither that rank's part of y
-nor a gradient through it.
+What goes to a rank lies in C places, of T tokens that this rank has: all T by default, `capacity` makes C = ceil(capacity T), as
+`dispatch` says. Rows that are not used are zero, and no expert's.
 
 x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], shared out along their first dimension; up:
 [E/n, 2I, H], down: [E/n, H, I], biases likewise; dtypes are those of `experts`. Kept: what the rank's `experts` keep of the rows
-that came, these rows, and where rows go. The gradients of weights are whole: they are of the tokens of all ranks. In the whole
+that came, these rows, and where its tokens lie. The gradients of weights are whole: they are of the tokens of all ranks. In the whole
 backward dx is on its way under the products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and Megatron-Core:
 token dispatcher; arXiv:2006.16668.
 
@@ -37,7 +35,6 @@ token dispatcher; arXiv:2006.16668.
 
 from __future__ import annotations
 
-import math
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -47,10 +44,10 @@ from torch import Tensor
 from funcops.dist import comm
 from funcops.dist.init import init_part
 from funcops.dist.mesh import Axis
-from funcops.dist.plain import check_tensor, require_axis
+from funcops.dist.ops._tokens import arrived, dispatched, row_count, start, token_of
+from funcops.dist.ops.dispatch import check_tokens, require_experts
+from funcops.dist.plain import check_tensor
 from funcops.dist.specs import Spec
-from funcops.errors import require
-from funcops.kernels.routing import gather_rows
 from funcops.needs import Needs
 from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.experts import (
@@ -59,7 +56,6 @@ from funcops.ops.experts import (
     ExpertsParams,
     check_experts_into,
     check_experts_params,
-    check_experts_x,
     computed,
     experts_dgrad,
     experts_init,
@@ -98,14 +94,10 @@ class ParallelExpertsConfig:
 
     def __post_init__(self) -> None:
         where = "ParallelExpertsConfig"
-        require_axis(where, self.axis)
-        n = self.axis.size
-        require(self.experts >= 1 and self.experts % n == 0, where, "experts", f"a multiple of {n}, the ranks", self.experts)
-        right = self.capacity is None or 0.0 < self.capacity <= 1.0
-        require(right, where, "capacity", "None or in (0, 1]", self.capacity)
+        require_experts(where, self.experts, self.axis, self.capacity)
         options = dict(kind=self.kind, bias=self.bias, limit=self.limit, alpha=self.alpha, offset=self.offset)
         try:
-            own = ExpertsConfig(self.experts // n, self.dim, self.hidden, **options)  # type: ignore[arg-type]
+            own = ExpertsConfig(self.experts // self.axis.size, self.dim, self.hidden, **options)  # type: ignore[arg-type]
         except ValueError as error:
             raise ValueError(str(error).replace("ExpertsConfig", where)) from None
         object.__setattr__(self, "own", own)
@@ -124,8 +116,7 @@ class ParallelExpertsConfig:
 
 class ParallelExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
     body: Any = saved("{of experts}", needed_by=DGRAD | WGRAD, tree=True)
-    token: Tensor | None = saved("[n C]", needed_by=DGRAD, of=OF_ALL)  # what is sent
-    place: Tensor | None = saved("[T, n]", needed_by=DGRAD, of=("x.0", "x.1"))  # where it comes back
+    place: Tensor | None = saved("[T, n]", needed_by=DGRAD, of=OF_ALL)
 
 
 class ParallelExpertsPending(Pending):
@@ -142,67 +133,23 @@ def parallel_experts_init(
     return made
 
 
-def _places(indices: Tensor, cfg: ParallelExpertsConfig) -> tuple[Tensor, Tensor]:
-    """Of indices [T, K] the token in each of n C places that are sent, T where none is, and the place of each token on each rank
-    [T, n], n C where it has none."""
-    tokens, n, device = indices.shape[0], cfg.axis.size, indices.device
-    room = tokens if cfg.capacity is None else math.ceil(cfg.capacity * tokens)
-    ranks = torch.arange(cfg.experts + 1, device=device) // cfg.own.experts  # n for a choice that was dropped
-    at = ranks.index_select(0, indices.reshape(-1)).view(indices.shape)
-    goes = torch.zeros(tokens, n + 1, dtype=torch.int64, device=device).scatter_(1, at, 1)[:, :n]
-    slot = goes.cumsum(0) - 1
-    first = torch.arange(n, device=device) * room
-    place = torch.where((goes > 0) & (slot < room), first + slot, n * room)
-    numbers = torch.arange(tokens, device=device).repeat_interleave(n)
-    token = torch.full((n * room + 1,), tokens, device=device).scatter_(0, place.reshape(-1), numbers)[:-1]
-    return token.to(torch.int32), place.to(torch.int32)
-
-
-def _padded(rows: Tensor, value: float = 0) -> Tensor:
-    """With a row behind the last, for what is nowhere."""
-    return torch.cat((rows, rows.new_full((1, rows.shape[1]), value)))
-
-
-def _dispatch(rows: Tensor, token: Tensor, axis: Axis) -> Tensor:
-    """[T, D] -> [n C, D], on the way: the rows that others send to this rank."""
-    return comm.start_all_to_all(_padded(rows).index_select(0, token), axis)
-
-
-def _combined(rows: Tensor, place: Tensor, axis: Axis) -> Tensor:
-    """[n C, D], on the way back -> [T, D]: the sum of a token's rows, in the order of the ranks."""
-    return gather_rows(_padded(comm.wait(rows, axis)), place, None)
-
-
-def _own_indices(indices: Tensor, token: Tensor, cfg: ParallelExpertsConfig) -> Tensor:
-    """[T, K] -> [n C, K], to be sent: experts by their number on the rank that gets them, E/n for those of others."""
-    own, n = cfg.own.experts, cfg.axis.size
-    sent = _padded(indices, cfg.experts).index_select(0, token).view(n, -1, indices.shape[1])
-    sent = sent - torch.arange(n, dtype=torch.int32, device=indices.device).view(n, 1, 1) * own
-    return torch.where((sent >= 0) & (sent < own), sent, own).flatten(0, 1)
-
-
 @forward(ParallelExpertsConfig, ExpertsParams)
 def parallel_experts_fwd(
     params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
 ) -> tuple[Tensor, ParallelExpertsResiduals | None]:
     """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks have as many tokens. Raises `ValueError` or
     `TypeError` for a wrong shape, dtype or device."""
-    check_experts_x("parallel_experts_fwd", x, cfg.dim, cfg.experts)
+    check_tokens("parallel_experts_fwd", x, cfg.experts, cfg.dim)
     check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
     tokens = x[1]
     if cfg.axis.size == 1:
-        y, body = computed(params, x, cfg.own, needs)
-        token, place = None, None
+        (y, body), place = computed(params, x, cfg.own, needs), None
     else:
-        by_row = [t.reshape(-1, t.shape[-1]) for t in x]
-        token, place = _places(by_row[2], cfg)
-        came = [_dispatch(by_row[0], token, cfg.axis), _dispatch(by_row[1], token, cfg.axis)]
-        came.append(comm.start_all_to_all(_own_indices(by_row[2], token, cfg), cfg.axis))
-        own_weights, own_tokens, own_indices = [comm.wait(t, cfg.axis) for t in came]
-        rows, body = computed(params, (own_weights, own_tokens, own_indices), cfg.own, needs)
-        y = _combined(comm.start_all_to_all(rows, cfg.axis), place, cfg.axis).view(tokens.shape)
+        *came, place = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
+        rows, body = computed(params, (came[0], came[1], came[2]), cfg.own, needs)
+        y = arrived(comm.start_all_to_all(rows, cfg.axis), place, cfg.axis).view(tokens.shape)
     kept = ParallelExpertsResiduals.keep(
-        cfg, needs, body=body, token=token, place=place, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
+        cfg, needs, body=body, place=place, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
     )
     return y, kept
 
@@ -212,9 +159,10 @@ def _sent_back(
 ) -> tuple[list[Tensor | None], Any]:
     """dweights and dx by row, on the way back, and the pending of this rank's experts."""
     check_tensor(where, "dy", dy, residuals.shape, residuals.dtype)
-    axis, token = cfg.axis, residuals.token
-    if axis.size > 1 and token is not None:
-        dy = comm.wait(_dispatch(dy.reshape(-1, dy.shape[-1]), token, axis), axis)
+    axis, place = cfg.axis, residuals.place
+    if place is not None:
+        token = token_of(place, row_count(place.shape[0], cfg.capacity, axis))
+        dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, axis), axis)
     (d_weights, dx, _), pending = experts_dgrad(residuals.body, dy, cfg.own)
     if into is not None and pending is not None:
         check_experts_into(where, pending, cfg.own, into)
@@ -228,7 +176,7 @@ def _arrived(residuals: ParallelExpertsResiduals, sent: Any, cfg: ParallelExpert
     place, shape = residuals.place, residuals.shape
     if place is None:
         return residuals.inputs.make((*sent, None))
-    d_weights, dx = (None if t is None else _combined(t, place, cfg.axis) for t in sent)
+    d_weights, dx = (None if t is None else arrived(t, place, cfg.axis) for t in sent)
     d_weights = None if d_weights is None else d_weights.view(*shape[:-1], d_weights.shape[-1])
     return residuals.inputs.make((d_weights, None if dx is None else dx.view(shape), None))
 

@@ -1,0 +1,88 @@
+"""Tokens back from the ranks of their experts: the sum of what each of these gives.
+
+    rows[q] of rank r  ->  rows[r, ...] of rank q        y_t = sum over r of rows[place_tr]        the backward is `dispatch`
+
+x is `(rows, place)`, as `dispatch` gives them: rows [n C, D] of one float dtype, of which the q-th C go back to rank q; place
+[m, *, K] int32, where each of this rank's tokens lies among the n C rows that come back, n C where it went nowhere; no two of them
+in one place. `dispatch` has K = n. y: [m, *, D]; dy likewise, drows [n C, D], zero where no token lies. Sums are in float32
+(float64 for float64), in the order of the places, that is of the ranks, rounded once. Kept: place, an alias. A place outside
+[0, n C] raises `IndexError` on the CPU. Weights are the business of whoever makes the rows, as of `unpermute`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.dist import comm
+from funcops.dist.mesh import Axis
+from funcops.dist.ops._tokens import arrived, start, token_of
+from funcops.dist.plain import check_divides, check_tensor, require_axis
+from funcops.errors import FLOATS, describe, fail
+from funcops.needs import Needs
+from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.ops.permute import check_rows_and_choices
+from funcops.schema import DGRAD, Inputs, Residuals, saved, static
+
+__all__ = [
+    "CombineConfig",
+    "CombineResiduals",
+    "combine",
+    "combine_bwd",
+    "combine_dgrad",
+    "combine_fwd",
+    "combine_init",
+    "combine_wgrad",
+]
+
+
+@config
+class CombineConfig:
+    """`axis`: that of `dispatch`."""
+
+    axis: Axis = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require_axis("CombineConfig", self.axis)
+
+    widths = same_width
+
+
+class CombineResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    place: Tensor = saved("[*, K]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    rows: int = static()  # n C
+
+
+@forward(CombineConfig)
+def combine_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: CombineConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, CombineResiduals | None]:
+    """x: `(rows, place)` -> y: [m, *, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    rows, place = check_rows_and_choices("combine_fwd", x, "place")
+    check_tensor("combine_fwd", "x.0 (rows)", rows, (...,), FLOATS)
+    check_tensor("combine_fwd", "x.1 (place)", place, (...,))
+    if rows.dim() != 2:
+        fail("combine_fwd", "x.0 (rows)", "[n C, D]", describe(rows))
+    check_divides("combine_fwd", "x.0 (rows)", rows, 0, cfg.axis)
+    y = arrived(comm.start_all_to_all(rows, cfg.axis), place.reshape(-1, place.shape[-1]), cfg.axis)
+    y = y.view(*place.shape[:-1], rows.shape[-1])
+    kept = CombineResiduals.keep(cfg, needs, place=place, inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype, rows=rows.shape[0])
+    return y, kept
+
+
+@dgrad_of(CombineResiduals)
+def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor, None], None]:
+    """dy: [m, *, D] -> `(drows, None)`. There is no weight gradient: pending is None."""
+    place = residuals.place
+    check_tensor("combine_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
+    if not residuals.needs.input(0):
+        return residuals.nothing(), None
+    token = token_of(place.reshape(-1, place.shape[-1]), residuals.rows)
+    drows = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, cfg.axis), cfg.axis)
+    return residuals.inputs.make((drows, None)), None
+
+
+combine = make_op("combine", CombineConfig, fwd=combine_fwd, dgrad=combine_dgrad)
+combine_init, combine_bwd, combine_wgrad = no_params(combine, combine_dgrad)
