@@ -22,7 +22,6 @@ RECIPES = {"fp8_block": Fp8Block, "fp8_current": Fp8Current, "fp8_delayed": Fp8D
 ONE_PROCESS = {
     "check": "whole params are compared",
     "graph": "communication is not captured",
-    "experts": "a process sees the load of its own rows",
 }
 OF_EXPERTS = {"top_k": 2, "shared": 0, "balance": 0.002}  # what --experts sets where they are not given
 OF_DECODER = ("dim", "layers", "heads", "kv_heads", "hidden", "context", "tied", "experts", "top_k", "shared")
@@ -31,6 +30,7 @@ PIPED = {
     "delay_wgrad": "the schedule orders weight gradients",
     "budget": "each stage keeps what its schedule leaves waiting",
     "compile": "the schedule is run action by action",
+    "experts": "no stage hands on their load",
 }
 
 OVERLAPS = ("none", "bulk", "ring")
@@ -80,6 +80,13 @@ def _parser() -> argparse.ArgumentParser:
             _add_experts(parser)
     group = parser.add_argument_group("processes, under torchrun: the product of these is their number")
     group.add_argument("--dp", type=int, metavar="N", help="data parallelism: each has other rows (default: what the others leave)")
+    group.add_argument(
+        "--ep",
+        type=int,
+        default=1,
+        metavar="N",
+        help="expert parallelism: each has some of the --experts, and other rows (default: %(default)s)",
+    )
     group.add_argument(
         "--tp",
         type=int,
@@ -234,7 +241,7 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error(f"--recipe: expected one without scales of its own with {other}, which has no place for them, got fp8_delayed")
     try:
         mesh = Mesh.abstract(args.mesh, 0)
-        parallel(model(args.decoder, args.recipe), roles(mesh), mesh, overlap=args.overlap)
+        parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap)
     except ValueError as error:
         parser.error(f"--recipe with {said} --overlap {args.overlap}: {error}")
 

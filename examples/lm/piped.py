@@ -11,6 +11,7 @@ from torch import Tensor
 from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist
 from funcops.dist import Mesh, parallel
 from funcops.low_precision import quantize_params
+from funcops.models import DecoderConfig
 from funcops.needs import Needs
 from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.trees import leaves, tree_map_tensors
@@ -18,9 +19,13 @@ from lm.model import ROLES, model, model_x
 from lm.stages import joined, split, staged
 
 
-def roles(mesh: Mesh) -> dict[str, Any]:
+def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, Any]:
     """What becomes of the steps of a model on a mesh, as `parallel` takes it."""
-    return {**ROLES, "*.mix": "context"} if mesh["cp"].size > 1 else ROLES
+    found = {**ROLES, "*.mix": "context"} if mesh["cp"].size > 1 else ROLES
+    if decoder.moe is None:
+        return found
+    mlp = ("*.up", "*.down") if not decoder.moe.shared else ()  # experts are one step
+    return {"*.experts": "expert", **{glob: role for glob, role in found.items() if glob not in mlp}}
 
 
 if TYPE_CHECKING:
@@ -37,7 +42,8 @@ class Stages:
     def __init__(self, mesh: Mesh, args: Any) -> None:
         self.axis, self.cp, self.decoder, self.count = mesh["pp"], mesh["cp"], args.decoder, args.microbatches
         self.schedule = SCHEDULES[args.schedule](self.axis.size, self.count)
-        self.cfg = parallel(staged(args.decoder, self.axis.size, args.recipe, args.policy), roles(mesh), mesh, overlap=args.overlap)
+        whole = staged(args.decoder, self.axis.size, args.recipe, args.policy)
+        self.cfg = parallel(whole, roles(mesh, args.decoder), mesh, overlap=args.overlap)
         self.name = self.cfg.steps[self.axis.rank].name
         self.pipeline: Pipeline | None = None
 

@@ -1,6 +1,7 @@
 """The processes of a run that torchrun starts: which rows of a batch and which part of the params each has, and what they send.
 
     --dp    rows of the batch, and with --zero parts of what belongs to the params
+    --ep    some of the experts of each layer, and rows of the batch
     --pp    some of the layers
     --cp    some of the positions of a row
     --tp    a part of every projection, and rows of the batch between them (sequence parallelism)
@@ -27,12 +28,12 @@ from torch import Tensor
 
 from funcops import ChainConfig, CrossEntropyConfig, chain, dist
 from funcops.dist import Axis, Mesh, Spec, parallel, specs_of
-from funcops.optim import AdamWState, clip_by_global_norm
+from funcops.optim import AdamWState, balance, clip_by_global_norm
 from funcops.trees import tensors
 from lm.model import model
 from lm.piped import Stages, roles
 
-AXES = ("pp", "dp", "cp", "tp")  # the last the fastest: ranks along it are the nearest
+AXES = ("pp", "dp", "ep", "cp", "tp")  # the last the fastest: ranks along it are the nearest
 IGNORED = CrossEntropyConfig().ignore_index
 TIMEOUT = timedelta(minutes=5)
 
@@ -50,7 +51,7 @@ def sizes_of(args: Any) -> dict[str, int]:
     if product != world:
         raise ValueError(f"{said}: expected a product of {world}, the number of processes that torchrun started, got {product}")
     args.microbatches = args.microbatches or (2 * sizes["pp"] if sizes["pp"] > 1 else 1)
-    parts = sizes["dp"] * sizes["tp"] * args.microbatches
+    parts = sizes["dp"] * sizes["ep"] * sizes["tp"] * args.microbatches
     if args.batch % parts:
         said += f" --microbatches {args.microbatches}" if sizes["pp"] > 1 else ""
         raise ValueError(f"--batch: expected a multiple of {parts} ({said}), got {args.batch}")
@@ -58,7 +59,10 @@ def sizes_of(args: Any) -> dict[str, int]:
         raise ValueError(f"--pp: expected 1 to {args.layers}, as there are --layers {args.layers}, got {sizes['pp']}")
     if args.context % (2 * sizes["cp"]) and sizes["cp"] > 1:
         raise ValueError(f"--context: expected a multiple of {2 * sizes['cp']}, twice --cp, got {args.context}")
-    for name in ("heads", "kv_heads", "hidden"):
+    if (args.experts or 1) % sizes["ep"]:
+        got = "none" if args.experts is None else args.experts
+        raise ValueError(f"--experts: expected a multiple of --ep {sizes['ep']}, got {got}")
+    for name in ("heads", "kv_heads", "hidden")[: 2 if args.experts and not args.shared else 3]:
         if getattr(args, name) % sizes["tp"]:
             flag = name.replace("_", "-")
             raise ValueError(f"--{flag}: expected a multiple of --tp {sizes['tp']}, got {getattr(args, name)}")
@@ -122,7 +126,7 @@ class Ranks:
             specs = {path: spec for path, spec in specs_of(chain, stages.cfg).items() if path.startswith(f"{stages.name}.")}
             like = {stages.name: chain.init(stages.cfg, device="meta")[stages.name]}
             return Ranks(mesh, stages.cfg, specs, like, stages, args.zero)
-        cfg = parallel(model(args.decoder, args.recipe), roles(mesh), mesh, overlap=args.overlap)
+        cfg = parallel(model(args.decoder, args.recipe), roles(mesh, args.decoder), mesh, overlap=args.overlap)
         shared = dist.zero3(cfg, mesh["dp"], dtype=args.dtype) if args.zero == 3 else cfg
         return Ranks(mesh, shared, specs_of(chain, cfg), chain.init(cfg, device="meta"), None, args.zero)
 
@@ -134,7 +138,7 @@ class Ranks:
         put, mesh = functools.partial(object.__setattr__, self), self.mesh
         put("alone", mesh.size == 1)
         put("first", mesh.rank == 0)
-        put("groups", mesh["dp"].size * mesh["tp"].size)
+        put("groups", mesh["dp"].size * mesh["ep"].size * mesh["tp"].size)
         put("shares", mesh.size // mesh["pp"].size)
         put("cp", mesh["cp"] if mesh["cp"].size > 1 else None)
 
@@ -146,8 +150,9 @@ class Ranks:
 
     def rows(self, *batch: Tensor) -> tuple[Tensor, ...]:
         """This rank's part of a batch, of a number of rows that `groups` divides."""
-        dp, tp, cp = (self.mesh[name] for name in ("dp", "tp", "cp"))
-        return tuple(dist.zigzag(t.chunk(self.groups)[dp.rank * tp.size + tp.rank], cp) for t in batch)
+        dp, ep, tp, cp = (self.mesh[name] for name in ("dp", "ep", "tp", "cp"))
+        own = (dp.rank * ep.size + ep.rank) * tp.size + tp.rank
+        return tuple(dist.zigzag(t.chunk(self.groups)[own], cp) for t in batch)
 
     def padded(self, x: Tensor, labels: Tensor) -> tuple[tuple[Tensor, ...], float]:
         """This rank's part of any number of rows, and how many rows it is worth: some only make the parts even, without labels."""
@@ -182,6 +187,17 @@ class Ranks:
     def largest(self, amaxes: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Amaxes of delayed scaling, of all ranks."""
         return dist.amaxes_over(amaxes, tuple(axis for axis in self.mesh.axes if axis.size > 1)) if amaxes else amaxes
+
+    def load_of_all(self, load: Tensor) -> Tensor:
+        """How many choices went where, of those of this rank's tokens: what evens the load must know those of all."""
+        return load if self.alone else self.summed(load)
+
+    def balanced(self, bias: Tensor, load: Tensor, rate: float) -> Tensor:
+        """`optim.balance` of a router's bias, of which this rank has all, or with `zero` 3 its part."""
+        if self.zero < 3:
+            return balance(bias, load, rate)
+        moves = balance(bias.new_zeros(load.shape), load, rate)
+        return bias + dist.own_shards(moves, self.mesh["dp"])
 
     def reduced(self, loss: Tensor, grads: Any) -> tuple[Tensor, Any]:
         """The mean loss of all rows, and its gradients, of those of this rank's rows, which may be on their way."""
@@ -235,4 +251,5 @@ class Ranks:
 
     def whole_state(self, state: AdamWState) -> AdamWState:
         means = [self.whole(tree, zero=self.zero > 0) for tree in (state.exp_avg, state.exp_avg_sq)]
-        return AdamWState(state.step[:1].repeat(len(tensors(means[0]))), *means)
+        step = state.step if self.stages is None else state.step[:1].repeat(len(tensors(means[0])))
+        return AdamWState(step, *means)

@@ -13,7 +13,7 @@ from funcops.low_precision import Recipe, quantize_params, recipe_update, split_
 from funcops.models import DecoderConfig
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.optim import AdamWConfig, AdamWState, adamw_update, balance
+from funcops.optim import AdamWConfig, AdamWState, adamw_update
 from funcops.precision import select_step
 from funcops.trees import at, cast, constant_paths, paths, put, tensors
 from lm.model import main_of, model_x
@@ -50,7 +50,7 @@ class Gradients(NamedTuple):
     loss: Tensor
     grads: Any
     amaxes: Any  # of a recipe with scales
-    load: Tensor | None  # [layers, experts]: how many tokens went where
+    load: Tensor | None  # [layers, experts]: how many tokens went where, of all ranks
 
 
 def working(params: Any, cfg: ChainConfig, scales: Any, dtype: torch.dtype, columns: bool = True) -> Any:
@@ -61,11 +61,11 @@ def working(params: Any, cfg: ChainConfig, scales: Any, dtype: torch.dtype, colu
     return work
 
 
-def balanced(params: Any, load: Tensor | None, rate: float) -> Any:
+def balanced(params: Any, load: Tensor | None, s: Settings) -> Any:
     """The params after each router's bias has moved towards an even load (arXiv 2408.15664)."""
     biases = [path for path, t in paths(params).items() if path.endswith("route.bias") and t is not None]
     for path, counts in zip(biases, () if load is None else load, strict=True):
-        params = put(params, path, balance(at(params, path), counts, rate))
+        params = put(params, path, s.ranks.balanced(at(params, path), counts, s.balance))
     return params
 
 
@@ -97,7 +97,8 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
         grads, _ = s.op.bwd(donate(residuals), dy, s.model)
     grads, amaxes = split_amaxes(grads)
     amaxes = s.ranks.largest(amaxes)
-    return Gradients(loss, cast(grads, wide), amaxes, y.extras["load"] if isinstance(y, WithExtras) else None)
+    load = s.ranks.load_of_all(y.extras["load"]) if isinstance(y, WithExtras) else None
+    return Gradients(loss, cast(grads, wide), amaxes, load)
 
 
 Stepped = tuple[Any, State, Tensor, Tensor, Tensor | None]
@@ -114,7 +115,7 @@ def train_step(params: Any, state: State, x: Tensor, labels: Tensor, lr: Any, s:
         own = s.ranks.shards(params)
         new, moments = adamw_update(own, grads, state.optimiser, s.optimiser, lr=lr, decay=s.decay, in_place=in_place)
         scales = recipe_update(state.scales, amaxes, s.recipe) if amaxes else state.scales
-        return balanced(s.ranks.gathered(new, params), load, s.balance), State(moments, scales)
+        return balanced(s.ranks.gathered(new, params), load, s), State(moments, scales)
 
     if not s.in_place:  # one graph: it cannot branch on a value
         (new, after), finite = updated(False), torch.isfinite(norm)

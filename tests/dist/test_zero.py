@@ -19,6 +19,7 @@ from funcops import (
     Recompute,
     RepeatConfig,
     RMSNormConfig,
+    RouteConfig,
     SkipConfig,
     Step,
     WithExtras,
@@ -31,11 +32,13 @@ from funcops import (
     random,
     repeat,
     rms_norm,
+    route,
     skip,
     with_policy,
 )
 from funcops.dist import Mesh, buckets, finish, gather_shards_start, own_shards, reduce_start
 from funcops.dist import shards as shards_of_trees
+from funcops.ops.route import RouteParams
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, decay_mask
 from funcops.schedule import Schedule, run
 from funcops.testing import run_ranks
@@ -252,6 +255,22 @@ def test_halves_a_policy_and_another_dtype_give_the_same_gradients():
 
     for options in shards_of.values():
         run_ranks({"dp": 2}, lambda mesh, options=options: both(mesh, options))
+
+
+def test_what_has_no_gradient_keeps_its_bits_in_another_dtype():
+    """Of equal scores a router's bias chooses: in bfloat16 all of these would be 1."""
+    router = Step("route", route, RouteConfig(8, 2, score="sigmoid", bias=True), gives=("indices", "load", "loss"))
+    plain = ChainConfig(steps=(router,), outputs=router.gives)
+    bias, logits = 1 + 1e-4 * torch.arange(8.0), torch.zeros(3, 8, dtype=torch.bfloat16)
+
+    def chosen(mesh):
+        cfg = dist.ShardedConfig(chain, plain, axis=mesh["dp"], dtype=torch.bfloat16)
+        y, kept = dist.sharded.fwd(own_shards({"route": RouteParams(bias)}, mesh["dp"]), logits, cfg)
+        dparams, _ = dist.sharded.bwd(kept, WithExtras(y.main, dict.fromkeys(router.gives)), cfg)
+        assert dparams["route"].bias is None
+        return y.extras["indices"].tolist()
+
+    assert run_ranks({"dp": 2}, chosen) == [[[7, 6]] * 3] * 2
 
 
 def test_specs_say_what_zero_3_shares_out():

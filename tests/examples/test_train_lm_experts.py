@@ -123,13 +123,8 @@ def test_what_does_not_go_with_experts_is_named(given, said, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_flags_of_experts_without_them_are_named(capsys, monkeypatch):
+def test_flags_of_experts_without_them_are_named(capsys):
     for flag in ("--top-k", "--shared", "--balance"):
         with pytest.raises(SystemExit):
             flags.parse([flag, "1"])
         assert f"{flag}: expected with --experts, got 1" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        flags.parse([*TINY, "--dp", "2"])
-    said = capsys.readouterr().err
-    assert "--experts: expected without --pp 1 --dp 2 --cp 1 --tp 1, as a process sees the load of its own rows, got 4" in said

@@ -163,6 +163,7 @@ FREE |= {
     "zero": 3,
     "cp": 1,
     "dp": 1,
+    "ep": 1,
     "tp": 1,
     "pp": 1,
     "overlap": "ring",

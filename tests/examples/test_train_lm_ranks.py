@@ -35,12 +35,23 @@ def text(tmp_path_factory):
     return path
 
 
-THREADS = ({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, 3), ({"pp": 1, "dp": 2, "cp": 2, "tp": 1}, 1)
+EXPERTS = "--experts 8 --top-k 2 --balance 0.05".split()
+ONES = dict.fromkeys(("pp", "dp", "ep", "cp", "tp"), 1)
+THREADS = {
+    "tp-zero3": (ONES | {"dp": 2, "tp": 2}, 3, []),
+    "cp-zero1": (ONES | {"dp": 2, "cp": 2}, 1, []),
+    "ep-zero3": (ONES | {"dp": 2, "ep": 2}, 3, [*EXPERTS, "--shared", "1"]),
+    "ep-tp": (ONES | {"ep": 2, "tp": 2}, 0, [*EXPERTS, "--delay-wgrad", "--policy", "minimal"]),
+    "ep-tp-shared": (ONES | {"dp": 2, "ep": 2, "tp": 2}, 2, [*EXPERTS, "--shared", "1", "--overlap", "ring"]),
+    "ep-cp": (ONES | {"ep": 4, "cp": 2}, 0, EXPERTS),
+}
+FIRST = ("tp-zero3", "cp-zero1", "ep-zero3")
 
 
-@pytest.mark.parametrize(("sizes", "zero"), THREADS, ids=["tp-zero3", "cp-zero1"])
-def test_losses_on_ranks_that_are_threads(sizes, zero, text, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", [one if one in FIRST else pytest.param(one, marks=pytest.mark.slow) for one in THREADS])
+def test_losses_on_ranks_that_are_threads(name, text, tmp_path, monkeypatch):
     """Of params in parts, of rows in parts, and of a held-out text whose windows the ranks do not share out evenly."""
+    sizes, zero, more = THREADS[name]
     programs.main_of("train_lm.py")
     import train_lm
     from lm.data import load_corpus
@@ -49,27 +60,33 @@ def test_losses_on_ranks_that_are_threads(sizes, zero, text, tmp_path, monkeypat
 
     monkeypatch.setattr(train_lm, "trigram_loss", lambda train, held_out: 0.0)
     corpus = load_corpus(text, context=16)
-    args = parse([*SIZES, "--text", str(text), "--steps", "3", "--eval-every", "3", "--zero", str(zero), "--out", str(tmp_path)])
+    flags = [*SIZES, *more, "--zero", str(zero), "--text", str(text), "--steps", "3", "--eval-every", "3"]
+    args = parse([*flags, "--out", str(tmp_path)])
+    broken = "blocks.1.mlp.experts.up.weight" if "--experts" in more else "blocks.1.mlp.up.weight"
+    broken = broken.replace("experts", "moe.routed.experts") if "--shared" in more else broken
 
     def run(mesh=None):
         made = train_lm.Run(args, corpus, mesh and Ranks.of(mesh, args))
         made.agree()
         rows = [made.advance() for _ in range(3)]
-        means = made.ranks.whole_state(made.state.optimiser).exp_avg
-        whole = tree_map_tensors(torch.clone, (made.ranks.whole(made.params), means))
+        state = made.ranks.whole_state(made.state.optimiser)
+        whole = tree_map_tensors(torch.clone, (made.ranks.whole(made.params), state.exp_avg, state.step))
         if mesh is not None:  # what is not finite on one rank
-            paths(made.params)["blocks.1.mlp.up.weight"].fill_(float("nan") if mesh.rank == 1 else 1.0)
+            paths(made.params)[broken].fill_(float("nan") if mesh.rank == 1 else 1.0)
             made.advance()
-        return [[row.loss, row.norm, row.val_loss or 0.0] for row in rows], whole, made
+        return [[row.loss, row.norm, row.val_loss or 0.0] for row in rows], [row.load for row in rows], whole, made
 
-    rows, params, one = run()
-    assert len(one.val[0]) % 4
-    for found, whole, made in run_ranks(sizes, run):
+    rows, loads, params, one = run()
+    assert len(one.val[0]) % 4 and all((load is None) == ("--experts" not in more) for load in loads)
+    for found, load, whole, made in run_ranks(sizes, run):
         torch.testing.assert_close(torch.tensor(found), torch.tensor(rows), rtol=0, atol=1e-12)
+        assert load == loads, "where the choices of all rows went"
         for (path, t), want in zip(paths(whole).items(), paths(params).values(), strict=True):
             torch.testing.assert_close(t, want, rtol=0, atol=1e-9, msg=path)
-        assert made.skipped == 1 and bool(made.state.optimiser.step.eq(3).all()), "all ranks skip the step"
-        assert nbytes(made.state.optimiser.exp_avg) < 0.6 * nbytes(one.state.optimiser.exp_avg)
+        assert made.skipped == 1 and torch.equal(made.state.optimiser.step, one.state.optimiser.step), "all ranks skip the step"
+        assert zero == 0 or nbytes(made.state.optimiser.exp_avg) < 0.6 * nbytes(one.state.optimiser.exp_avg)
+        held = paths(made.params)[broken].numel() * sizes["ep"] * (sizes["dp"] if zero == 3 else 1)
+        assert not more or held == paths(one.params)[broken].numel(), "each has its experts, and no other"
         assert zero < 3 or nbytes(made.params) < 0.6 * nbytes(one.params)
 
 
@@ -91,7 +108,7 @@ def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
         return [made.advance().loss for _ in range(2)], made.state.scales
 
     losses, scales = run()
-    ranks = run_ranks({"pp": 1, "dp": 2, "cp": 1, "tp": 2}, run)
+    ranks = run_ranks(ONES | {"dp": 2, "tp": 2}, run)
     for found, own in ranks:
         assert found == ranks[0][0] and own.keys() == scales.keys() and len(own) == 12
         torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=0.01, atol=0)
@@ -103,19 +120,24 @@ def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
 
 
 BAD = {
-    "--dp 2 --tp 4": "--pp 1 --dp 2 --cp 1 --tp 4: expected a product of 4, the number of processes that torchrun started, got 8",
-    "--tp 3": "--pp 1 --dp 1 --cp 1 --tp 3: expected a product of 4, the number of processes that torchrun started, got 3",
+    "--dp 2 --tp 4": "--pp 1 --dp 2 --ep 1 --cp 1 --tp 4: expected a product of 4, the number of processes that torchrun started, got",
+    "--tp 3": "--pp 1 --dp 1 --ep 1 --cp 1 --tp 3: expected a product of 4, the number of processes that torchrun started, got 3",
     "--dp 0": "--dp: expected at least 1, got 0",
-    "--batch 6": "--batch: expected a multiple of 4 (--pp 1 --dp 4 --cp 1 --tp 1), got 6",
-    "--pp 2 --batch 4": "--batch: expected a multiple of 8 (--pp 2 --dp 2 --cp 1 --tp 1 --microbatches 4), got 4",
+    "--batch 6": "--batch: expected a multiple of 4 (--pp 1 --dp 4 --ep 1 --cp 1 --tp 1), got 6",
+    "--pp 2 --batch 4": "--batch: expected a multiple of 8 (--pp 2 --dp 2 --ep 1 --cp 1 --tp 1 --microbatches 4), got 4",
     "--tp 4 --kv-heads 2": "--kv-heads: expected a multiple of --tp 4, got 2",
     "--cp 4 --context 12": "--context: expected a multiple of 8, twice --cp, got 12",
     "--pp 2 --zero 3": "--zero: expected 0 to 2 with --pp 2, got 3",
     "--pp 4": "--pp: expected 1 to 2, as there are --layers 2, got 4",
-    "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --cp 1 --tp 1, as the embedding and the head are of two stages",
-    "--check": "--check: expected without --pp 1 --dp 4 --cp 1 --tp 1, as whole params are compared, got True",
-    "--graph": "--graph: expected without --pp 1 --dp 4 --cp 1 --tp 1, as communication is not captured, got True",
-    "--pp 2 --compile": "--compile: expected without --pp 2 --dp 2 --cp 1 --tp 1, as the schedule is run action by action",
+    "--pp 2 --tied": "--tied: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as the embedding and the head are of two stages",
+    "--check": "--check: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as whole params are compared, got True",
+    "--graph": "--graph: expected without --pp 1 --dp 4 --ep 1 --cp 1 --tp 1, as communication is not captured, got True",
+    "--pp 2 --compile": "--compile: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as the schedule is run action by action",
+    "--ep 2": "--experts: expected a multiple of --ep 2, got none",
+    "--ep 4 --experts 6": "--experts: expected a multiple of --ep 4, got 6",
+    "--ep 2 --experts 4 --batch 6": "--batch: expected a multiple of 4 (--pp 1 --dp 2 --ep 2 --cp 1 --tp 1), got 6",
+    "--tp 4 --experts 8 --shared 1 --hidden 6": "--hidden: expected a multiple of --tp 4, got 6",
+    "--pp 2 --experts 4": "--experts: expected without --pp 2 --dp 2 --ep 1 --cp 1 --tp 1, as no stage hands on their load, got 4",
     "--zero 3 --compile": "--compile: expected without --zero 3, whose layers take minutes to trace, got True",
     "--zero 3 --recipe fp8_delayed": "--recipe: expected one without scales of its own with --zero 3, which has no place for them",
     "--tp 4 --overlap ring --recipe fp8_block": "ColumnQLinearConfig: overlap must be 'none' or 'bulk' with a recipe",
@@ -138,6 +160,9 @@ def runs(text, tmp_path_factory):
     shared = *SIZES, "--text", str(text), "--steps", str(STEPS), "--eval-every", "10", "--sample", "5"
     listed = [("one", 1, [*shared, "--out", str(folder / "one")])]
     listed += [(mesh, 4, [*shared, *mesh.split(), "--out", str(folder / mesh)]) for mesh in MESHES]
+    listed += [("experts", 1, [*shared, *EXPERTS, "--out", str(folder / "experts")])]
+    half = [*shared, *EXPERTS, "--out", str(folder / "moved experts")]
+    listed += [("experts 0", 4, [*half, *"--dp 2 --ep 2 --stop-at 10".split()]), ("experts 1", 1, [*half, "--resume"])]
     for i, (flags, count) in enumerate(MOVED.items()):
         until = ["--stop-at", str(STEPS // len(MOVED) * (i + 1)), "--out", str(folder / "moved"), *["--resume"] * (i > 0)]
         listed.append((f"moved {i}", count, [*shared, *flags.split(), *until]))
@@ -169,12 +194,22 @@ def test_losses_are_those_of_one_process(name, runs):
 
 
 @pytest.mark.slow
+def test_experts_go_from_four_processes_to_one(runs):
+    """The first half on a mesh, the second from its checkpoint: losses, load and weights are those of one process."""
+    folder, said = runs
+    torch.testing.assert_close(rows(folder / "moved experts"), rows(folder / "experts"), rtol=0, atol=1e-9)
+    whole, moved = ((folder / name / "load.csv").read_text() for name in ("experts", "moved experts"))
+    assert moved == whole and len(whole.splitlines()) == 1 + 2 * STEPS
+    assert said["experts 1-0"].rpartition("sample:")[2] == said["experts-0"].rpartition("sample:")[2] != ""
+
+
+@pytest.mark.slow
 def test_torchrun_starts_it(text, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "examples/train_lm.py"]
     flags = *SIZES, "--text", text, "--steps", 2, "--tp", 2, "--out", tmp_path, "--sample", 0
     done = subprocess.run([*command, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("2 processes: pp 1 x dp 1 x cp 1 x tp 2") == 1 and len(rows(tmp_path)) == 2
+    assert done.stdout.count("2 processes: pp 1 x dp 1 x ep 1 x cp 1 x tp 2") == 1 and len(rows(tmp_path)) == 2
 
 
 def test_one_process_imports_no_pipelines():

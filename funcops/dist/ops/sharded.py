@@ -33,7 +33,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.backend import tracing
+from funcops.backend import tracing, wide
 from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, outputs_of
 from funcops.compose.widths import Width, follow
 from funcops.dist.buckets import BUCKET_BYTES, part_shape
@@ -50,7 +50,7 @@ from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
 from funcops.residuals.forms import Layout
 from funcops.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
-from funcops.trees import cast, leaves, same_structure, tensors, tree_map, tree_map_tensors, with_leaves
+from funcops.trees import at, cast, constant_paths, leaves, put, same_structure, tensors, tree_map, tree_map_tensors, with_leaves
 
 __all__ = [
     "ShardedConfig",
@@ -90,11 +90,13 @@ class ShardedConfig:
         require(not self.op.keyed, "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
         note(self, extras=extras_of(self.cfg), outputs=outputs_of(self.cfg), keys=keys_of(self.cfg))
         note(self, like=abstract_params(self.op, self.cfg))
+        note(self, constant=tuple(sorted(constant_paths(self.like))))
 
     extras: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[str, ...]]
     keys: ClassVar[tuple[str, ...]]
     like: ClassVar[Any]  # the body's params, by shape alone
+    constant: ClassVar[tuple[str, ...]]  # the paths of those that have no gradient
     as_body: ClassVar[bool] = True  # y is the body's, whatever that is
 
     @property
@@ -180,6 +182,9 @@ def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
     if not same_structure(shards, like):
         fail(where, "params", f"shards like the params of {cfg.op.name}, {like!r}", repr(shards), TypeError)
     own = shards if cfg.dtype is None else cast(shards, cfg.dtype)
+    for path in cfg.constant if cfg.dtype is not None else ():  # the bias of a router moves by less than 16 bits tell apart
+        t = at(shards, path)
+        own = own if t is None else put(own, path, t.to(wide(cfg.dtype)))
     return start_gathering(where, "params", own, like, cfg.axis, cfg.bucket_bytes)
 
 
