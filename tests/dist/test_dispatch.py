@@ -5,11 +5,15 @@ import torch
 from dist_cases import combine, dispatch
 
 from funcops import (
+    ChainConfig,
     ExpertsConfig,
     GLUConfig,
     GroupedLinearConfig,
     PermuteConfig,
+    Step,
     UnpermuteConfig,
+    WithExtras,
+    chain,
     dist,
     experts,
     glu,
@@ -143,6 +147,35 @@ def test_plain_ops_between_them_are_experts_of_one_process(n):
         assert_close(torch.cat([first[i] for first, _ in parts]), want, dtype=torch.float64)
     for i, want in enumerate((grads.up.weight, grads.down.weight)):
         assert_close(torch.cat([weights[i] for _, weights in parts]), want, dtype=torch.float64)
+
+
+def test_a_chain_of_them_is_parallel_experts():
+    """With its bits, in halves too."""
+    params = experts.init(ExpertsConfig(8, 3, 4), key=random.key(0), dtype=torch.float64)
+
+    def on_rank(mesh):
+        axis = mesh["ep"]
+        of = dist.ParallelExpertsConfig(8, 3, 4, axis=axis, capacity=0.75)
+        to, back = dist.DispatchConfig(8, axis=axis, capacity=0.75), dist.CombineConfig(axis)
+        names = "tokens", "indices"
+        steps = (
+            Step("there", dist.dispatch, to, takes=names, gives=("rows", "chosen", "place")),
+            Step("experts", experts, ExpertsConfig(4, 3, 4), takes=("rows", "chosen")),
+            Step("back", dist.combine, back, takes=("place",)),
+        )
+        cfg, own = ChainConfig(steps=steps, extras=names), dist.shard(params, of.specs, mesh)
+        *given, dy = (t.chunk(2)[axis.rank] for t in (WEIGHTS, X, CHOSEN, DY))
+        want, kept = dist.parallel_experts.fwd(own, tuple(given), of)
+        y, residuals = chain.fwd(
+            {"there": None, "experts": own, "back": None}, WithExtras(given[0], dict(zip(names, given[1:], strict=True))), cfg
+        )
+        same_bits(y, want, "y")
+        dparams, (dweights, dx, _) = dist.parallel_experts.bwd(kept, dy, of)
+        found, pending = chain.dgrad(residuals, dy, cfg)
+        same_bits((found.main, found.extras), (dweights, {"tokens": dx, "indices": None}), "dx")
+        same_bits(chain.wgrad(pending, cfg)["experts"], dparams, "dparams")
+
+    run_ranks({"ep": 2}, on_rank)
 
 
 def bad_calls(ep):

@@ -120,7 +120,7 @@ def test_a_recipe_on_ranks_that_are_threads(text, tmp_path):
 
 
 BAD = {
-    "--dp 2 --tp 4": "--pp 1 --dp 2 --ep 1 --cp 1 --tp 4: expected a product of 4, the number of processes that torchrun started, got",
+    "--dp 2 --tp 4": "--pp 1 --dp 2 --ep 1 --cp 1 --tp 4: expected a product of 4, the number of processes that torchrun started",
     "--tp 3": "--pp 1 --dp 1 --ep 1 --cp 1 --tp 3: expected a product of 4, the number of processes that torchrun started, got 3",
     "--dp 0": "--dp: expected at least 1, got 0",
     "--batch 6": "--batch: expected a multiple of 4 (--pp 1 --dp 4 --ep 1 --cp 1 --tp 1), got 6",

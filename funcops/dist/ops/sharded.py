@@ -181,11 +181,17 @@ def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
     like = cfg.like
     if not same_structure(shards, like):
         fail(where, "params", f"shards like the params of {cfg.op.name}, {like!r}", repr(shards), TypeError)
-    own = shards if cfg.dtype is None else cast(shards, cfg.dtype)
-    for path in cfg.constant if cfg.dtype is not None else ():  # the bias of a router moves by less than 16 bits tell apart
-        t = at(shards, path)
-        own = own if t is None else put(own, path, t.to(wide(cfg.dtype)))
+    own = shards if cfg.dtype is None else _cast(shards, cfg.dtype, cfg.constant)
     return start_gathering(where, "params", own, like, cfg.axis, cfg.bucket_bytes)
+
+
+def _cast(shards: Any, dtype: torch.dtype, constant: tuple[str, ...]) -> Any:
+    """In this dtype, but wide what has no gradient: the bias of a router moves by less than 16 bits tell apart."""
+    own = cast(shards, dtype)
+    for path in constant:
+        t = at(shards, path)
+        own = own if t is None else put(own, path, t.to(wide(dtype)))
+    return own
 
 
 def _begin(given: Any, cfg: ShardedConfig) -> Begun:
