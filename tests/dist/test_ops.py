@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from funcops import ChainConfig, GLUConfig, LinearConfig, LinearParams, Op, SkipConfig, Step, chain, dist, glu, linear, random, skip
 from funcops.dist import Mesh
+from funcops.needs import Needs
 from funcops.recipes import Fp8Current
 from funcops.testing import LAWS, check_dist, run_ranks
 from funcops.testing.checks import same_bits
@@ -247,6 +248,24 @@ def mlp(axis, overlap):
             Step("down", dist.row_linear, dist.RowLinearConfig(16, 6, axis=axis, overlap=overlap)),
         )
     )
+
+
+def test_a_wgrad_of_x_that_is_computed_again():
+    """The row layer's dgrad has no x: what a chain computes again comes for its wgrad."""
+
+    def run(mesh):
+        for overlap, of_x in itertools.product(("none", "bulk", "ring"), (True, False)):
+            steps, needs = mlp(mesh["tp"], overlap).steps[1:], Needs(x=of_x)
+            cfg = ChainConfig(steps=steps)
+            params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+            x, dy = torch.randn(4, 16, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
+            residuals = chain.fwd(params, x, cfg, needs=needs)[1]
+            dparams, dx = chain.bwd(residuals, dy, cfg)
+            found, pending = chain.dgrad(residuals, dy, cfg)
+            same_bits((found, chain.wgrad(pending, cfg)), (dx, dparams), f"{overlap}, {needs}")
+            assert (residuals["down"].x is None) == (dx is not None) == of_x
+
+    run_ranks({"tp": 2}, run)
 
 
 def test_steps_of_a_chain():

@@ -41,9 +41,8 @@ THREADS = {
     "tp-zero3": (ONES | {"dp": 2, "tp": 2}, 3, []),
     "cp-zero1": (ONES | {"dp": 2, "cp": 2}, 1, []),
     "ep-zero3": (ONES | {"dp": 2, "ep": 2}, 3, [*EXPERTS, "--shared", "1"]),
-    "ep-tp": (ONES | {"ep": 2, "tp": 2}, 0, [*EXPERTS, "--delay-wgrad", "--policy", "minimal"]),
-    "ep-tp-shared": (ONES | {"dp": 2, "ep": 2, "tp": 2}, 2, [*EXPERTS, "--shared", "1", "--overlap", "ring"]),
-    "ep-cp": (ONES | {"ep": 4, "cp": 2}, 0, EXPERTS),
+    "ep-tp": (ONES | {"ep": 2, "tp": 2}, 0, [*EXPERTS, *"--shared 1 --overlap ring --delay-wgrad --policy minimal".split()]),
+    "ep-cp": (ONES | {"ep": 2, "cp": 2}, 0, EXPERTS),
 }
 FIRST = ("tp-zero3", "cp-zero1", "ep-zero3")
 
@@ -162,7 +161,7 @@ def runs(text, tmp_path_factory):
     listed += [(mesh, 4, [*shared, *mesh.split(), "--out", str(folder / mesh)]) for mesh in MESHES]
     listed += [("experts", 1, [*shared, *EXPERTS, "--out", str(folder / "experts")])]
     half = [*shared, *EXPERTS, "--out", str(folder / "moved experts")]
-    listed += [("experts 0", 4, [*half, *"--dp 2 --ep 2 --stop-at 10".split()]), ("experts 1", 1, [*half, "--resume"])]
+    listed += [("experts 0", 4, [*half, *"--dp 2 --ep 2 --zero 2 --stop-at 10".split()]), ("experts 1", 1, [*half, "--resume"])]
     for i, (flags, count) in enumerate(MOVED.items()):
         until = ["--stop-at", str(STEPS // len(MOVED) * (i + 1)), "--out", str(folder / "moved"), *["--resume"] * (i > 0)]
         listed.append((f"moved {i}", count, [*shared, *flags.split(), *until]))

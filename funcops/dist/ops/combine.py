@@ -1,12 +1,29 @@
 """Tokens back from the ranks of their experts: the sum of what each of these gives.
 
-    rows[q] of rank r  ->  rows[r, ...] of rank q        y_t = sum over r of rows[place_tr]        the backward is `dispatch`
+    back = all_to_all(rows)        y_t = sum over r of back[place_tr]        (the backward is `dispatch`, the forward its)
+    drows = all_to_all(sent)        sent[place_tr] = dy_t
 
 x is `(rows, place)`, as `dispatch` gives them: rows [n C, D] of one float dtype, of which the q-th C go back to rank q; place
 [m, *, K] int32, where each of this rank's tokens lies among the n C rows that come back, n C where it went nowhere; no two of them
 in one place. `dispatch` has K = n. y: [m, *, D]; dy likewise, drows [n C, D], zero where no token lies. Sums are in float32
 (float64 for float64), in the order of the places, that is of the ranks, rounded once. Kept: place, an alias. A place outside
 [0, n C] raises `IndexError` on the CPU. Weights are the business of whoever makes the rows, as of `unpermute`.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg, place = dist.CombineConfig(mesh["ep"]), torch.tensor([[0, 2], [1, 4]], dtype=torch.int32)
+...     rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]]) + 10 * mesh.rank
+...     y, residuals = dist.combine_fwd(None, (rows, place), cfg)  # the second token went to rank 0 alone
+...     _, (drows, _) = dist.combine_bwd(residuals, y, cfg)
+...     return y.flatten(), drows.flatten(), residuals.place is place
+...
+>>> for rank in run_ranks({"ep": 2}, each):
+...     print(rank)
+...
+(tensor([12.,  2.]), tensor([12.,  2., 16.,  4.]), True)
+(tensor([16.,  4.]), tensor([12.,  0., 16.,  0.]), True)
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Tokens to the ranks of their experts: each token once for every rank that has an expert of its own.
 
-    rows[r, place_tr] of rank q  ->  rows[q] of rank r        dx_t = sum over r of drows[place_tr], the backward is `combine`
+    sent[place_tr] = x_t        rows = all_to_all(sent)        (the backward is `combine`, the forward its)
+    dx_t = sum over r of back[place_tr]        back = all_to_all(drows)
 
-x is `(weights, x, indices)`, as `experts` takes it, of this rank's tokens: weights, indices [m, *, K], x [m, *, H]; the E experts
-are shared out in blocks, expert e is on rank e // (E/n), and an index of E is a choice that was dropped. y is
-`(weights, rows, indices, place)`: what has come to this rank, weights, indices [n C, K] and rows [n C, H], and where its own tokens
-lie, place [m, *, n] int32. Indices count this rank's experts from 0; a choice of another rank's is E/n, dropped. dy is
-`(dweights, drows, None, None)`, a part that is None being zero: integers have no gradient.
+x is `(weights, x, indices)`, as `experts` takes it, of this rank's tokens: weights, indices [m, *, K], x [m, *, H]; x of any
+float dtype, weights of that or its wide one, indices int32. The E experts are shared out in blocks, expert e is on rank
+e // (E/n), and an index of E is a choice that was dropped. y is `(weights, rows, indices, place)`: what has come to this rank,
+weights, indices [n C, K] and rows [n C, H], and where its own tokens lie, place [m, *, n] int32. Indices count this rank's experts
+from 0; a choice of another rank's is E/n, dropped. dy is `(dweights, drows, None, None)`, a part that is None being zero: integers
+have no gradient.
 
 What a rank sends to another lies in C places, of the T tokens that it has: all T by default, which is always enough, so that sizes
 are known without a look at the routing, and a CUDA graph can hold it. Places that are not used have rows of zeros and dropped
@@ -17,6 +19,22 @@ once. Kept: place, a part of y: no bytes of its own. An index outside [0, E] rai
     dispatch -> `experts`, E/n of them -> combine        is `parallel_experts`, which sends dx under the products of dw
 
 Megatron-Core and torchtitan: token dispatcher; DeepEP: dispatch; GShard, arXiv:2006.16668.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.DispatchConfig(4, axis=mesh["ep"])
+...     x = torch.ones(2, 1), torch.tensor([[1.0], [2.0]]) + 10 * mesh.rank, torch.tensor([[0], [3]], dtype=torch.int32)
+...     (weights, rows, indices, place), residuals = dist.dispatch_fwd(None, x, cfg)
+...     _, (dweights, dx, _) = dist.dispatch_bwd(residuals, (None, rows, None, None), cfg)
+...     return rows.flatten(), indices.flatten(), dx.equal(x[1]), residuals.place is place
+...
+>>> for rank in run_ranks({"ep": 2}, each):  # of four places of a rank two are not used
+...     print(rank)
+...
+(tensor([ 1.,  0., 11.,  0.]), tensor([0, 2, 0, 2], dtype=torch.int32), True, True)
+(tensor([ 2.,  0., 12.,  0.]), tensor([1, 2, 1, 2], dtype=torch.int32), True, True)
 """
 
 from __future__ import annotations

@@ -144,11 +144,11 @@ def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearCo
     and dy of all ranks, as it was gathered."""
     x, weight, needs = residuals.x, residuals.weight, residuals.needs
     check_tensor("row_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
-    rows = dy
+    rows, of_weight = dy, needs.param("weight")  # x may come for the wgrad alone, computed again
     if by_ring(cfg) and needs.x:
-        dx, rows = _products_of_dy(dy, x, weight, cfg.axis)
+        dx, rows = _products_of_dy(dy, of_weight, weight, cfg.axis)
     else:
-        if _gathers(cfg) and (needs.x or x is not None):
+        if _gathers(cfg) and (needs.x or of_weight):
             rows = comm.gather(dy, cfg.axis)
         dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
     if rows is not dy:
@@ -184,7 +184,7 @@ def row_linear_bwd(
         dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
         return linear_gradients("row_linear_bwd", dy, x, bias, into), dx
     if by_ring(cfg) and needs.x:
-        dx, rows = _products_of_dy(dy, x, weight, cfg.axis)
+        dx, rows = _products_of_dy(dy, x is not None, weight, cfg.axis)
         db = _db("row_linear_bwd", dy, into) if bias else None
     else:
         dy = dy.contiguous()
@@ -204,10 +204,10 @@ def _sum_of_products(x: Tensor, weight: Tensor, cfg: RowLinearConfig) -> Tensor:
     return comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
 
 
-def _products_of_dy(dy: Tensor, x: Tensor | None, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """dx of dy of all ranks, and that dy, where x, for whose product it is, is there."""
+def _products_of_dy(dy: Tensor, of_weight: bool, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """dx of dy of all ranks, and that dy, where the gradient of the weight is asked for."""
     dx, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
-    return dx, dy if x is None else torch.cat(parts)
+    return dx, torch.cat(parts) if of_weight else dy
 
 
 def _gathers(cfg: RowLinearConfig) -> bool:
