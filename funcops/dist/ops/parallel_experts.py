@@ -14,9 +14,9 @@ What goes to a rank lies in C places, of T tokens that this rank has: all T by d
 
 x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], shared out along their first dimension; up:
 [E/n, 2I, H], down: [E/n, H, I], biases likewise; dtypes are those of `experts`. Kept: what the rank's `experts` keep of the rows
-that came, these rows, and where its tokens lie. The gradients of weights are whole: they are of the tokens of all ranks. In the whole
-backward dx is on its way under the products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and Megatron-Core:
-token dispatcher; arXiv:2006.16668.
+that came, these rows, and where its tokens lie. The gradients of weights are whole: they are of the tokens of all ranks. In the
+whole backward dx is on its way under the products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and
+Megatron-Core: token dispatcher; arXiv:2006.16668.
 
 >>> import torch
 >>> from funcops import dist, random
