@@ -7,7 +7,7 @@ with their scales, to bfloat16, which holds them too. The interpreter multiplies
 
 from __future__ import annotations
 
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 import triton
@@ -19,18 +19,11 @@ from funcops.kernels import grouped_scaled as declared
 from funcops.kernels.quantize import BLOCK
 from funcops.kernels.triton.common import INTERPRETED, cdiv, contiguous, load_wide, rounded
 from funcops.kernels.triton.gemm import tile_of
+from funcops.kernels.triton.gemm_table import Tile
 from funcops.kernels.triton.grouped import FEW, blocks_of, locate, place_of
 from funcops.kernels.triton.low_bits import decode, decode_scale, native, store_exact, times, unpacked
 
 GROUP = 8
-
-
-class Tile(NamedTuple):
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
 
 
 # of 8 bits: one scale a row, blocks, and few rows; of blocks that a device has to decode; of what is decoded
