@@ -23,7 +23,7 @@ EVERY = [
     (case, j == 0)
     for module in MODULES.values()
     for j, case in enumerate(module.CASES)
-    if sum(t.numel() for t in tensors(case.make(case.dtypes[0]))) <= LARGEST
+    if set(DTYPES) & set(case.dtypes) and sum(t.numel() for t in tensors(case.make(case.dtypes[0]))) <= LARGEST
 ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcops.bench.sample import Maker, Sample
 from funcops.kernels import quantize
+from funcops.kernels.grouped import group_of
 from funcops.kernels.grouped_quantize import aligned_count, aligned_source, aligned_starts
 from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
 from funcops.kernels.routing import sort_by_expert
@@ -45,9 +46,12 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
         block = cols or 16
         starts = aligned_starts(offsets, block)
         aligned = aligned_count(rows, count, block)
-        filled = aligned_source(offsets, starts, rows, aligned) < rows
+        filled, group = aligned_source(offsets, starts, rows, aligned) < rows, group_of(starts, aligned)
         tile = (1, cols) if cols else (0, 1)
-        sides = [_coded(make, (), size, aligned, e, kind, tile, filled) for size, e in ((outer, a), (width, w))]
+        sides = [
+            _coded(make, (), size, aligned, e, kind, tile, (filled, make.wide(count + 1)[group[:: cols or 1]]))
+            for size, e in ((outer, a), (width, w))
+        ]
         for out in (make.dtype, torch.float32):
             args = *sides[0], *sides[1], starts, starts[:-1] + offsets.diff(), a, w, cols or 1, kind, aligned, out
             what = f"{shape} {str(out).removeprefix('torch.')}"
@@ -57,21 +61,24 @@ def _products(make: Maker, tokens: int, choices: int, count: int, width: int, ou
 
 def _coded(
     make: Maker, lead: tuple[int, ...], rows: int, width: int, element: str, kind: str, tile: tuple[int, int],
-    filled: Tensor | None = None,
+    columns: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """Codes, scales, and the scales of groups: of rows by row, of columns by block, of weights one each. `filled`: which columns
-    are of a group."""
+    """Codes, scales, and the scales of groups: of rows by row, of columns by block, of weights one each. `columns`: which are of a
+    group, and the scale of theirs."""
     high, wide = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
     codes = make.codes(*lead, rows, width // 2 if element == "e2m1" else width)
-    if filled is not None and make.device != "meta":
+    if columns is not None and make.device != "meta":
+        filled = columns[0]
         codes &= (filled[0::2] * 0x0F | filled[1::2] * 0xF0 if element == "e2m1" else filled * 0xFF).to(torch.uint8)
     if kind in ("e8m0", "e4m3"):
         scales = make.codes(*lead, high, wide, about=124 if kind == "e8m0" else 0x38)
     else:
         by_columns = not lead and quantize.by_columns(*tile, kind)
         scales = make.wide(wide, high).mT if by_columns else make.wide(*lead, high, wide)
-    of_groups = (*lead, 1) if lead else (1, wide) if filled is not None else (rows, 1)
-    return codes, scales, make.wide(*of_groups) if kind == "e4m3" else None
+    if columns is not None:
+        whole = columns[1].unsqueeze(0)
+        return codes, whole if tile == (0, 1) else scales, whole if kind == "e4m3" else None
+    return codes, scales, make.wide(*(lead or (rows,)), 1) if kind == "e4m3" else None
 
 
 def _dense(make: Maker, rows: int, inner: int, outer: int) -> Any:
