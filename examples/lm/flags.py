@@ -234,6 +234,8 @@ def _check_mesh(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         parser.error("--compile: expected without --zero 3, whose layers take minutes to trace, got True")
     if args.recipe is None:
         return
+    if args.ep > 1:
+        parser.error(f"--recipe: expected without --ep {args.ep}, whose ranks compute their experts in no low precision")
     if args.recipe.delayed and (args.pp > 1 or args.zero == 3):
         other = f"--pp {args.pp}" if args.pp > 1 else "--zero 3"
         parser.error(f"--recipe: expected one without scales of its own with {other}, which has no place for them, got fp8_delayed")

@@ -24,8 +24,9 @@ def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, Any]:
     found = {**ROLES, "*.mix": "context"} if mesh["cp"].size > 1 else ROLES
     if decoder.moe is None:
         return found
-    mlp = ("*.up", "*.down") if not decoder.moe.shared else ()  # experts are one step
-    return {"*.experts": "expert", **{glob: role for glob, role in found.items() if glob not in mlp}}
+    mlp = {"*.up": "*.shared.up", "*.down": "*.shared.down"}  # not those of experts, which in low precision are steps too
+    found = {mlp.get(glob, glob): role for glob, role in found.items() if glob not in mlp or decoder.moe.shared}
+    return {**found, "*.experts": "expert"} if mesh["ep"].size > 1 else found
 
 
 if TYPE_CHECKING:

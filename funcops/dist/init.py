@@ -157,7 +157,8 @@ def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:
     elif name == "*":
         yield from ((_inside(path, i), layer) for i, layer in enumerate(params))
     else:
-        yield _inside(path, name), params[name]
+        own = params[name] if isinstance(params, dict) else getattr(params, name, None)  # experts in steps have a class of params
+        yield _inside(path, name), own
 
 
 def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, Spec, tuple[Axis, ...]]]:

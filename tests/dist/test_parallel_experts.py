@@ -11,6 +11,7 @@ from funcops.dist import comm
 from funcops.dist.ops import _tokens
 from funcops.dist.ops import parallel_experts as home
 from funcops.graphs import check_capturable
+from funcops.low_precision import Fp8Current, with_recipe
 from funcops.models import MoEConfig, moe
 from funcops.testing import check_dist, run_ranks
 from funcops.testing.tolerances import assert_close
@@ -131,6 +132,12 @@ def test_beyond_capacity_a_rank_takes_no_more():
     for rank, (y, d_weights, dx) in enumerate(run_ranks({"ep": 2}, on_rank)):
         assert_close(y[:2], whole.chunk(2)[rank][:2], dtype=torch.float64)
         assert dx[:2].any(1).all() and not any(t[2:].any() for t in (y, d_weights, dx))
+
+
+def test_specs_of_a_mixture_in_low_precision():
+    """Its experts are steps of one class of params, of which some have none."""
+    low = with_recipe(MIXTURE, Fp8Current(), only=("*.experts",))
+    assert low != MIXTURE and dist.specs_of(chain, low) == {}
 
 
 def test_places_need_no_word_from_the_host():
