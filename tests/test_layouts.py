@@ -15,7 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import funcops.kernels
 from funcops.backend import backend
 from funcops.bench.samples import Maker, Sample, samples
-from funcops.kernels import attention, bmm, embedding, latent_split, linear, rope, routing
+from funcops.kernels import attention, bmm, embedding, grouped_quantize, latent_split, linear, rope, routing
+from funcops.kernels.grouped import group_of
 from funcops.testing.laws import poisoned_empties
 from funcops.testing.layouts import LAYOUTS, expanded
 from funcops.testing.tolerances import assert_close
@@ -64,7 +65,22 @@ def library_calls(make):
         yield Sample(bmm.bmm_fwd, "", (a, right, transposed))
         yield Sample(bmm.bmm_bwd_left, "", (y, right, transposed))
         yield Sample(bmm.bmm_bwd_right, "", (y, a, transposed))
+    yield from calls_of_groups(make)
     yield Sample(rope.rope_table, "", (make.floats(3, tokens, 2, dtype=torch.float32), 1.5, True))
+
+
+def calls_of_groups(make):
+    """Of quantisers of 3 groups: of 5, none and 16 of 23 rows, laid out in blocks of 16."""
+    offsets, starts = torch.tensor([[0, 5, 5, 21], [0, 16, 16, 32]], dtype=torch.int32)
+    rows, aligned = 23, grouped_quantize.aligned_count(23, 3, 16)
+    yield Sample(grouped_quantize.aligned_starts, "", (offsets, 16))
+    yield Sample(grouped_quantize.aligned_source, "", (offsets, starts, rows, aligned))
+    x, group = make.floats(rows, 8), group_of(offsets, rows)
+    yield Sample(grouped_quantize.taken, "", (x, grouped_quantize.aligned_source(offsets, starts, rows, aligned)))
+    yield Sample(grouped_quantize.group_amax, "", (x, group, 3, False))
+    yield Sample(grouped_quantize.group_amax, "", (make.floats(aligned, 8), group_of(starts, aligned), 3, True))
+    keys, across, down = torch.arange(6).view(3, 2) + 7, torch.ones(3, dtype=torch.int64), torch.full((3,), 8)
+    yield Sample(grouped_quantize.random_words, "", (keys, group, offsets[:3].long(), across, down, 8))
 
 
 def shape_class(sample):
