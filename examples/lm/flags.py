@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from pathlib import Path
 
@@ -78,41 +79,7 @@ def _parser() -> argparse.ArgumentParser:
         if title == "model":
             group.add_argument("--tied", action="store_true", help="one matrix for the embedding and the head")
             _add_experts(parser)
-    group = parser.add_argument_group("processes, under torchrun: the product of these is their number")
-    group.add_argument("--dp", type=int, metavar="N", help="data parallelism: each has other rows (default: what the others leave)")
-    group.add_argument(
-        "--ep",
-        type=int,
-        default=1,
-        metavar="N",
-        help="expert parallelism: each has some of the --experts, and other rows (default: %(default)s)",
-    )
-    group.add_argument(
-        "--tp",
-        type=int,
-        default=1,
-        metavar="N",
-        help="tensor parallelism: each has a part of every projection (default: %(default)s)",
-    )
-    group.add_argument(
-        "--cp", type=int, default=1, metavar="N", help="context parallelism: each has some positions (default: %(default)s)"
-    )
-    group.add_argument(
-        "--zero",
-        type=int,
-        choices=(0, 1, 2, 3),
-        default=0,
-        metavar="N",
-        help="what --dp shares out: 1 or 2 the optimiser's state and sums of gradients, 3 weights too (default: %(default)s)",
-    )
-    group.add_argument(
-        "--pp", type=int, default=1, metavar="N", help="pipeline parallelism: each has some of the layers (default: %(default)s)"
-    )
-    group.add_argument(
-        "--overlap", choices=OVERLAPS, default="bulk", help="what runs while ranks along --tp talk (default: %(default)s)"
-    )
-    group.add_argument("--microbatches", type=int, metavar="N", help="of a step through the pipeline (default: twice --pp)")
-    group.add_argument("--schedule", choices=SCHEDULES, default="zb_h1", help="of the pipeline (default: %(default)s)")
+    _add_processes(parser)
     how = parser.add_argument_group("how a step is computed")
     how.add_argument("--device", default="cpu", help="as torch names it (default: %(default)s)")
     how.add_argument(
@@ -135,6 +102,30 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--graph", action="store_true", help="the whole step as one CUDA graph (without a GPU: recorded and replayed)")
     how.add_argument("--check", action="store_true", help="compare one step with plain PyTorch in float64, and exit")
     return parser
+
+
+def _add_processes(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("processes, under torchrun: the product of these is their number")
+    number = functools.partial(group.add_argument, type=int, metavar="N")
+    number("--dp", help="data parallelism: each has other rows (default: what the others leave)")
+    for name, text in (
+        ("ep", "expert parallelism: each has some of the --experts, and other rows"),
+        ("tp", "tensor parallelism: each has a part of every projection"),
+        ("cp", "context parallelism: each has some positions"),
+        ("pp", "pipeline parallelism: each has some of the layers"),
+    ):
+        number(f"--{name}", default=1, help=f"{text} (default: %(default)s)")
+    number(
+        "--zero",
+        choices=(0, 1, 2, 3),
+        default=0,
+        help="what --dp shares out: 1 or 2 the optimiser's state and sums of gradients, 3 weights too (default: %(default)s)",
+    )
+    group.add_argument(
+        "--overlap", choices=OVERLAPS, default="bulk", help="what runs while ranks along --tp talk (default: %(default)s)"
+    )
+    number("--microbatches", help="of a step through the pipeline (default: twice --pp)")
+    group.add_argument("--schedule", choices=SCHEDULES, default="zb_h1", help="of the pipeline (default: %(default)s)")
 
 
 def _add_experts(parser: argparse.ArgumentParser) -> None:
