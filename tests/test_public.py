@@ -25,6 +25,12 @@ def test_the_pages_name_something():
     assert len(DOTTED) > 10 and len(IMPORTED) > 30
 
 
+def test_the_readme_has_a_row_for_every_op():
+    table = (ROOT / "README.md").read_text().partition("## Operators")[2].partition("\n\n`")[0]
+    named = set(re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `"))))
+    assert named == {name for name in dir(funcops) if isinstance(getattr(funcops, name), funcops.Op)}
+
+
 @pytest.mark.parametrize("dotted", DOTTED)
 def test_a_dotted_name_is_a_module_or_an_attribute_of_one(dotted):
     home, _, name = dotted.rpartition(".")
