@@ -15,14 +15,19 @@ from funcops.residuals.donate import donate
 from funcops.trees import WithExtras, leaves, nothing_like, with_leaves
 
 
-def value_and_grad(op: Op, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = ()) -> Callable[..., Any]:
+def value_and_grad(
+    op: Op, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = (), needs: Needs = Needs.ALL
+) -> Callable[..., Any]:
     """`run(params, x, cfg) -> (y, dparams)` for an op that gives a scalar, such as a model with its loss; with `x` it is
     `(y, (dparams, dx))`. The residuals are given away, so memory falls as the backward walks.
 
     With `has_aux` y is a tuple `(loss, *aux)`, of which loss alone is differentiated; y comes back whole, as from
     `jax.value_and_grad`. Where the config has outputs, y is `WithExtras(loss, outputs)`, which comes back whole too: differentiated
-    is the loss plus the sums of the outputs named in `losses`. Raises `ValueError` where y, or loss, is not one number, and for
-    names of no float outputs; `TypeError` where y must be a tuple and is not.
+    is the loss plus the sums of the outputs named in `losses`. `needs`: which gradients there are, by default all; params that
+    are frozen have None, and keep nothing for one: `needs=lora_needs(cfg)`. Those of x are returned with `x` alone.
+
+    Raises `ValueError` where y, or loss, is not one number, for names of no float outputs, and for `x` with needs that have none of
+    x; `TypeError` where y must be a tuple and is not.
 
     >>> import torch
     >>> from funcops import CrossEntropyConfig, cross_entropy, value_and_grad
@@ -34,7 +39,9 @@ def value_and_grad(op: Op, *, x: bool = False, has_aux: bool = False, losses: tu
     require_type("value_and_grad", "op", op, Op)
     require_flag("value_and_grad", x=x, has_aux=has_aux)
     check_losses("value_and_grad", losses)
-    both, needs = x, Needs(x=x)
+    require_type("value_and_grad", "needs", needs, Needs)
+    require(not x or bool(needs.x), "value_and_grad", "needs", "with gradients of x, as x=True returns them", needs)
+    both, needs = x, needs if x else Needs(x=False, params=needs.params)
 
     def run(params: Any, x: Any, cfg: Any) -> Any:
         y, residuals = op.fwd(params, x, cfg, needs=needs)

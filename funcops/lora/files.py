@@ -1,7 +1,8 @@
 """Adapters alone in a folder, as PEFT writes and reads them: adapter_config.json and adapter_model.safetensors.
 
 Entries are `base_model.model.MODULE.lora_A.weight` [R, I] and `.lora_B.weight` [O, R], one pair for each linear; those of stacked
-layers are written by layer. Needs the safetensors package.
+layers are written by layer. A linear that is several modules there, one below the other, has a pair for each of them: its a, and
+their rows of its b. Needs the safetensors package.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from funcops import checkpoint
-from funcops.errors import CheckpointError, describe, fail, require, require_type
+from funcops.errors import FLOATS, CheckpointError, describe, fail, require, require_dtype, require_type
 from funcops.lora.params import adapted, adapter, with_adapter
 from funcops.lora.rewrite import Place
 from funcops.ops.low_rank import LowRankParams
+from funcops.trees import tree_map
+
+Names = Mapping[str, str | tuple[str, ...]]
+Modules = dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # by the path of a linear, and the layer of that
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": "lora_A", "b": "lora_B"}
@@ -42,9 +48,7 @@ PLAIN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def save_adapter(
-    folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Mapping[str, str] | None = None, base: str = ""
-) -> None:
+def save_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, base: str = "") -> None:
     """Write the adapters of `params` to a folder, which is made where it is not there. Each file is written whole or not at all.
 
     `names`: what the modules are called there, by globs over the paths of linears; what each "*" stands for takes the place of that
@@ -52,8 +56,11 @@ def save_adapter(
 
         names={"blocks.*.attn.qkv.q.proj": "model.layers.*.self_attn.q_proj"}
 
+    A tuple is for a linear that holds several modules, of as many rows each: `("...gate_proj", "...up_proj")`. Each of these gets
+    a whole, and its rows of b. `models.peft_names` gives the names for a decoder of `funcops.models`.
+
     `base`: the name or path of the base model, for PEFT. Raises `ValueError`, before anything is written, for a linear without a
-    name, for two of one name and for adapters of several dropouts.
+    name, for two of one name, for a tuple whose length does not divide b's rows and for adapters of several dropouts.
 
     >>> import os, tempfile
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
@@ -75,11 +82,12 @@ def save_adapter(
     require_type(where, "base", base, str)
     found = adapted(where, cfg)
     modules = _modules(where, found, names)
-    own, entries = adapter(params, cfg), {}
+    own = adapter(params, cfg)
+    entries: dict[str, Tensor] = {}
     with_adapter(params, own, cfg)  # which checks them
-    for (path, index), module in modules.items():
-        for side, peft in SIDES.items():
-            entries[f"{PREFIX}{module}.{peft}.weight"] = getattr(own[path], side)[index]
+    for (path, index), there in modules.items():
+        for module, rows in zip(there, own[path].b[index].chunk(len(there)), strict=True):
+            entries |= {_entry(module, "a"): own[path].a[index], _entry(module, "b"): rows}
     text = json.dumps(_described(where, found, modules, base), indent=2, sort_keys=True) + "\n"
     os.makedirs(folder, exist_ok=True)
     checkpoint.save(entries, Path(folder) / WEIGHTS, metadata={"format": "pt"})
@@ -91,42 +99,76 @@ def save_adapter(
         beside.unlink(missing_ok=True)
 
 
-def load_adapter(folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Mapping[str, str] | None = None) -> Any:
+def load_adapter(
+    folder: str | os.PathLike[str], params: Any, cfg: Any, *, names: Names | None = None, dtype: torch.dtype | None = None
+) -> Any:
     """The params with the adapters of a folder that `save_adapter` or PEFT wrote, on the devices of those that they replace.
-    `names`: as for `save_adapter`.
+    `names`: as for `save_adapter`. `dtype`: of the adapters, rounded from that of the file; by default they have that of those that
+    they replace, and so must the file: PEFT keeps float32 where the base has 16 bits.
+
+    A linear of two modules of rank r, as gate and up, is an adapter of rank r where both have one lora_A, as `save_adapter` writes
+    them. Where each has its own, as PEFT trains them, it is one of rank 2r with twice the alpha: `[a1; a2]`, and b with b1 and b2
+    on its diagonal.
 
     Raises `CheckpointError`, before any tensor is read: for a file that is none or is cut off; for tensors that are missing, extra,
     or of another shape or dtype, by name; for another rank or alpha; for settings of PEFT with another meaning (DoRA, rsLoRA,
-    biases, modules that are saved whole). Raises `FileNotFoundError` where a file is not there."""
+    biases, modules that are saved whole). So it does for several lora_A where the rank is that of one. Raises `FileNotFoundError`
+    where a file is not there."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
+    require_dtype(where, dtype)
     found = {place.path: place for place in adapted(where, cfg)}
     modules = _modules(where, list(found.values()), names)
     own = adapter(params, cfg)
     with_adapter(params, own, cfg)
-    _check_settings(where, Path(folder) / CONFIG, found, modules)
-    like = {
-        f"{PREFIX}{module}.{peft}.weight": getattr(own[path], side)[index]
-        for (path, index), module in modules.items()
-        for side, peft in SIDES.items()
-    }
-    read = checkpoint.load(Path(folder) / WEIGHTS, like)
+    ranks = _checked_settings(where, Path(folder) / CONFIG, found, modules)
+    held = _dtypes(where, Path(folder) / WEIGHTS) if dtype is not None else {}
+    like = {}
+    for (path, index), there in modules.items():
+        place, a = found[path], own[path].a[index]
+        for module, rank in zip(there, ranks[path, index], strict=True):
+            shapes = {"a": (rank, place.lora.in_features), "b": (place.lora.out_features // len(there), rank)}
+            for side, shape in shapes.items():
+                entry = _entry(module, side)
+                like[entry] = getattr(own[path], side).new_empty(shape, dtype=held.get(entry, dtype or a.dtype))
+    read = {entry: t if dtype is None else t.to(dtype) for entry, t in checkpoint.load(Path(folder) / WEIGHTS, like).items()}
     made = {}
     for path, place in found.items():
-        sides = {}
-        for side, peft in SIDES.items():
-            layers = [read[f"{PREFIX}{modules[path, index]}.{peft}.weight"] for index in _indices(place)]
-            sides[side] = torch.stack(layers).unflatten(0, place.lead) if place.lead else layers[0]
-        made[path] = LowRankParams(**sides)
+        layers = [_joined(where, folder, place, modules[path, index], read) for index in _indices(place)]
+        made[path] = layers[0] if not place.lead else tree_map(lambda *t, of=place: torch.stack(t).unflatten(0, of.lead), *layers)
     return with_adapter(params, made, cfg)
+
+
+def _entry(module: str, side: str) -> str:
+    return f"{PREFIX}{module}.{SIDES[side]}.weight"
+
+
+def _dtypes(where: str, path: Path) -> dict[str, torch.dtype]:
+    """Of the entries that are floats."""
+    with checkpoint._opened(where, path) as file:
+        held = {name: checkpoint.CODES.get(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    return {name: dtype for name, dtype in held.items() if dtype in FLOATS}
+
+
+def _joined(where: str, folder: Any, place: Place, modules: tuple[str, ...], read: Mapping[str, Tensor]) -> LowRankParams:
+    """One adapter of those of a linear's modules: a of all of them, or all their a, one below the other."""
+    a, b = ([read[_entry(module, side)] for module in modules] for side in SIDES)
+    if sum(len(one) for one in a) == place.lora.rank:
+        return LowRankParams(torch.cat(a), torch.block_diag(*b))
+    for module, one in zip(modules, a, strict=True):
+        if not torch.equal(one, a[0]):
+            rank, alpha = place.lora.rank * len(modules), _plain(_alpha(place) * len(modules))
+            wanted = f"that of {modules[0]} (each with its own: an adapter of rank {rank} with alpha {alpha} at {place.module})"
+            fail(where, f"{os.fspath(folder)}: lora_A of {module}", wanted, "another", CheckpointError)
+    return LowRankParams(a[0], torch.cat(b))
 
 
 def _indices(place: Place) -> Iterator[tuple[int, ...]]:
     yield from itertools.product(*[range(n) for n in place.lead])
 
 
-def _modules(where: str, found: list[Place], names: Any) -> dict[tuple[str, tuple[int, ...]], str]:
-    """The name of each module by the path of its linear, and the layer of that."""
+def _modules(where: str, found: list[Place], names: Any) -> Modules:
+    """The names of the modules of each linear."""
     for place in found:
         over = getattr(place.lora, "axis", None)
         if over is not None and over.size > 1:
@@ -136,9 +178,13 @@ def _modules(where: str, found: list[Place], names: Any) -> dict[tuple[str, tupl
         require_type(where, "names", names, Mapping)
         for glob, name in names.items():
             require_type(where, "names", glob, str)
-            require_type(where, f"names[{glob!r}]", name, str)
-            require(glob.count("*") == name.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(name))
-    made: dict[tuple[str, tuple[int, ...]], str] = {}
+            require_type(where, f"names[{glob!r}]", name, str, tuple)
+            each = _each(name)
+            require(len(each) > 0, where, f"names[{glob!r}]", "a name, or several", repr(name))
+            for one in each:
+                require_type(where, f"names[{glob!r}]", one, str)
+                require(glob.count("*") == one.count("*"), where, f"names[{glob!r}]", "a name with as many '*'", repr(one))
+    made: Modules = {}
     used = set()
     for place in found:
         for index in _indices(place):
@@ -147,19 +193,26 @@ def _modules(where: str, found: list[Place], names: Any) -> dict[tuple[str, tupl
             glob = None if names is None else next((glob for glob in names if fnmatchcase(path, glob)), None)
             if names is not None and glob is None:
                 fail(where, "names", f"globs, one of them for {path}", f"{', '.join(names) or 'none'}")
-            made[place.path, index] = path if glob is None else _named(path, glob, names[glob])
+            made[place.path, index] = (path,) if glob is None else tuple(_named(path, glob, one) for one in _each(names[glob]))
             used.add(glob)
+            rows, several = place.lora.out_features, len(made[place.path, index])
+            require(rows % several == 0, where, f"names[{glob!r}]", f"names for equal parts of {rows} rows", f"{several} of them")
     for glob in names or ():
         require(
             glob in used, where, "names", f"globs over the paths of adapters ({', '.join(p.module for p in found)})", repr(glob)
         )
-    seen: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for at, module in made.items():
-        require(bool(module), where, "names", "a name for each adapter", f"none for {at[0] or 'the linear itself'}")
-        if module in seen:
-            fail(where, "names", "a name for each adapter", f"{module} for {seen[module][0]} and for {at[0]}")
-        seen[module] = at
+    seen: dict[str, str] = {}
+    for (at, _), there in made.items():
+        for module in there:
+            require(bool(module), where, "names", "a name for each adapter", f"none for {at or 'the linear itself'}")
+            if module in seen:
+                fail(where, "names", "a name for each adapter", f"{module} for {seen[module]} and for {at}")
+            seen[module] = at
     return made
+
+
+def _each(names: Any) -> tuple[Any, ...]:
+    return names if isinstance(names, tuple) else (names,)
 
 
 def _named(path: str, glob: str, name: str) -> str:
@@ -171,17 +224,18 @@ def _named(path: str, glob: str, name: str) -> str:
     return re.sub(r"\*", lambda _: next(parts), name)
 
 
-def _alpha(place: Place) -> float:
-    return round(place.lora.scale * place.lora.rank, 9)  # of 16 / 3, times 3, it is 16
+def _alpha(place: Place, rank: int | None = None) -> float:
+    """For an adapter of another rank with the same factor, where there is one."""
+    return round(place.lora.scale * (place.lora.rank if rank is None else rank), 9)  # of 16 / 3, times 3, it is 16
 
 
-def _described(where: str, found: list[Place], modules: Mapping[Any, str], base: str) -> dict[str, Any]:
+def _described(where: str, found: list[Place], modules: Modules, base: str) -> dict[str, Any]:
     """adapter_config.json: the most common rank and alpha, and by module what has another."""
     drops = {place.lora.dropout for place in found}
     require(len(drops) == 1, where, "cfg", "one with one dropout for all adapters, as PEFT has it", sorted(drops))
     by_path = {place.path: place for place in found}
-    ranks = {module: by_path[path].lora.rank for (path, _), module in modules.items()}
-    alphas = {module: _alpha(by_path[path]) for (path, _), module in modules.items()}
+    ranks = {module: by_path[path].lora.rank for (path, _), there in modules.items() for module in there}
+    alphas = {module: _alpha(by_path[path]) for (path, _), there in modules.items() for module in there}
     rank, alpha = _commonest(ranks), _commonest(alphas)
     return {
         "peft_type": "LORA", "task_type": None, "base_model_name_or_path": base, "inference_mode": True, "bias": "none",
@@ -201,8 +255,8 @@ def _plain(number: float) -> float:
     return int(number) if float(number).is_integer() else number
 
 
-def _check_settings(where: str, path: Path, found: Mapping[str, Place], modules: Mapping[Any, str]) -> None:
-    """adapter_config.json describes the adapters of the config."""
+def _checked_settings(where: str, path: Path, found: Mapping[str, Place], modules: Modules) -> dict[Any, list[int]]:
+    """The ranks of each linear's modules, after the check that adapter_config.json describes the adapters of the config."""
     if not path.is_file():
         raise FileNotFoundError(f"{where}: folder must hold {CONFIG}, got {os.fspath(path.parent)!r}")
     try:
@@ -216,15 +270,20 @@ def _check_settings(where: str, path: Path, found: Mapping[str, Place], modules:
     for name, plain in PLAIN.items():
         if said.get(name) not in plain:
             fail(where, f"{path}: {name}", repr(plain[0]), repr(said[name]), CheckpointError)
-    for (at, _), module in modules.items():
-        low = found[at].lora
-        rank = _of_module(said, "rank_pattern", module, said.get("r"))
-        alpha = _of_module(said, "alpha_pattern", module, said.get("lora_alpha"))
-        if rank != low.rank:
-            fail(where, f"{path}: r of {module}", f"{low.rank}, as in cfg", repr(rank), CheckpointError)
-        number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
-        if not number or not math.isclose(alpha, _alpha(found[at]), rel_tol=1e-9):
-            fail(where, f"{path}: lora_alpha of {module}", f"{_plain(_alpha(found[at]))}, as in cfg", repr(alpha), CheckpointError)
+    ranks = {}
+    for at, there in modules.items():
+        place, whole = found[at[0]], found[at[0]].lora.rank
+        ranks[at] = each = [_of_module(said, "rank_pattern", module, said.get("r")) for module in there]
+        counts = all(type(rank) is int and rank > 0 for rank in each)
+        for module, rank in zip(there, each, strict=True):
+            if not counts or (rank != whole and sum(each) != whole):
+                more = ", of each with one lora_A or of all together" if len(there) > 1 else ""
+                fail(where, f"{path}: r of {module}", f"{whole}, as in cfg{more}", repr(rank), CheckpointError)
+            alpha = _of_module(said, "alpha_pattern", module, said.get("lora_alpha"))
+            number, right = isinstance(alpha, int | float) and not isinstance(alpha, bool), _alpha(place, rank)
+            if not number or not math.isclose(alpha, right, rel_tol=1e-9):
+                fail(where, f"{path}: lora_alpha of {module}", f"{_plain(right)}, as in cfg", repr(alpha), CheckpointError)
+    return ranks
 
 
 def _of_module(said: Mapping[str, Any], name: str, module: str, other: Any) -> Any:

@@ -13,6 +13,7 @@ from funcops import random
 from funcops.backend import wide
 from funcops.compose.walk import steps, ties
 from funcops.errors import FLOATS, check, describe, fail, require_dtype, require_type
+from funcops.formats import unscaled
 from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
 from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
@@ -29,7 +30,8 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
 
     a: uniform in ±1/sqrt(I), Kaiming's with a = sqrt(5), as PEFT draws it; b: zero, so that y is what it was. Each adapter has a
     key of its own, by path and layer. `dtype`: of the adapters; by default that of their weight. Raises `ValueError` or
-    `TypeError`, with the path, where params are not those of the base config.
+    `TypeError`, with the path, where params are not those of the base config: a step without params is None there, and not left
+    out.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.lora import lora_init, with_lora
@@ -48,6 +50,10 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
         keys: Any = random.fold_in(key, random.path_id(place.module))
         made = _init(place, keys, like.device, dtype or like.dtype)
         params = _put(params, place.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
+    given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(cfg.abstract())
+    if given.keys() != wanted.keys():
+        missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
+        fail(where, "params", "those of the base config (None for a step without)", f"missing {missing}, extra {extra}")
     return params
 
 

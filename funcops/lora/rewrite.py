@@ -172,6 +172,9 @@ def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str],
 
 def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
     """Every glob is for a linear step, and none for one that is adapted."""
+    if not hasattr(cfg, "with_parts") and not _is_linear(cfg):
+        wanted = "the config of a linear, or of what has steps (of a DecoderConfig: decoder(cfg))"
+        fail("with_lora", "cfg", wanted, type(cfg).__name__)
     found = dict(_kinds(cfg, ""))
     known = [path for path, kind in found.items() if kind == "linear"]
     for glob in targets:

@@ -18,6 +18,7 @@ from funcops.models.hf import open_hf as open_hf
 from funcops.models.hf import to_hf as to_hf
 from funcops.models.mixture import MoEConfig as MoEConfig
 from funcops.models.mixture import moe as moe
+from funcops.models.peft import peft_names as peft_names
 from funcops.models.roles import roles as roles
 from funcops.models.sampling import SamplingConfig as SamplingConfig
 from funcops.models.sampling import sample as sample

@@ -13,10 +13,10 @@ from funcops import random
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.walk import steps
-from funcops.errors import FLOATS, DonatedError, check, describe, fail, require, require_count, require_type
+from funcops.errors import FLOATS, DonatedError, check, fail, require, require_count, require_type
 from funcops.formats import unscaled
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
-from funcops.models.decoder import DecoderConfig, decoder, decoder_x
+from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_loss
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.needs import Needs
 from funcops.ops.attention import AttentionConfig
@@ -35,11 +35,14 @@ def _windows(model: ChainConfig) -> tuple[int | None, ...]:
 
 
 def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:
-    """A cache has the slots that windows of the config need."""
+    """A cache has the slots that windows of the config need, and x what the config asks for."""
     require_type(where, "model", model, ChainConfig, type(None))
     if model is not None:
         wanted, got = (_windows(made) for made in (_chain_of(cfg), model))
         require(got == wanted, where, "model", f"made of decoder(cfg), whose layers have windows {list(wanted)}", f"{list(got)}")
+        extras, given = (sorted(made.extras) for made in (_chain_of(cfg), model))
+        said = f"made of decoder(cfg), whose extras are {extras} (no loss, and adapters by a config without dropout)"
+        require(given == extras, where, "model", said, given)
 
 
 def decode(
@@ -79,6 +82,7 @@ def decode(
     check(where, "ids", ids, (...,), torch.int64, held.lengths)
     _check_counts(where, counts, ids, held)
     check_room(where, held, tokens, counts)
+    params = without_loss(params)
     placed = with_caches(where, params, held)
     mine = cache.take(where) if type(cache) is Donated else tree_map_tensors(torch.clone, cache)
     return _step(placed if mine is held else with_caches(where, params, mine), mine, ids, cfg, counts, model)
@@ -157,19 +161,21 @@ def generate(
         if lengths.is_cpu and not watched():
             most, found = ids.shape[1], lengths.tolist()
             require(all(1 <= n <= most for n in found), where, "lengths", f"from 1 to {most}, as ids has", found)
-    _check_params(where, params, model or _chain_of(cfg), ids)
+    params = without_loss(params)
+    _check_params(where, params, model, cfg, ids)
     dtype, chunk = at(params, "embed.weight").dtype, min(chunk, ids.shape[1])
     cache = cache_init(cfg, ids.shape[0], context=ids.shape[1] + tokens - 1, chunk=chunk, dtype=dtype, device=ids.device)
     placed = with_caches(where, params, cache)
     return _stream(placed, cfg, ids, tokens, key, sampling, lengths, cache, model)
 
 
-def _check_params(where: str, params: Any, model: ChainConfig, ids: Tensor) -> None:
+def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: DecoderConfig, ids: Tensor) -> None:
     """What ops would say of params one by one, while the stream runs."""
-    given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(model.abstract())
+    given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths((model or _chain_of(cfg)).abstract())
     if given.keys() != wanted.keys():
-        odd = sorted(given.keys() ^ wanted.keys())[0]
-        fail(where, "params", f"those of a decoder, with {', '.join(wanted)}", f"{describe(params)} (see {odd!r})", TypeError)
+        missing, extra = ([path for path in one if path not in other] for one, other in ((wanted, given), (given, wanted)))
+        said = "those of decoder(cfg) (with adapters: merge them, or give model=)" if model is None else "those of model"
+        fail(where, "params", said, f"missing {_some(missing)}, extra {_some(extra)}", TypeError)
     for path, want in wanted.items():
         t = given[path]
         if stands_for_one(t):  # in codes, of which its op says more
@@ -178,6 +184,11 @@ def _check_params(where: str, params: Any, model: ChainConfig, ids: Tensor) -> N
             require(right, where, f"params.{path}", expected, f"{list(t.shape)} on {t.device}")
         elif want is not None:
             check(where, f"params.{path}", t, tuple(want.shape), FLOATS if want.is_floating_point() else want.dtype, ids)
+
+
+def _some(names: list[str]) -> str:
+    """The first of names, and how many more there are."""
+    return f"{names[:2]}{f' and {len(names) - 2} more' if len(names) > 2 else ''}"
 
 
 def _stream(

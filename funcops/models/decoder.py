@@ -39,6 +39,7 @@ from funcops.ops.rope import RopeConfig, rope, rope_table
 from funcops.ops.scale import ScaleConfig, scale
 from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention
 from funcops.ops.softcap import SoftcapConfig, softcap
+from funcops.random import check_key
 from funcops.trees import WithExtras
 
 __all__ = ["DecoderConfig", "LatentConfig", "decoder", "decoder_x", "layer_paths"]
@@ -254,6 +255,13 @@ def decoder(cfg: DecoderConfig, *, loss: bool = False) -> ChainConfig:
     return ChainConfig(steps=tuple(steps), extras=(*_extras(cfg), *(("labels",) if loss else ())), ties=ties, outputs=outputs)
 
 
+def without_loss(params: Any) -> Any:
+    """Params of `decoder(cfg)`, of those and of what they are with a loss."""
+    if type(params) is dict and params.get("loss", 0) is None:
+        return {name: part for name, part in params.items() if name != "loss"}
+    return params
+
+
 def _extras(cfg: DecoderConfig) -> tuple[str, ...]:
     places = ("positions",) if cfg.places else ()
     local = {cfg.kind(i).local for i in range(cfg.layers)} if cfg.rope is not None else set()
@@ -261,10 +269,12 @@ def _extras(cfg: DecoderConfig) -> tuple[str, ...]:
 
 
 def decoder_x(
-    cfg: DecoderConfig, ids: Tensor, dtype: torch.dtype, *, positions: Tensor | None = None, labels: Tensor | None = None
-) -> WithExtras:
+    cfg: DecoderConfig, ids: Tensor, dtype: torch.dtype, *, positions: Tensor | None = None, labels: Tensor | None = None,
+    key: Tensor | None = None,
+) -> WithExtras:  # fmt: skip
     """x of `decoder(cfg)`: ids [B, T], int64, with the tables that q and k turn by at `positions` ([T] or [B, T], default 0 to
-    T - 1), for params of `dtype`, and the `labels`. Raises `ValueError` or `TypeError` for a wrong shape or dtype.
+    T - 1), for params of `dtype`, the `labels`, which are the next tokens already (-100: of none), and the `key` that dropout of
+    adapters takes (`with_lora`). Raises `ValueError` or `TypeError` for a wrong shape or dtype.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -284,13 +294,16 @@ def decoder_x(
     check("decoder_x", "positions", at, ids.shape if getattr(at, "ndim", 1) > 1 else ids.shape[1:], torch.int64, ids)
     if labels is not None:
         check("decoder_x", "labels", labels, ids.shape, torch.int64, ids)
+    if key is not None:
+        check_key("decoder_x", key)
+        check("decoder_x", "key", key, (2,), torch.int64, ids)
     wide = torch.promote_types(dtype, torch.float32)
     made: dict[str, Any] = {"positions": at}
     for name, turns in (("rotation", cfg.rope), ("local_rotation", cfg.local_rope)):
         if turns is not None and name in _extras(cfg):
             made[name] = rope_table(at, turns, dtype=wide)
     extras = {name: made[name] for name in _extras(cfg)}
-    return WithExtras(ids, extras if labels is None else {**extras, "labels": labels})
+    return WithExtras(ids, extras | {name: t for name, t in (("labels", labels), ("key", key)) if t is not None})
 
 
 def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:

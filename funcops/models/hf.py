@@ -36,7 +36,7 @@ from funcops.errors import (
     short,
 )
 from funcops.models.coded import Coded, Part, coding, parts
-from funcops.models.decoder import DecoderConfig, decoder, layer_paths
+from funcops.models.decoder import DecoderConfig, decoder, layer_paths, without_loss
 from funcops.models.families import IGNORED, Family, Rule
 from funcops.models.fields import family_of, read_config, write_config
 from funcops.trees import paths, tree_map_with_path
@@ -384,11 +384,12 @@ def to_hf(
 
 def _checked(params: Any, cfg: DecoderConfig) -> dict[str, Tensor]:
     """The leaves of params by path, after the check that they are those of `decoder(cfg)`, with or without a loss."""
-    if isinstance(params, dict) and params.get("loss", 0) is None:
-        params = {name: part for name, part in params.items() if name != "loss"}
+    params = without_loss(params)
     wanted = {path: None if t is None else list(t.shape) for path, t in paths(decoder(cfg).abstract()).items()}
     got = {path: list(t.shape) if isinstance(t, Tensor) else t for path, t in paths(params).items()}
     wrong = [f"{path} {wanted.get(path)}, got {got.get(path)}" for path in {**wanted, **got} if wanted.get(path) != got.get(path)]
+    if any(".both.lora." in path for path in got):
+        fail("to_hf", "params", "those of decoder(cfg), without adapters (lora.merge)", "adapters beside them", CheckpointError)
     if wrong:
         raise CheckpointError("to_hf: params must be those of decoder(cfg), got\n  " + "; ".join(wrong))
     found = {path: t for path, t in paths(params).items() if t is not None}

@@ -350,7 +350,7 @@ OWN |= DIST | LORA | SCHEDULES | MODELS | {
     **{name: OP for name in ("differentiable",)},
     "backend": Row(lambda: {"name": "torch"}),
     "remat": Row(lambda: {"op": linear, "offload": True}),
-    "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True, "losses": ("loss",)}),
+    "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True, "losses": ("loss",), "needs": Needs.ALL}),
     "vjp": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL}),
     "with_policy": Row(lambda: {"op": chain, "policy": "minimal"}),
     "fit": Row(lambda: {"op": linear, "cfg": CFG, "x": x(), "budget": 1000, "dtype": torch.float32}, {"budget": ONE},

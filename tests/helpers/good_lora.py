@@ -61,8 +61,9 @@ LORA = {
     "lora.save_adapter": Row(lambda: {"folder": "adapter", "params": params(), "cfg": ADAPTED, "names": {"a": "b"}, "base": "c"},
         {"names": ({"b": "c"}, {"*": "c"}, {3: "c"})}, {"base": "any name", ("folder", "'no such'"): "is made",
         **elsewhere("params", params(), "a.both.lora")}),
-    "lora.load_adapter": Row(lambda: {"folder": saved(), "params": params(), "cfg": ADAPTED, "names": {"a": "a"}},
-        {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)}, elsewhere("params", params(), "a.both.lora")),
+    "lora.load_adapter": Row(lambda: {"folder": saved(), "params": params(), "cfg": ADAPTED, "names": {"a": "a"},
+        "dtype": torch.float32}, {"names": ({"b": "c"}, {"a": "other"}), "folder": (Path("none"),)},
+        elsewhere("params", params(), "a.both.lora")),
     "lora.LowRankConfig": Row(lambda: {"in_features": 4, "out_features": 4, "rank": 2, "scale": 0.5, "dropout": 0.5},
         {"rank": (0,), "dropout": (1.0,)}, {("scale", "-1.0"): "a factor may be negative"}),
 }  # fmt: skip

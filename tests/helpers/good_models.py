@@ -10,6 +10,7 @@ import torch
 from good_rows import ANY, Row
 
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, chain, models, random
+from funcops.lora import with_lora
 
 SIZES = dict(vocab=8, dim=4, layers=2, heads=2, kv_heads=1, head_size=2, hidden=3, context=8)
 LLAMA = models.DecoderConfig(**SIZES, rope=RopeConfig(2), family="llama")
@@ -78,7 +79,8 @@ MODELS = {
     "models.moe": Row(lambda: {"cfg": models.MoEConfig(**sparse())}),
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
     "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
-    "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS},
+    "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS,
+        "key": random.key(0)},
         {"ids": (IDS[0],)}, {("ids", "int64[2, 3]"): "one tensor may be anywhere"}),
     "models.SamplingConfig": Row(lambda: {"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {"top_k": ZERO, "top_p": (0.0, 1.5)}),
     "models.cache_init": Row(lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},
@@ -88,6 +90,7 @@ MODELS = {
     "models.sample": Row(lambda: {"logits": torch.ones(2, 5), "key": random.key(0), "cfg": models.SamplingConfig(temperature=1.0)},
         {"logits": (torch.ones(5), torch.ones(2, 0))}, {("logits", "float32[3, 5]"): "rows of any number"}),
     "models.roles": Row(lambda: {"cfg": LLAMA, "loss": True}),
+    "models.peft_names": Row(lambda: {"cfg": LLAMA, "model": with_lora(models.decoder(LLAMA), 2, ("*.mlp.*",))}),
     "models.layer_paths": Row(lambda: {"cfg": LLAMA}),
     "models.from_hf": Row(lambda: {"folder": folder(), "dtype": torch.float32, "device": "cpu", "length": 4}),
     "models.open_hf": Row(lambda: {"folder": folder(), "length": 4}),

@@ -1,0 +1,50 @@
+"""What PEFT calls the linears of a decoder: the names of Hugging Face's modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from funcops.compose.chain import ChainConfig
+from funcops.errors import fail, require_type
+from funcops.lora.params import adapted
+from funcops.models.decoder import DecoderConfig
+from funcops.models.fields import family_of
+from funcops.models.hf import places
+
+__all__ = ["peft_names"]
+
+
+def peft_names(cfg: DecoderConfig, model: ChainConfig) -> dict[str, str | tuple[str, ...]]:
+    """`names` of `save_adapter` and `load_adapter` for the adapters of `model`, which `with_lora` made of `decoder(cfg)`: by the
+    path of each linear the name of its module in Hugging Face's model. An up with a gate is two modules, gate_proj and up_proj.
+
+    Raises `ValueError`, with its path, for a linear that is no whole module there: q, k and v in one (GPT-2, Phi 3), and q of
+    DeepSeek, whose rows are in another order; for a family that is not known; and for a model without adapters.
+
+    >>> from funcops import RopeConfig
+    >>> from funcops.lora import with_lora
+    >>> from funcops.models import DecoderConfig, decoder, peft_names
+    >>> sizes = dict(vocab=64, dim=32, layers=1, heads=4, kv_heads=2, head_size=8, hidden=48, context=64)
+    >>> cfg = DecoderConfig(**sizes, rope=RopeConfig(8), family="llama")
+    >>> names = peft_names(cfg, with_lora(decoder(cfg), rank=4, targets=("*.q.proj", "*.mlp.up")))
+    >>> names["blocks.0.attn.qkv.q.proj"]
+    'model.layers.0.self_attn.q_proj'
+    >>> names["blocks.0.mlp.up"]
+    ('model.layers.0.mlp.gate_proj', 'model.layers.0.mlp.up_proj')
+    """
+    where = "peft_names"
+    require_type(where, "cfg", cfg, DecoderConfig)
+    require_type(where, "model", model, ChainConfig)
+    known = places(cfg, family_of(where, cfg.family))
+    found: dict[str, Any] = {}
+    for place in adapted(where, model):
+        held = known.get(f"{place.module}.weight")
+        if held is None:
+            said = "whose weight is in no checkpoint"
+            fail(where, "model", "decoder(cfg) with adapters", f"an adapter at {place.module}, {said}")
+        if len(held.paths) > 1 or held.rule.order:
+            said = f"a part of {held.names[0]}" if len(held.paths) > 1 else f"the rows of {held.names[0]} in another order"
+            fail(where, "model", "adapted at linears that are whole modules there", f"an adapter at {place.module}, {said}")
+        names = tuple(name.removesuffix(".weight") for name in held.names)
+        found[place.module] = names[0] if len(names) == 1 else names
+    return found

@@ -1,0 +1,126 @@
+"""Adapters of decoders, to PEFT's model of the same checkpoint and from it."""
+
+import pytest
+import torch
+from lora_model import drawn, same_bits
+from tiny_hf import tiny, transformers
+from torch.testing import assert_close
+
+from funcops import Needs, WithExtras, chain, random
+from funcops.errors import CheckpointError
+from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_lora
+from funcops.models import decoder, decoder_x, from_hf, generate, peft_names, to_hf
+from funcops.trees import paths
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:.*")
+ATTENTION, UP = ("*.attn.qkv.*.proj", "*.attn.out", "*.mlp.down"), ("*.mlp.up",)
+MODULES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+IDS = torch.arange(10).view(2, 5)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama") / "model"
+    tiny("llama").save_pretrained(folder)
+    return folder
+
+
+def theirs(folder, adapters):
+    return peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(folder).eval(), adapters).eval()
+
+
+def logits(params, cfg, model):
+    return chain.fwd(params, decoder_x(cfg, IDS, params["embed"].weight.dtype), model, needs=Needs.NONE)[0]
+
+
+def test_adapters_of_every_linear_go_to_peft_and_come_back(llama, tmp_path):
+    pretrained, cfg = from_hf(llama)
+    model = with_lora(decoder(cfg), 3, (*ATTENTION, *UP), alpha=6.0)
+    params = drawn(lora_init(pretrained, model, key=random.key(0)), model)
+    globs = {"blocks.*.attn.qkv.*.proj": "model.layers.*.self_attn.*_proj", "blocks.*.attn.out": "model.layers.*.self_attn.o_proj",
+             "blocks.*.mlp.up": ("model.layers.*.mlp.gate_proj", "model.layers.*.mlp.up_proj"),
+             "blocks.*.mlp.down": "model.layers.*.mlp.down_proj"}  # fmt: skip
+    for i, names in enumerate((peft_names(cfg, model), globs)):
+        save_adapter(tmp_path / str(i), params, model, names=names)
+        with torch.no_grad():
+            assert_close(theirs(llama, tmp_path / str(i))(IDS).logits, logits(params, cfg, model), rtol=1e-4, atol=1e-5)
+        again = load_adapter(tmp_path / str(i), lora_init(pretrained, model, key=random.key(1)), model, names=names)
+        assert same_bits(adapter(again, model), adapter(params, model))
+
+
+def test_adapters_that_peft_made_of_gate_and_up_are_one_of_twice_the_rank(llama, tmp_path):
+    torch.manual_seed(0)
+    base = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    made = peft.get_peft_model(base, peft.LoraConfig(r=2, lora_alpha=6, target_modules=MODULES, init_lora_weights=False)).eval()
+    made.save_pretrained(tmp_path)
+    pretrained, cfg = from_hf(llama)
+    model = with_lora(with_lora(decoder(cfg), 2, ATTENTION, alpha=6.0), 4, UP, alpha=12.0)
+    params = load_adapter(tmp_path, lora_init(pretrained, model, key=random.key(0)), model, names=peft_names(cfg, model))
+    with torch.no_grad():
+        assert_close(made(IDS).logits, logits(params, cfg, model), rtol=1e-4, atol=1e-5)
+    one = with_lora(decoder(cfg), 2, (*ATTENTION, *UP), alpha=6.0)
+    said = r"lora_A of model\.layers\.0\.mlp\.up_proj must be that of .*gate_proj .*rank 4 with alpha 12 at blocks\.0\.mlp\.up"
+    with pytest.raises(CheckpointError, match=said):
+        load_adapter(tmp_path, lora_init(pretrained, one, key=random.key(0)), one, names=peft_names(cfg, one))
+    other = with_lora(with_lora(decoder(cfg), 2, ATTENTION, alpha=6.0), 3, UP, alpha=9.0)
+    with pytest.raises(CheckpointError, match="r of model.layers.0.mlp.gate_proj must be 3, as in cfg, of each with one .* got 2"):
+        load_adapter(tmp_path, lora_init(pretrained, other, key=random.key(0)), other, names=peft_names(cfg, other))
+
+
+def test_a_file_of_float32_beside_a_base_of_16_bits(llama, tmp_path):
+    pretrained, cfg = from_hf(llama, dtype=torch.bfloat16)
+    model = with_lora(decoder(cfg), 2, UP)
+    masters = drawn(lora_init(pretrained, model, key=random.key(0), dtype=torch.float32), model)
+    save_adapter(tmp_path, masters, model)
+    params = lora_init(pretrained, model, key=random.key(1))
+    with pytest.raises(CheckpointError, match="mis-typed"):
+        load_adapter(tmp_path, params, model)
+    assert same_bits(adapter(load_adapter(tmp_path, params, model, dtype=torch.float32), model), adapter(masters, model))
+    got = load_adapter(tmp_path, params, model, dtype=torch.bfloat16)
+    assert {t.dtype for t in paths(adapter(got, model)).values()} == {torch.bfloat16}
+    want = {path: t.bfloat16() for path, t in paths(adapter(masters, model)).items()}
+    assert all(torch.equal(t, want[path]) for path, t in paths(adapter(got, model)).items())
+    assert logits(got, cfg, model).isfinite().all()
+
+
+@pytest.mark.parametrize("family, at", [("phi3", "q.proj"), ("gpt2", "v.proj"), ("deepseek_v3", "q.up")])
+def test_linears_that_are_no_modules_of_their_own_raise(family, at, tmp_path):
+    tiny(family).save_pretrained(tmp_path / "model")
+    _, cfg = from_hf(tmp_path / "model")
+    with pytest.raises(ValueError, match=rf"peft_names: model must be .*, got an adapter at blocks\S*\.attn\.qkv\.{at}, "):
+        peft_names(cfg, with_lora(decoder(cfg), 2, (f"*.attn.qkv.{at}",)))
+
+
+def test_params_with_a_loss_and_without_one(llama, tmp_path):
+    """What takes those of a decoder takes them with "loss": None; what makes those of a config with a loss asks for it."""
+    pretrained, cfg = from_hf(llama)
+    model, lossy = (with_lora(decoder(cfg, loss=loss), 2, UP) for loss in (False, True))
+    with pytest.raises(ValueError, match=r"lora_init: params must be those of the base .*, got missing \['loss'\], extra \[\]"):
+        lora_init(pretrained, lossy, key=random.key(0))
+    params = drawn(lora_init({**pretrained, "loss": None}, lossy, key=random.key(0)), lossy)
+    loss, _ = chain.fwd(params, decoder_x(cfg, IDS, torch.float32, labels=IDS), lossy, needs=Needs.NONE)
+    assert loss.isfinite()
+    want = torch.stack(list(generate({k: v for k, v in params.items() if k != "loss"}, cfg, IDS, 3, model=model)))
+    assert torch.equal(torch.stack(list(generate(params, cfg, IDS, 3, model=model))), want)
+    assert torch.equal(torch.stack(list(generate(merge(params, lossy), cfg, IDS, 3))), want)
+    to_hf(merge(params, lossy), cfg, tmp_path / "merged")
+    with pytest.raises(CheckpointError, match=r"to_hf: params must be .*without adapters \(lora.merge\), got adapters"):
+        to_hf(params, cfg, tmp_path / "not")
+    with pytest.raises(TypeError, match=r"merge them, or give model=.*missing \[.*\] and \d+ more, extra") as caught:
+        generate(params, cfg, IDS, 3)
+    assert len(str(caught.value)) < 400
+    for other in (lossy, with_lora(decoder(cfg), 2, UP, dropout=0.1)):
+        with pytest.raises(ValueError, match=r"generate: model must be made of decoder\(cfg\), whose extras are .*, got \["):
+            generate(params, cfg, IDS, 3, model=other)
+
+
+def test_dropout_beside_a_decoder(llama):
+    """Trained by the config with dropout, whose key stands among the extras, and used by the one without."""
+    pretrained, cfg = from_hf(llama)
+    model = with_lora(decoder(cfg), 2, UP, dropout=0.5)
+    params = drawn(lora_init(pretrained, model, key=random.key(0)), model)
+    x = decoder_x(cfg, IDS, torch.float32, key=random.key(1))
+    by_hand = WithExtras(x.main, {**decoder_x(cfg, IDS, torch.float32).extras, "key": random.key(1)})
+    got, want = (chain.fwd(params, one, model, needs=Needs.NONE)[0] for one in (x, by_hand))
+    assert torch.equal(got, want) and not torch.equal(got, logits(params, cfg, with_lora(decoder(cfg), 2, UP)))
