@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable
 from types import EllipsisType
 from typing import Any, NoReturn
 
@@ -248,6 +249,16 @@ def describe(value: Any) -> str:
     if isinstance(value, tuple):
         return f"{type(value).__name__} of {len(value)}"
     return type(value).__name__
+
+
+def differing(given: Iterable[str], wanted: Iterable[str]) -> str:
+    """What is missing and what is extra: the first of each by name, and how many more there are."""
+    given, wanted = list(dict.fromkeys(given)), list(dict.fromkeys(wanted))
+    said = []
+    for kind, names, others in (("missing", wanted, given), ("extra", given, wanted)):
+        odd = [name for name in names if name not in set(others)]
+        said.append(f"{kind} {odd[:2]}{f' and {len(odd) - 2} more' if len(odd) > 2 else ''}")
+    return ", ".join(said)
 
 
 def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.compose.walk import steps, ties
-from funcops.errors import FLOATS, check, describe, fail, require_dtype, require_type
+from funcops.errors import FLOATS, check, describe, differing, fail, require_dtype, require_type
 from funcops.formats import unscaled
 from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
 from funcops.needs import Mask, Needs
@@ -52,8 +52,7 @@ def lora_init(params: Any, cfg: Any, *, key: Tensor, dtype: torch.dtype | None =
         params = _put(params, place.path, {BOTH: {BASE: node, LORA: made}, SUM: None})
     given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths(cfg.abstract())
     if given.keys() != wanted.keys():
-        missing, extra = sorted(wanted.keys() - given.keys()), sorted(given.keys() - wanted.keys())
-        fail(where, "params", "those of the base config (None for a step without)", f"missing {missing}, extra {extra}")
+        fail(where, "params", "those of the base config (None for a step without)", differing(given, wanted))
     return params
 
 

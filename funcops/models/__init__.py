@@ -1,6 +1,6 @@
 """Language models: `DecoderConfig` says what one is, `decoder` makes a chain of it, `decode` and `generate` go on with a text, and
-`from_hf` and `to_hf` read and write the checkpoints of Hugging Face's. `moe` is the chain of a mixture of experts alone,
-`plain_experts` that of its experts in steps."""
+`from_hf` and `to_hf` read and write the checkpoints of Hugging Face's; `peft_names` says what PEFT calls a decoder's linears. `moe`
+is the chain of a mixture of experts alone, `plain_experts` that of its experts in steps."""
 
 from funcops.compose.plain_experts import plain_experts as plain_experts
 from funcops.models.cache import Cache as Cache

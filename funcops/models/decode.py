@@ -13,7 +13,7 @@ from funcops import random
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.walk import steps
-from funcops.errors import FLOATS, DonatedError, check, fail, require, require_count, require_type
+from funcops.errors import FLOATS, DonatedError, check, differing, fail, require, require_count, require_type
 from funcops.formats import unscaled
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
 from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_loss
@@ -173,9 +173,8 @@ def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: Decod
     """What ops would say of params one by one, while the stream runs."""
     given, wanted = paths(unscaled(params), is_leaf=stands_for_one), paths((model or _chain_of(cfg)).abstract())
     if given.keys() != wanted.keys():
-        missing, extra = ([path for path in one if path not in other] for one, other in ((wanted, given), (given, wanted)))
         said = "those of decoder(cfg) (with adapters: merge them, or give model=)" if model is None else "those of model"
-        fail(where, "params", said, f"missing {_some(missing)}, extra {_some(extra)}", TypeError)
+        fail(where, "params", said, differing(given, wanted), TypeError)
     for path, want in wanted.items():
         t = given[path]
         if stands_for_one(t):  # in codes, of which its op says more
@@ -184,11 +183,6 @@ def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: Decod
             require(right, where, f"params.{path}", expected, f"{list(t.shape)} on {t.device}")
         elif want is not None:
             check(where, f"params.{path}", t, tuple(want.shape), FLOATS if want.is_floating_point() else want.dtype, ids)
-
-
-def _some(names: list[str]) -> str:
-    """The first of names, and how many more there are."""
-    return f"{names[:2]}{f' and {len(names) - 2} more' if len(names) > 2 else ''}"
 
 
 def _stream(

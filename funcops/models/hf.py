@@ -339,8 +339,8 @@ def to_hf(
     shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Write a checkpoint of family `cfg.family`: config.json, with `fields` that change nothing here (such as "eos_token_id"), and
-    files of at most `shard_bytes`, or one tensor. The folder must be new or empty; it is there whole or not at all. No tokenizer and
-    no generation_config.json are written: copy those of the checkpoint that was read. `params` may have "loss": None.
+    files of at most `shard_bytes`, or one tensor. The folder must be new or empty; it is there whole or not at all. No tokenizer
+    and no generation_config.json are written: copy those of the checkpoint that was read. `params` may have "loss": None.
 
     Raises before anything is written: `ValueError` for a config that the family cannot say or further fields that are not known,
     `CheckpointError` for params that are not those of `decoder(cfg)`, `FileExistsError` for a folder that holds something.

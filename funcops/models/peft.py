@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from funcops.compose.chain import ChainConfig
-from funcops.errors import fail, require_type
-from funcops.lora.params import adapted
+from funcops.errors import fail, require, require_type
+from funcops.lora.rewrite import places as adapted
 from funcops.models.decoder import DecoderConfig
 from funcops.models.fields import family_of
 from funcops.models.hf import places
@@ -37,7 +37,7 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig) -> dict[str, str | tuple[
     require_type(where, "model", model, ChainConfig)
     known = places(cfg, family_of(where, cfg.family))
     found: dict[str, Any] = {}
-    for place in adapted(where, model):
+    for place in adapted(model):
         held = known.get(f"{place.module}.weight")
         if held is None:
             said = "whose weight is in no checkpoint"
@@ -47,4 +47,5 @@ def peft_names(cfg: DecoderConfig, model: ChainConfig) -> dict[str, str | tuple[
             fail(where, "model", "adapted at linears that are whole modules there", f"an adapter at {place.module}, {said}")
         names = tuple(name.removesuffix(".weight") for name in held.names)
         found[place.module] = names[0] if len(names) == 1 else names
+    require(bool(found), where, "model", "one that with_lora made", "one without adapters")
     return found
