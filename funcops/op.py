@@ -173,6 +173,8 @@ def make_op(
     bit (the Split law checks it)."""
     if bool(cheap) != (again is not None):
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
+    if wgrad is not None and init is None:
+        fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
     init = init or _no_params(name, config)
     if wgrad is None:
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)

@@ -179,6 +179,14 @@ def test_near_misses_say_why(words, dtype, reason):
     assert reason in str(explain(made(words), dtype=dtype))
 
 
+@pytest.mark.parametrize("wrong", [{"needs": {}}, {"device_type": 3}, {"device_type": "no such"}, {"dtype": torch.int64}], ids=str)
+@pytest.mark.parametrize("asked", [explain, plan])
+def test_an_error_names_the_function_that_was_called(asked, wrong):
+    (name,) = wrong
+    with pytest.raises((TypeError, ValueError), match=f"^{asked.__name__}: {'device' if name == 'device_type' else name}"):
+        asked(made("bias gelu"), **wrong)
+
+
 def test_explain_shows_inner_chains_as_one_program():
     text = str(explain(gpt2_block_config(64, 4, 96, 0.1)))
     assert "forward   mlp.up + mlp.act: linear + epilogue" in text

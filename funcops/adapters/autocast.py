@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from funcops.marks import version
 from funcops.trees import tensors
 
-LOWER = "lower"  # as autocast's lists have them: products
+LOWER, FLOAT32 = "lower", "float32"  # as autocast's lists have them: products, and what loses too much in 16 bits
 CAST = (torch.float32, torch.bfloat16, torch.float16)  # float64 stays what it is
 any_autocast = torch._C._is_any_autocast_enabled
 _transforms = torch._C._functorch.maybe_current_level
@@ -69,13 +69,21 @@ def without_autocast(tree: Any) -> Any:
 
 
 def casts(rule: str, x: Any, kind: str, own: list[Any]) -> tuple[Any, list[Any]]:
-    """x (a tensor, or a tuple that begins with the one that counts) and parameters in the dtypes that autocast gives them: those of
-    a product in its dtype; those of a norm, where `rule` names the operator of torch, in float32 where autocast knows that."""
-    if not rule or (rule != LOWER and not _known(rule, kind)):
+    """x (a tensor, or a tuple that begins with the one that counts) and parameters in the dtypes that autocast gives them: by
+    "lower" in its dtype, by "float32" in that; by the name of an operator of torch in float32 where autocast has a rule for it; by
+    "" as they are."""
+    if not rule or (rule not in (LOWER, FLOAT32) and not _known(rule, kind)):
         return x, own
     dtype = torch.get_autocast_dtype(kind) if rule == LOWER else torch.float32
     x = (cast(x[0], dtype), *x[1:]) if type(x) is tuple else cast(x, dtype)
     return x, [None if t is None else cast(t, dtype) for t in own]
+
+
+def is_rule(rule: Any) -> bool:
+    """Whether `casts` knows it."""
+    if rule in ("", LOWER, FLOAT32):
+        return True
+    return isinstance(rule, str) and rule.startswith("aten::") and hasattr(torch.ops.aten, rule.removeprefix("aten::"))
 
 
 _knows: dict[tuple[str, str], bool] = {}

@@ -65,13 +65,17 @@ def plan(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: t
     >>> [line.rule for line in plan(cfg, device_type="cpu").backward]
     [None, None]
     """
-    require_type("plan", "needs", needs, Needs)
-    require_type("plan", "device_type", device_type, str)
-    require_device("plan", device_type)
-    require_dtype("plan", dtype)
+    _check_options("plan", needs, device_type, dtype)
     lowered = lowered_of("plan", cfg, needs)
     found = cover(lowered, device_type, dtype)
     return Plan(_lines(lowered, found.forward), _lines(lowered, found.backward), found.near_misses, _outputs(lowered))
+
+
+def _check_options(where: str, needs: Any, device_type: Any, dtype: Any) -> None:
+    require_type(where, "needs", needs, Needs)
+    require_type(where, "device_type", device_type, str)
+    require_device(where, device_type)
+    require_dtype(where, dtype)
 
 
 def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
@@ -115,8 +119,8 @@ class Explained(NamedTuple):
 
 def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Explained:
     """What `plan` says of `cfg` and of every program inside it, with the near misses and their reasons. The body of a repeat is
-    shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE. Raises `TypeError` for a config that is no
-    combinator's.
+    shown once, as if all its gradients were asked for, unless `needs` is Needs.NONE. It needs neither params nor an x. Raises
+    `TypeError` for a config that is no combinator's, and for needs, a device type or a dtype that are none.
 
     >>> from funcops import ActivationConfig, BiasConfig, ChainConfig, Step, activation, bias, explain
     >>> cfg = ChainConfig(steps=(Step("bias", bias, BiasConfig(8)), Step("act", activation, ActivationConfig("gelu"))))
@@ -129,6 +133,7 @@ def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype
     """
     if not hasattr(cfg, "with_parts"):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
+    _check_options("explain", needs, device_type, dtype)
     found: dict[str, Plan] = {}
 
     def visit(inner: Any, path: str, own: Needs) -> None:

@@ -70,7 +70,7 @@ class Case:
     name: str = ""
     free: tuple[str, ...] = ()  # paths, such as "x" or "x.0", of leaves that may have any size
     cancels: tuple[str, ...] = ()  # "x", "params.weight": leaves whose gradient's terms cancel; say why beside it
-    unrounded: tuple[str, ...] = ()  # paths of params of which a wider accumulator gets the sum before it is rounded
+    unrounded: tuple[str, ...] = ()  # "params.weight": of which a wider accumulator gets the sum before it is rounded
     exempt: tuple[str, ...] = ()  # laws that cannot hold here; say why beside it
     device: str = "cpu"
     bits: int | None = None  # of a sum's mantissa, where the device's products keep fewer than their dtype has

@@ -7,6 +7,7 @@ led to it.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -22,7 +23,7 @@ from funcops.formats import dense
 from funcops.needs import Mask, Needs
 from funcops.op import Op
 from funcops.program.values import abstract_params, parts_of
-from funcops.schema import AGAIN, Saved
+from funcops.schema import AGAIN, DGRAD, WGRAD, Field, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close
@@ -35,6 +36,10 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
     op, cfg = case.op, case.cfg
     params, x, y, residuals, dy, full = run(case, dtype)
     assert op.fwd(params, x, cfg, needs=Needs.NONE)[1] is None, "Needs.NONE keeps nothing"
+    if op.again is not None:
+        _, kept = op.fwd(params, x, cfg, needs=Needs.NONE.with_again())
+        with _naming_what_lacks("again", Needs.NONE.with_again(), kept, residuals):
+            same_bits(op.again(kept, cfg), y, "y had again, where no gradient is needed")
     _aliases_are_inputs(residuals, (params, x))
     _aliases_are_what_they_say(residuals, {"params": params, "x": x, "y": y})
     _, pending = op.dgrad(residuals, dy, cfg)
@@ -42,7 +47,8 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
         _, kept = op.fwd(params, x, cfg, needs=needs)
         _keeps(kept, residuals, needs, "residuals")
         want = _masked(full, needs)
-        got = op.bwd(kept, dy, cfg)
+        with _naming_what_lacks("bwd", needs, kept, residuals):
+            got = op.bwd(kept, dy, cfg)
         for path, g in paths(got[0]).items():
             wanted, found = ("None" if part is None else "a gradient" for part in (paths(want[0])[path], g))
             assert wanted == found, f"dparams.{path} under {needs} must be {wanted}, got {found}"
@@ -55,6 +61,28 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
             into = tree_map(lambda g: None if g is None else torch.ones_like(g), got[0])
             total, _ = op.bwd(kept, dy, cfg, into=into)
             assert_close(total, tree_map(lambda g: None if g is None else g + 1, got[0]), dtype=dtype, what=f"into under {needs}")
+
+
+@contextlib.contextmanager
+def _naming_what_lacks(what: str, needs: Needs, kept: Any, full: Any) -> Iterator[None]:
+    """What reads a field that was not kept says only that None has no such attribute: say which fields were not, and why."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        lacks = [
+            name for name in getattr(full, "fields", ()) if getattr(full, name) is not None and getattr(kept, name, None) is None
+        ]
+        if not lacks:
+            raise
+        said = "; ".join(f"residuals.{name} is None there: {_declared(full.fields[name])}" for name in lacks)
+        raise AssertionError(f"{what} under {needs} raised {type(error).__name__}: {error}; {said}") from error
+
+
+def _declared(field: Field) -> str:
+    """Why a field is kept, as its declaration says it."""
+    phases = "|".join(str(phase.name) for phase in (DGRAD, WGRAD, AGAIN) if phase in field.needed_by)
+    usual = tuple(side for phase, side in ((DGRAD, "x"), (WGRAD, "params")) if phase in field.needed_by)
+    return f"needed_by={phases}" + (f", of={field.of}" if field.of != usual else "")
 
 
 def masks(params: Any, x: Any) -> Iterator[Needs]:

@@ -60,7 +60,7 @@ def _split_into(case: Case, dtype: torch.dtype, residuals: Any, dy: Any, pending
     params, x = tree_map_tensors(lambda t: t.double() if t.is_floating_point() else t, case.make(dtype))
     y, exact = case.op.fwd(params, x, case.cfg)
     d_exact, _ = case.op.bwd(exact, tree_map(lambda d, o: None if d is None else d.to(o.dtype), dy, y), case.cfg)
-    found, sought = paths(total), paths(d_exact)
+    found, sought = paths({"params": total}), paths({"params": d_exact})
     for path in case.unrounded:
         assert_close(found[path] - 1, sought[path], dtype=torch.float32, length=4096, what=f"into.{path}, unrounded,")
 
@@ -209,8 +209,10 @@ def law_compiles(case: Case, dtype: torch.dtype, backend: str = "aot_eager", dyn
 
 
 def law_edges(case: Case, dtype: torch.dtype) -> None:
-    """Inputs and cotangents of any strides give the same values as contiguous ones, whatever fresh memory holds."""
+    """Inputs and cotangents of any strides give the same values as contiguous ones, whatever fresh memory holds; an x without
+    leading dimensions, where the op takes one, those of one row."""
     params, x, y, residuals, dy, gradients = run(case, dtype)
+    _without_leading(case, params, x, dtype)
     for name, layout in LAYOUTS.items():
         with poisoned_empties():
             y2, kept = case.op.fwd(tree_map_tensors(layout, params), tree_map_tensors(layout, x), case.cfg)
@@ -223,6 +225,37 @@ def law_edges(case: Case, dtype: torch.dtype) -> None:
         with poisoned_empties():
             got = case.op.bwd(residuals, repeated, case.cfg)
         assert_close(got, want, dtype=dtype, what=f"gradients of a dy expanded along {dim}")
+
+
+def _without_leading(case: Case, params: Any, x: Any, dtype: torch.dtype) -> None:
+    """Where `[*, D]` is declared, x may be [D]. An op that refuses it, or its row [1, D], has said so."""
+    leading = max([t.dim() for t in tensors(x)], default=0) - 1
+    if leading < 1 or any(0 in t.shape[:leading] for t in tensors(x)):
+        return
+    bare = tree_map_tensors(lambda t: t[(0,) * min(leading, t.dim())], x)
+    row = tree_map_tensors(lambda t, of: t.unsqueeze(0) if of.dim() else t, bare, x)
+    try:
+        y, residuals = case.op.fwd(params, bare, case.cfg)
+        want, kept = case.op.fwd(params, row, case.cfg)
+    except (TypeError, ValueError):
+        return
+    dy = float_like(y, 7)
+    try:
+        dparams, dx = case.op.bwd(residuals, dy, case.cfg)
+    except Exception as error:
+        shapes = ", ".join(str(list(t.shape)) for t in tensors(bare))
+        raise AssertionError(
+            f"bwd of an x without leading dimensions, {shapes}, which fwd takes, raised {type(error).__name__}: {error}"
+        ) from error
+    as_row = case.op.bwd(kept, _shaped(dy, want), case.cfg)
+    _mirrors(dparams, as_row[0], "dparams of an x without leading dimensions:")
+    _mirrors(dx, dense(bare), "dx of an x without leading dimensions:")
+    for what, got, expected in (("y", y, want), ("gradients", (dparams, dx), as_row)):
+        assert_close(_shaped(got, expected), dense(expected), dtype=dtype, what=f"{what} of an x without leading dimensions")
+
+
+def _shaped(tree: Any, like: Any) -> Any:
+    return tree_map(lambda t, of: t.reshape(of.shape) if isinstance(t, Tensor) else t, dense(tree), dense(like))
 
 
 LAWS: dict[str, Callable[[Case, torch.dtype], None]] = {
@@ -243,6 +276,18 @@ LAWS: dict[str, Callable[[Case, torch.dtype], None]] = {
 }
 
 
+def _check_paths(case: Case) -> None:
+    """A path that no leaf has would loosen nothing and ask for nothing, in silence."""
+    if not (case.free or case.cancels or case.unrounded):
+        return
+    params, x = case.make(case.dtypes[0])
+    of_params, of_x = (list(paths({side: tree})) for side, tree in (("params", params), ("x", x)))
+    for name, known in (("free", [*of_x, *of_params]), ("cancels", [*of_x, *of_params]), ("unrounded", of_params)):
+        for path in getattr(case, name):
+            ok = path in known or (name == "free" and path.partition(".")[0] == "dy")
+            require(ok, "check_op", name, f"paths among {', '.join(known) or '(the op has no params)'}", repr(path))
+
+
 def check_op(
     op: Op,
     *,
@@ -261,7 +306,8 @@ def check_op(
     x: a function of a `Draw` that makes x (or a tree of tensors, cast to each dtype); reference: plain differentiable
     PyTorch for y, `reference(params, x, cfg)`; params: likewise, by default drawn in the shapes of `op.init`;
     free: paths of leaves that may have any size (`"x"`, `"x.0"`), which are left out of the bad calls; cancels: paths of leaves
-    whose gradients' terms cancel; unrounded: paths of params of which wider accumulators get the sum before it is rounded.
+    whose gradients' terms cancel; unrounded: paths of params (`"params.weight"`) of which wider accumulators get the sum before it
+    is rounded. Raises `ValueError` for laws and paths that there are not.
 
     >>> from funcops import ScaleConfig, scale
     >>> from funcops.testing import LAWS, check_op
@@ -296,6 +342,7 @@ def check_op(
     right = isinstance(laws, tuple) and laws and set(laws) <= LAWS.keys()
     require(bool(right), "check_op", "laws", f"a tuple of some of {', '.join(LAWS)}", repr(laws))
     require(bool(dtypes), "check_op", "dtypes", "at least one dtype", repr(dtypes))
+    _check_paths(case)
     for dtype in dtypes:
         for name in laws:
             if name == "compiles" and dtype is not dtypes[0]:

@@ -21,7 +21,7 @@ def case(batches, times, channels, **options):
         cfg=CausalConv1dConfig(channels, **options),
         x=lambda d: d.randn(batches, times, channels),
         reference=reference,
-        unrounded=("weight", "bias") if options.get("bias", True) else ("weight",),
+        unrounded=("params.weight", "params.bias") if options.get("bias", True) else ("params.weight",),
         name=f"causal_conv1d-{batches}-{times}-{channels}-{options}",
     )
 

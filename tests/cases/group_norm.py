@@ -17,7 +17,7 @@ def case(batches, groups, of_group, *places, master=False, **options):
         cfg=GroupNormConfig(groups, channels, **options),
         x=lambda d: d.randn(batches, channels, *places),
         reference=lambda params, x, cfg: F.group_norm(x, cfg.groups, params.weight, params.bias, cfg.eps),
-        unrounded=("weight", "bias"),
+        unrounded=("params.weight", "params.bias"),
         **extra,
         name=f"group_norm-{batches}-{groups}-{of_group}-{places}-{options}{'-master' * master}",
     )

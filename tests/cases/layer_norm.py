@@ -23,7 +23,7 @@ def case(rows, dim, master=False, **options):
         cfg=cfg,
         x=lambda d: d.randn(*rows, *cfg.dim),
         reference=reference,
-        unrounded=("weight", "bias") if options.get("bias", True) else ("weight",),
+        unrounded=("params.weight", "params.bias") if options.get("bias", True) else ("params.weight",),
         name=f"layer_norm-{rows}-{dim}-{options}{'-master' * master}",
         **extra,
     )

@@ -12,7 +12,7 @@ def case(rows, i, o, bias=True):
         cfg=LinearConfig(i, o, bias=bias),
         x=lambda d: d.randn(*rows, i),
         reference=lambda params, x, cfg: F.linear(x, params.weight, params.bias),
-        unrounded=("bias",) if bias else (),  # the weight's product is rounded on the CPU
+        unrounded=("params.bias",) if bias else (),  # the weight's product is rounded on the CPU
         name=f"linear-{rows}-{i}-{o}-{bias}",
     )
 

@@ -23,7 +23,7 @@ def case(rows, dim, master=False, **options):
         cfg=cfg,
         x=lambda d: d.randn(*rows, *cfg.dim),
         reference=reference,
-        unrounded=("weight",),
+        unrounded=("params.weight",),
         name=f"rms_norm-{rows}-{dim}-{options}{'-master' * master}",
         **extra,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -10,15 +11,16 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Proxy
 
-from funcops.adapters.autocast import any_autocast, casts, is_on, outside
+from funcops.adapters.autocast import any_autocast, casts, is_on, is_rule, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
 from funcops.errors import FLOATS, describe, fail
 from funcops.op import Op
-from funcops.trees import tree_map_tensors
+from funcops.trees import tensors, tree_map_tensors
 
 _compiling = torch.compiler.is_dynamo_compiling
 CACHES = ("_cfg", "_cached", "_made")  # attributes that a call finds or makes
+UNPREPARED = object()
 PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # and others as they are met
 
 
@@ -52,16 +54,36 @@ class Prepared(nn.Module):
 
 
 class OpModule(Prepared):
-    """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. `values`: the attributes that
-    the config is made of; `fields`: the parameters, in the order of `params_class`; `autocast`: which of autocast's lists it is on.
+    """A module that runs one op: `op`, `cfg` and `op_params()` are what the functional face takes. A class of one's own says
 
-    x of a dtype that is not in `dtypes`, or not beside the first parameter's in `pairs`, is left to torch.
+    - `op`; `params_class`, the class of the op's params, None where it has none; `fields`, the attributes that hold the parameters,
+      in the order of `params_class`;
+    - `values`, the attributes that the config is made of. They are fields of the config by the same names; where they are not, the
+      class has a `make_cfg(self)` that returns the config of what they say. Set to another value, they make another config;
+    - `autocast`, in which dtype x and the parameters come to the op where `torch.autocast` is on: "" (the default) as they are,
+      "lower" in autocast's dtype, as for a product, "float32" in that, as for a loss; the name of an operator of torch, such as
+      "aten::layer_norm", in float32 where autocast has a rule for it;
+    - `dtypes` and `pairs`: x of a dtype that is not in `dtypes`, or not beside the first parameter's in `pairs`, is left to
+      `plain(x)`: the forward of the module of torch that the class also is, if any.
+
+    Attributes and parameters are set after `super().__init__()`, as in any module: the config is made when it is first asked for.
+
+    Raises, when the class is made, `ValueError` for values that do not make a config and for an unknown `autocast`; when it is
+    called, what the op raises.
 
     >>> import torch
-    >>> from funcops import nn
-    >>> layer = nn.Linear(3, 2)
-    >>> isinstance(layer, nn.OpModule), layer.op, layer.cfg.in_features
-    (True, linear, 3)
+    >>> from funcops import GLUConfig, glu, nn
+    >>> class SwiGLU(nn.OpModule):
+    ...     op, values, autocast = glu, ("kind",), "lower"
+    ...     def __init__(self, kind="swiglu"):
+    ...         super().__init__()
+    ...         self.kind = kind
+    ...
+    >>> layer = SwiGLU()
+    >>> layer(torch.ones(3, 8)).shape, layer.cfg.kind
+    (torch.Size([3, 4]), 'swiglu')
+    >>> isinstance(nn.Linear(3, 2), nn.OpModule), nn.Linear.values
+    (True, ('in_features', 'out_features', 'recipe'))
     """
 
     op: Op
@@ -71,11 +93,22 @@ class OpModule(Prepared):
     autocast: str = ""
     dtypes: frozenset[Any] = frozenset(FLOATS)
     pairs: frozenset[Any] = frozenset()
+    _of_torch: bool = False  # whether there is a forward for `plain`
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not is_rule(cls.autocast):
+            known = '"", "lower", "float32" or an operator of torch ("aten::layer_norm")'
+            fail(cls.__name__, "autocast", known, repr(cls.autocast))
+        if "values" in cls.__dict__ and cls.make_cfg is OpModule.make_cfg and isinstance(getattr(cls, "op", None), Op):
+            _check_values(cls)
+        beside = cls.__mro__[cls.__mro__.index(OpModule) + 1 :]
+        cls._of_torch = any("forward" in vars(base) for base in beside if base is not nn.Module)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in OpModule._read_by(self):
-            self.__dict__.pop("_cfg", None)
+        if name in OpModule._read_by(self) and self.__dict__.pop("_cfg", UNPREPARED) is not UNPREPARED and not _compiling():
+            prepare(self)  # set after super().__init__(): as there, it may be complete now
 
     @staticmethod
     def _read_by(module: Any) -> tuple[str, ...]:
@@ -97,8 +130,12 @@ class OpModule(Prepared):
         return made
 
     def make_cfg(self) -> Any:
-        """The config, made of `values` and `fields`. Raises `ValueError` for what the op does not have."""
-        raise NotImplementedError
+        """The config, made of `values` and `fields`: of the op's config's fields by these names. Raises `ValueError` for what the op
+        does not have."""
+        if not isinstance(getattr(type(self), "op", None), Op):
+            fail(type(self).__name__, "op", "an op, as an attribute of the class", "none", TypeError)
+        _check_values(type(self))
+        return self.op.config(**{name: getattr(self, name) for name in self.values})
 
     def op_params(self) -> Any:
         """The op's params tree; its leaves are the module's own parameters."""
@@ -109,7 +146,11 @@ class OpModule(Prepared):
         return x
 
     def plain(self, *given: Any) -> Any:
-        """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know."""
+        """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know, and
+        for dtypes that are not the op's. Raises `TypeError` where the class is no module of torch beside."""
+        if not self._of_torch:
+            wanted = f"plain tensors, x of {', '.join(sorted(map(str, self.dtypes)))}, as the class has no plain(x)"
+            fail(type(self).__name__, "x and parameters", wanted, ", ".join(map(_kind_of, [*given, *self._own()])), TypeError)
         return super().forward(*given)  # type: ignore[misc]
 
     def forward(self, x: Any) -> Any:
@@ -140,7 +181,17 @@ class OpModule(Prepared):
         """The op where autocast is on: outside of it, on what autocast would have cast."""
         given, own = casts(self.autocast, given, kind, own)
         with outside(kind):
-            return run(self.op, self._params(own), given, self.known_cfg())
+            if self.autocast or not self.fields or _compiling():
+                return run(self.op, self._params(own), given, self.known_cfg())
+            try:
+                return run(self.op, self._params(own), given, self.known_cfg())
+            except (TypeError, ValueError) as error:
+                dtypes = {t.dtype for t in tensors((given, own)) if t.is_floating_point()}
+                if len(dtypes) < 2:
+                    raise
+                name = type(self).__name__
+                hint = f'torch.autocast is on: {name}.autocast = "lower" or "float32" gives x and the parameters one dtype'
+                raise type(error)(f"{error} ({hint})") from error
 
     def launched(self, own: list[Any], given: Any) -> Any:
         """The op, with or without autocast, for modules with a forward of their own."""
@@ -157,13 +208,28 @@ class OpModule(Prepared):
         return [parameters[name] if name in parameters else getattr(self, name) for name in self.fields]
 
 
+def _check_values(cls: Any) -> None:
+    """Whether a config can be made of the `values` of a class without a `make_cfg` of its own."""
+    config = cls.op.config
+    fields = [f for f in dataclasses.fields(config) if f.init]
+    asked = {f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING}
+    if not asked <= set(cls.values) <= {f.name for f in fields}:
+        names = ", ".join(f.name + ("" if f.name in asked else " (optional)") for f in fields) or "(none)"
+        fail(cls.__name__, "values", f"fields of {config.__name__}: {names}; or the class has a make_cfg(self)", repr(cls.values))
+
+
+def _kind_of(t: Any) -> str:
+    return f"{type(t).__name__} of {t.dtype}" if isinstance(t, Tensor) else describe(t)
+
+
 class Call:
     """What a call of a module gives to `run` beside x, as long as the module is what it was."""
 
     __slots__ = ("before", "bounds", "cfg", "first", "leaves", "op", "params", "same")
 
     def __init__(self, module: Any, own: list[Any], leaves: list[Any]) -> None:
-        self.op, self.cfg, self.params = module.op, module.known_cfg(), module._params(own)
+        self.cfg = module.known_cfg()
+        self.op, self.params = module.op, module._params(own)
         self.leaves, self.first = leaves, own[0] if own else None
         self.same, self.before = same_parameters(module.fields), parameters_of(module, module.fields)
         self.bounds: dict[Any, Any] = {}
@@ -213,7 +279,7 @@ def prepare(module: Any) -> None:
     try:
         module.known_cfg()
     except (AttributeError, KeyError, TypeError, ValueError):
-        return  # not yet complete, or wrong: its first use says so
+        module.__dict__.setdefault("_cfg", None)  # not yet complete, or wrong: its first use says so
 
 
 def config_or_absent(module: Any) -> Any:

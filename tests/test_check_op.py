@@ -1,0 +1,130 @@
+"""What `check_op` says of an op that is wrong, and of a call of it that is."""
+
+import re
+from dataclasses import field
+
+import pytest
+import torch
+
+from funcops import LinearConfig, linear
+from funcops.accumulators import accumulate
+from funcops.errors import FLOATS, check
+from funcops.needs import Needs
+from funcops.op import again_of, config, dgrad_of, forward, make_op, wgrad_of
+from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved
+from funcops.testing import check_op
+from funcops.trees import leaf, tree
+
+# y = x exp(a): both halves and y once more read both fields
+
+
+@config
+class GrowConfig:
+    dim: int = field(kw_only=False)
+
+
+@tree
+class GrowParams:
+    a: torch.Tensor = leaf("[D]")
+
+
+def grow_of(needed_by=DGRAD | WGRAD | AGAIN, rows=lambda t: t.reshape(-1, t.shape[-1]).sum(0)):
+    """The op with `a` declared to be needed by this, and with these sums over rows."""
+
+    class GrowResiduals(Residuals):
+        x: torch.Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | WGRAD | AGAIN)
+        a: torch.Tensor = saved("[D]", alias="params.a", needed_by=needed_by)
+
+    class GrowPending(Pending):
+        x: torch.Tensor = saved("[*, D]", alias="residuals.x", needed_by=WGRAD)
+        a: torch.Tensor = saved("[D]", alias="residuals.a", needed_by=WGRAD)
+        dy: torch.Tensor = saved("[*, D]", alias="dy", needed_by=WGRAD)
+
+    def grow_init(cfg, *, key=None, device=None, dtype=None):
+        return GrowParams(torch.ones(cfg.dim, device=device, dtype=dtype))
+
+    @forward(GrowConfig, GrowParams)
+    def grow_fwd(params, x, cfg, *, needs=Needs.ALL):
+        check("grow_fwd", "x", x, (..., cfg.dim), FLOATS)
+        check("grow_fwd", "params.a", params.a, (cfg.dim,), x.dtype, x)
+        return x * params.a.exp(), GrowResiduals.keep(cfg, needs, x=x, a=params.a)
+
+    @again_of(GrowResiduals)
+    def grow_again(residuals, cfg):
+        return residuals.x * residuals.a.exp()
+
+    @dgrad_of(GrowResiduals)
+    def grow_dgrad(residuals, dy, cfg):
+        x, a = residuals.x, residuals.a
+        check("grow_dgrad", "dy", dy, x.shape, x.dtype, x)
+        dx = dy * a.exp() if residuals.needs.x else None
+        return dx, GrowPending.keep(cfg, residuals.needs, x=x, a=a, dy=dy)
+
+    @wgrad_of(GrowPending, GrowParams)
+    def grow_wgrad(pending, cfg, *, into=None):
+        wide = torch.promote_types(pending.dy.dtype, torch.float32)
+        x, a, dy = (t.to(wide) for t in (pending.x, pending.a, pending.dy))
+        da = rows(dy * x * a.exp())
+        if into is None or getattr(into.a, "dtype", None) is not wide:
+            da = da.to(pending.dy.dtype)
+        return accumulate("grow_wgrad", GrowParams(da), into)
+
+    return make_op(
+        "grow", GrowConfig, init=grow_init, fwd=grow_fwd, dgrad=grow_dgrad, wgrad=grow_wgrad, cheap="elementwise", again=grow_again
+    )
+
+
+def checked(op, *laws, dtypes=(torch.float64, torch.bfloat16), x=lambda draw: draw.randn(3, 5), **options):
+    def reference(params, x, cfg):
+        return x * params.a.exp()
+
+    check_op(op, cfg=GrowConfig(5), x=x, reference=reference, laws=laws, dtypes=dtypes, **options)
+
+
+def test_a_field_that_both_halves_read():
+    checked(grow_of(), "split", "pure", "mirror", "frugal", "right", "edges", "loud", unrounded=("params.a",))
+    checked(grow_of(), "edges", x=lambda draw: draw.randn(5))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        (lambda t: t.flatten(0, -2).sum(0), "raised IndexError"),
+        (lambda t: t.sum(tuple(range(t.dim() - 1)), keepdim=t.dim() == 1), "a: torch.Size"),  # dim=() is all of them
+    ],
+)
+def test_a_sum_over_rows_that_takes_no_x_without_any(rows, said, shape):
+    with pytest.raises(AssertionError, match=rf"law 'edges', .*: .* of an x without leading dimensions.*{said}"):
+        checked(grow_of(rows=rows), "edges", x=lambda draw: draw.randn(*shape))
+
+
+@pytest.mark.parametrize(
+    ("needed_by", "said"),
+    [
+        (DGRAD | AGAIN, "bwd under Needs(x=False, params=True) raised AttributeError: .*; residuals.a is None there: needed_by=DGRAD|AGAIN"),
+        (WGRAD | AGAIN, "bwd under Needs(x=True, params=False) raised AttributeError: .*; residuals.a is None there: needed_by=WGRAD|AGAIN"),
+        (DGRAD | WGRAD, "again under Needs(x=False, params=False, again=True) raised AttributeError: .*; residuals.a is None there: needed_by=DGRAD|WGRAD"),
+    ],
+)  # fmt: skip
+def test_a_field_that_is_read_and_not_declared_is_named(needed_by, said):
+    with pytest.raises(AssertionError) as raised:
+        checked(grow_of(needed_by), "frugal")
+    head, tail = said.split(".*")
+    assert re.match(f"law 'frugal', torch.float64: {re.escape(head)}.*{re.escape(tail)}", str(raised.value)), raised.value
+
+
+@pytest.mark.parametrize("option", ["free", "cancels", "unrounded"])
+@pytest.mark.parametrize("path", ["params.nope", "nope", "x.7"])
+def test_a_path_that_the_op_does_not_have_is_refused(option, path):
+    with pytest.raises(ValueError, match=rf"check_op: {option} must be paths among .*params\.weight.*, got '{path}'"):
+        check_op(
+            linear, cfg=LinearConfig(5, 3), x=lambda draw: draw.randn(3, 5), reference=lambda params, x, cfg: x, **{option: (path,)}
+        )
+
+
+def test_an_op_with_params_and_no_init_is_refused():
+    """A chain would take it for one without params, and give them no gradient."""
+    op = grow_of()
+    with pytest.raises(ValueError, match="make_op 'grow': init must be given together with wgrad"):
+        make_op("grow", GrowConfig, fwd=op.fwd, dgrad=op.dgrad, wgrad=op.wgrad)
