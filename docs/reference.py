@@ -1,6 +1,6 @@
-"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Nothing is listed here: the groups
-are those of `help(funcops)`, an operator's file says what belongs to it, and a room (`funcops.optim` and so on) what it takes in
-by name."""
+"""The public names, by group, as Markdown pages from which mkdocstrings makes the reference. Hardly anything is listed here: the
+groups are those of `help(funcops)`, an operator's file says what belongs to it, and a room (`funcops.optim` and so on) what it
+takes in by name. `AUTHORS` are the names with which an op is written, of modules that have others too."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ import funcops
 from docs import examples
 
 ROOMS = tuple(funcops._ROOMS)
+AUTHORS = {
+    "funcops.op": ("make_op", "config", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
+    "funcops.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
+    "funcops.accumulators": ("accumulate",),
+    "funcops.errors": ("check", "FLOATS"),
+}
 GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")
 
 
@@ -41,7 +47,12 @@ class Page:
 
 def pages() -> list[Page]:
     groups = [Page(title, _path(title), "", tuple(_sections(names))) for title, names in _groups()]
-    return [*(page for page in groups if page.sections), *map(_room, ROOMS)]
+    return [*(page for page in groups if page.sections), _authors(), *map(_room, ROOMS)]
+
+
+def _authors() -> Page:
+    names = [f"{module}.{name}" for module, found in AUTHORS.items() for name in found]
+    return Page("For authors of ops", "reference/authors.md", "", tuple(Section(name, None, (name,)) for name in names))
 
 
 def public() -> list[str]:

@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 def accumulate(where: str, gradients: T, into: T | None) -> T:
-    """`gradients`, or `into` with the gradients added in place, after a check of every leaf."""
+    """`gradients`, or `into` with the gradients added in place, after a check of every leaf: what a `wgrad` returns.
+
+    Raises `TypeError` or `ValueError`, before anything is added, for an `into` that lacks an accumulator of a gradient's shape and
+    device, in its dtype or a wider one, and of its own memory."""
     if into is None:
         return gradients
     check_into(where, into, gradients)

@@ -169,8 +169,14 @@ def make_op(
     ahead: Any = None,
 ) -> Op:  # fmt: skip
     """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
-    functions carry the decorators below, which name the classes of its trees; a given `bwd` must equal `dgrad` then `wgrad` bit for
-    bit (the Split law checks it)."""
+    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
+    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` where
+    y costs little more than reading x, together with `again(residuals, cfg)`, which gives it once more; `""` for any other op. The
+    others are those of `Op`.
+
+    Raises `ValueError` for another `cheap`, for one of `cheap` and `again` without the other, and for a `wgrad` without `init`."""
+    if cheap not in ("", "elementwise", "norm"):
+        fail(f"make_op {name!r}", "cheap", '"elementwise", "norm" or ""', repr(cheap))
     if bool(cheap) != (again is not None):
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
     if wgrad is not None and init is None:
@@ -213,7 +219,8 @@ def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any
 def forward(
     config: type, params_class: type = NoneType
 ) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:
-    """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it."""
+    """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it. What it makes raises `TypeError` for those of
+    another type, `ValueError` for `needs` of paths that there are not, `RuntimeError` under autocast."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -236,7 +243,8 @@ def forward(
 
 
 def init_of(config: type) -> Callable[[F], F]:
-    """Decorator of an `init`: checks cfg, key, device and dtype, then runs it."""
+    """Decorator of an `init`: checks cfg, key, device and dtype, then runs it. What it makes raises `TypeError` or `ValueError` for
+    others."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__
@@ -283,7 +291,8 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
 
 
 def again_of(node_class: Any) -> Callable[[F], F]:
-    """Decorator of an `again`: checks the class, config and staleness of the residuals, which stay as they are."""
+    """Decorator of an `again`: checks the class, config and staleness of the residuals, which stay as they are. What it makes
+    raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for those of another op or config."""
 
     def decorate(fn: Any) -> Any:
         where = fn.__name__

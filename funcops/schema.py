@@ -80,10 +80,17 @@ def saved(
     tree: bool = False,
     blocks: bool = False,
 ) -> Any:
-    """A kept tensor: its shape, the phase that reads it, what it aliases (`"x"`, `"params.weight"`), and from which
-    other fields it could be recomputed. It is dropped when none of the gradients `of` is needed; `of` follows from
-    `needed_by` (dgrad: x, wgrad: params) where it is not given. `tree`: a tree of tensors, which may be the caller's own.
-    `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compressed it.
+    """A kept tensor, declared as a field of `Residuals` or `Pending`.
+
+    - `shape`: what a report shows, `"[*, D]"`; `*` is any leading dimensions.
+    - `needed_by`: `DGRAD`, `WGRAD`, `AGAIN`, or several of them, `DGRAD | WGRAD`: which functions of the op read it.
+    - `alias`: whose tensor it is, by its path: `"x"`, `"x.0"` of a tuple, `"params.weight"`, `"y"`, of a pending also
+      `"residuals.x"` and `"dy"`; None for a tensor of its own.
+    - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). It is dropped when none of them is needed.
+      Where it is not given it follows from `needed_by`: of DGRAD x, of WGRAD params.
+    - `recompute_from`: the names of other fields that it could be computed from again; said for the reader, nothing acts on it.
+    - `tree`: a tree of tensors, which may be the caller's own.
+    - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compressed it.
 
     What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
     sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())

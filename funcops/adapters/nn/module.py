@@ -72,16 +72,16 @@ class OpModule(Prepared):
     called, what the op raises.
 
     >>> import torch
-    >>> from funcops import GLUConfig, glu, nn
-    >>> class SwiGLU(nn.OpModule):
-    ...     op, values, autocast = glu, ("kind",), "lower"
-    ...     def __init__(self, kind="swiglu"):
+    >>> from funcops import nn, softcap
+    >>> class Softcap(nn.OpModule):
+    ...     op, values, autocast = softcap, ("cap",), "float32"
+    ...     def __init__(self, cap):
     ...         super().__init__()
-    ...         self.kind = kind
+    ...         self.cap = cap
     ...
-    >>> layer = SwiGLU()
-    >>> layer(torch.ones(3, 8)).shape, layer.cfg.kind
-    (torch.Size([3, 4]), 'swiglu')
+    >>> layer = Softcap(2.0)
+    >>> layer(torch.zeros(3)), layer.cfg
+    (tensor([0., 0., 0.]), SoftcapConfig(cap=2.0))
     >>> isinstance(nn.Linear(3, 2), nn.OpModule), nn.Linear.values
     (True, ('in_features', 'out_features', 'recipe'))
     """
@@ -130,8 +130,8 @@ class OpModule(Prepared):
         return made
 
     def make_cfg(self) -> Any:
-        """The config, made of `values` and `fields`: of the op's config's fields by these names. Raises `ValueError` for what the op
-        does not have."""
+        """The config, made of `values` and `fields`; here of the config's fields that have the names of `values`. Raises
+        `ValueError` for what the op does not have."""
         if not isinstance(getattr(type(self), "op", None), Op):
             fail(type(self).__name__, "op", "an op, as an attribute of the class", "none", TypeError)
         _check_values(type(self))
@@ -146,8 +146,8 @@ class OpModule(Prepared):
         return x
 
     def plain(self, *given: Any) -> Any:
-        """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know, and
-        for dtypes that are not the op's. Raises `TypeError` where the class is no module of torch beside."""
+        """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know,
+        and for dtypes that are not the op's. Raises `TypeError` where the class is no module of torch beside."""
         if not self._of_torch:
             wanted = f"plain tensors, x of {', '.join(sorted(map(str, self.dtypes)))}, as the class has no plain(x)"
             fail(type(self).__name__, "x and parameters", wanted, ", ".join(map(_kind_of, [*given, *self._own()])), TypeError)
