@@ -11,7 +11,7 @@ by `funcops.testing.check_op`:
 5. Right: gradients match autograd and finite differences in float64.
 6. Two implementations, one meaning.
 7. Traceable: no graph break, no host sync, no data-dependent control flow.
-8. Edges: zero-size, non-contiguous, odd-sized inputs.
+8. Edges: zero-size, non-contiguous, odd-sized inputs, and an x without leading dimensions.
 9. Loud: a bad argument raises before anything runs, naming op, argument, what came and what was expected.
 10. Guarded: residuals and pending that are mapped, rebuilt, edited, copied, saved or given away give the gradients of their
     forward, or raise: `StaleResidualError` after a write to what they alias, by name where they lack what a backward reads.
