@@ -32,7 +32,12 @@ class Phase(enum.Flag):
     AGAIN = enum.auto()
 
 
-DGRAD, WGRAD, AGAIN = Phase.DGRAD, Phase.WGRAD, Phase.AGAIN
+DGRAD = Phase.DGRAD
+"""Of `saved(needed_by=...)`: `dgrad` reads the field."""
+WGRAD = Phase.WGRAD
+"""Of `saved(needed_by=...)`: `wgrad` reads the field, of the pending that `dgrad` hands it."""
+AGAIN = Phase.AGAIN
+"""Of `saved(needed_by=...)`: `again` reads the field, which gives y once more."""
 
 
 class Field(NamedTuple):

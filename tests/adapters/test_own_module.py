@@ -138,9 +138,14 @@ def test_autocast_as_the_class_says(autocast, dtype):
     assert y.dtype is dtype and {p.grad.dtype for p in net.parameters()} == {torch.float32}
 
 
-def test_autocast_of_which_the_class_says_nothing():
-    net = fnn.Sequential(fnn.Linear(4, 3), Gain(3))
-    said = r'gain_fwd: params.weight must be bfloat16, got float32 \(torch.autocast is on: Gain.autocast = "lower" or "float32"'
+@pytest.mark.parametrize("autocast", ["", "aten::layer_norm"])  # for the second CPUs have no rule
+def test_autocast_that_casts_nothing_is_named_where_the_op_needs_one_dtype(autocast):
+    class Own(Gain):
+        pass
+
+    Own.autocast = autocast
+    net = fnn.Sequential(fnn.Linear(4, 3), Own(3))
+    said = r'gain_fwd: params.weight must be bfloat16, got float32 \(torch.autocast is on: Own.autocast = "lower" or "float32"'
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(TypeError, match=said):
         net(torch.randn(2, 4))
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match=r"x must be \[\.\.\., 3\], got \[2, 4\]$"):

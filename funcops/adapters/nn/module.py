@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx import Proxy
 
-from funcops.adapters.autocast import any_autocast, casts, is_on, is_rule, outside
+from funcops.adapters.autocast import FLOAT32, LOWER, any_autocast, casts, is_on, is_rule, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
 from funcops.errors import FLOATS, describe, fail
@@ -20,6 +20,7 @@ from funcops.trees import tensors, tree_map_tensors
 
 _compiling = torch.compiler.is_dynamo_compiling
 CACHES = ("_cfg", "_cached", "_made")  # attributes that a call finds or makes
+CASTING = (LOWER, FLOAT32)  # autocast's rules that give x and the parameters one dtype on any device
 UNPREPARED = object()
 PLAIN: dict[type, bool] = {Tensor: True, nn.Parameter: True, type(None): True}  # and others as they are met
 
@@ -181,7 +182,7 @@ class OpModule(Prepared):
         """The op where autocast is on: outside of it, on what autocast would have cast."""
         given, own = casts(self.autocast, given, kind, own)
         with outside(kind):
-            if self.autocast or not self.fields or _compiling():
+            if self.autocast in CASTING or not self.fields or _compiling():
                 return run(self.op, self._params(own), given, self.known_cfg())
             try:
                 return run(self.op, self._params(own), given, self.known_cfg())
