@@ -134,8 +134,9 @@ class QuantizationReport:
         return grouped_bars(bars, "relative error", self.title(), path)
 
     def title(self) -> str:
-        (worst,) = self.worst(1)
-        return f"{len(self.rows)} linear layers in {_name(self.recipe)}: the worst error is {worst.worst:.1%}, of {worst.path}"
+        (worst,), count = self.worst(1), len(self.rows)
+        layers = f"{count} linear layer{'s' * (count != 1)} in {_name(self.recipe)}"
+        return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path}"
 
     def __str__(self) -> str:
         head = ["path", "weight"] + [f"{name} {what}" for name in ("x", "w", "dy") for what in ("amax", "to 0", "clipped")]
@@ -207,7 +208,8 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
     found = {row.step for row in rows}
     missing = tuple(layer for path, inner in known for layer in layers(path, inner) if layer not in found)
     if not rows:
-        fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__)
+        left = f", of which {few(missing)} cannot be measured" if missing else ""
+        fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__ + left)
     return QuantizationReport(rows, recipe, missing)
 
 
