@@ -29,14 +29,14 @@ from lm.kept import policy_of, say_what_is_kept, say_what_rounding_does
 from lm.model import init, model
 from lm.ranks import AXES, Ranks, leave, quiet, started
 from lm.results import Row, RunError, check_writable, load_run, plot, plot_load, save_run, shares, text_of, texts
-from lm.step import Settings, State, evaluate, loss_and_grads, train_step, working, written_step
+from lm.step import Settings, State, evaluate, loss_and_grads, train_step, written_step
 from torch import Tensor
 from tqdm import tqdm
 
 from funcops import chain, dist, random
 from funcops.errors import size_of
 from funcops.graphs import graphed
-from funcops.low_precision import recipe_init
+from funcops.low_precision import quantize_params, recipe_init
 from funcops.models import SamplingConfig, generate
 from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
@@ -74,7 +74,7 @@ def sample(params: Any, prompt: Tensor, args: Any, scales: Any = None) -> Iterat
     cfg = dataclasses.replace(args.decoder, windows=(args.context,) * args.layers)
     predictor = model(cfg, args.recipe, loss=False)
     without_loss = {k: v for k, v in params.items() if k != "loss"}
-    compute = working(without_loss, predictor, scales, args.dtype, columns=False)
+    compute = quantize_params(without_loss, predictor, scales, dtype=args.dtype, columns=False)
     key, sampling = random.key(args.seed, device=args.device), SamplingConfig(temperature=0.8)
     return generate(compute, cfg, prompt[None].to(args.device), args.sample, key=key, sampling=sampling, model=predictor)
 

@@ -261,6 +261,13 @@ def differing(given: Iterable[str], wanted: Iterable[str]) -> str:
     return ", ".join(said)
 
 
+def few(names: Iterable[str], most: int = 6) -> str:
+    """The first of them, and how many more there are."""
+    found = list(names)
+    shown = found if len(found) <= most + 1 else found[:most]  # one more name is as short as a number
+    return ", ".join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
+
+
 def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:
     """A long text as a repr shows it: cut, with a word of what is left out."""
     lines = text.split("\n")

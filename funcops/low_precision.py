@@ -26,12 +26,12 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.backend import wide
 from funcops.compose.chain import chain
-from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
-from funcops.compose.plain_experts import plain_experts
-from funcops.compose.walk import below, check_globs, matches, remade, steps, ties
+from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
+from funcops.compose.walk import below, check_globs, matches, remade, shared_layers, steps, ties
 from funcops.compose.widths import inside
-from funcops.errors import check, describe, fail, in_step, require, require_callable, require_dtype, require_type
+from funcops.errors import check, describe, fail, few, in_step, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
     QTensor,
@@ -47,14 +47,14 @@ from funcops.formats import (
 )
 from funcops.kernels.quantize import ELEMENTS, amax
 from funcops.op import Op
-from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.experts import ExpertsConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
 from funcops.ops.grouped_qlinear import GroupedQLinearConfig, grouped_op_of
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
-from funcops.quantization import quantization_report
+from funcops.quantization import LinearErrors, Operand, QuantizationReport, layers, quantization_report, takes_recipe
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
-from funcops.trees import Aside, at, cast, has, leaf, paths, put, replace, stands_for_one, tree, tree_map
+from funcops.trees import Aside, at, cast, constant_paths, has, leaf, paths, put, replace, stands_for_one, tree, tree_map
 
 __all__ = [
     "MXFP8",
@@ -63,8 +63,11 @@ __all__ = [
     "Fp8Block",
     "Fp8Current",
     "Fp8Delayed",
+    "LinearErrors",
+    "Operand",
     "QTensor",
     "QWeight",
+    "QuantizationReport",
     "Recipe",
     "ScaleState",
     "Scaled",
@@ -95,8 +98,8 @@ class ScaleState:
 
 def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
     """The config with its `linear` and `grouped_linear` steps in low precision, and `experts` as the chain of its steps
-    (`funcops.models.plain_experts`), whose `up` and `down` are; params keep their paths. Other steps keep their dtype: a glob that
-    names one of these alone raises.
+    (`funcops.models.plain_experts`), whose `up` and `down` are; params keep their paths. Other steps keep their dtype, also
+    `dist.parallel_experts`: a glob that names one of these alone raises.
 
     `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
     keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
@@ -116,7 +119,9 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     for name, globs in (("only", only), ("skip", skip)):
         check_globs(where, name, globs)
         for glob in globs:
-            require(any(matches(path, (glob,)) for path in known), where, name, f"globs over {', '.join(known)}", repr(glob))
+            if not any(matches(path, (glob,)) for path in known):
+                why = shared_layers(known, glob) or f"globs over {few(known)}"
+                fail(where, name, why, repr(glob))
 
     def wanted(*paths: str) -> bool:
         """Of a step's path, and what it is a part of."""
@@ -138,10 +143,11 @@ def quantize_params(
 ) -> T:
     """The working tree of a step: `params` cast to `dtype`, the weights of steps with a recipe as `QWeight`.
 
-    A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. `columns`: make the
-    transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
+    A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. What never has a gradient
+    stays as it is (float64: float32), as a router's bias, which a step moves by less than bfloat16 tells apart. `columns`: make
+    the transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
     `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises `ValueError` for a
-    state of another model.
+    state of another model, or with another history.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Block, quantize_params, with_recipe
@@ -155,7 +161,7 @@ def quantize_params(
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
     _check_config(where, cfg)
-    work: Any = cast(params, dtype)
+    work: Any = _cast(params, dtype)
     found = _weights(where, cfg, work)
     _check_state(where, found, state)
     amaxes = _amaxes_over_ranks(found)
@@ -172,7 +178,7 @@ def quantize_params(
         work = put(work, path, made)
     if key is None:
         rounding = [path for path, (inner, _) in found.items() if inner.recipe.stochastic]
-        require(not rounding, where, "key", f"a random key, for {', '.join(rounding)}", None)
+        require(not rounding, where, "key", f"a random key, for {few(rounding)}", None)
         return work  # type: ignore[no-any-return]
     return with_keys(work, cfg, key)  # type: ignore[no-any-return]
 
@@ -227,8 +233,8 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
             made[path], recipes[path] = ScaleState(torch.ones_like(zeros[..., 0, :]), zeros), inner.recipe
     if amaxes is None:
         return made
-    _check_paths("recipe_init", "amaxes", amaxes, made)
-    return {path: _updated(s, amaxes[path], recipes[path]) if path in amaxes else s for path, s in made.items()}
+    _check_amaxes("recipe_init", amaxes, made)
+    return {path: _updated(s, amaxes[path], recipes[path]) for path, s in made.items()}
 
 
 def recipe_update(
@@ -241,8 +247,9 @@ def recipe_update(
     """The state after a step: `s = largest / a / 2^margin`, where a is the maximum of the last amaxes, or the last of them.
 
     An amax of 0 says that nothing ran: history and scale stay. They do too where it is infinite or NaN, so that one step which
-    overflows says nothing about the next; an infinite s is float32's largest. `reduce`: the elementwise maximum over devices of one
-    tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes of another model. Source: Transformer
+    overflows says nothing about the next; an infinite s is float32's largest. `recipe`: the one of the config. `reduce`: the
+    elementwise maximum over devices of one tensor [n] (float32), such as an all-reduce: one a step. Raises `ValueError` for amaxes
+    of another model, or of some of its weights only, and for a recipe with another history than the state's. Source: Transformer
     Engine, common/recipe/delayed_scaling.cu, which keeps an infinite amax in its history.
 
     >>> import torch
@@ -259,16 +266,16 @@ def recipe_update(
     require_type("recipe_update", "recipe", recipe, Fp8Delayed)
     require_type("recipe_update", "state", state, Mapping)
     for path, scales in state.items():
-        _check_scales("recipe_update", f"state[{path!r}]", scales)
+        _check_scales("recipe_update", f"state[{path!r}]", scales, recipe)
     if reduce is not None:
         require_callable("recipe_update", reduce=reduce)
-    _check_paths("recipe_update", "amaxes", amaxes, state)
+    _check_amaxes("recipe_update", amaxes, state)
     given = dict(amaxes)
     if reduce is not None and given:
         flat = reduce(torch.cat([a.reshape(-1) for a in given.values()]))
         parts = flat.split([a.numel() for a in given.values()])
         given = {path: part.view_as(a) for (path, a), part in zip(given.items(), parts, strict=True)}
-    return {path: _updated(s, given[path], recipe) if path in given else s for path, s in state.items()}
+    return {path: _updated(s, given[path], recipe) for path, s in state.items()}
 
 
 def split_amaxes(dparams: T) -> tuple[T, dict[str, Tensor]]:
@@ -314,6 +321,15 @@ def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
     return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
 
 
+def _cast(params: Any, dtype: torch.dtype) -> Any:
+    """As `cast`, but for what never has a gradient: as wide as ops take it beside `dtype`."""
+    work, wider = cast(params, dtype), wide(dtype)
+    for path in constant_paths(params):
+        if isinstance(t := at(params, path), Tensor) and t.is_floating_point():
+            work = put(work, path, t if t.dtype in (dtype, wider) else t.to(wider))
+    return work
+
+
 def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
     """By the path of its weight, the config of every step with a recipe; and what tied paths are tied to. Found once a config: a
     tracer reads it, and would trace every config that a walk makes."""
@@ -344,7 +360,7 @@ def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[...
         return op, cfg.with_parts(inside)
     if type(cfg) is ExpertsConfig:
         return _experts(op, cfg, path, recipe, wanted)
-    if not _takes_recipe(cfg) or not wanted(path):
+    if not takes_recipe(cfg) or not wanted(path):
         return op, cfg
     try:
         source, becomes, made = _with_recipe(cfg, recipe)
@@ -356,20 +372,14 @@ def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[...
 
 def _experts(op: Op, cfg: ExpertsConfig, path: str, recipe: Recipe, wanted: Callable[..., bool]) -> tuple[Op, Any]:
     """The chain in its place, where one of its layers is wanted: by its own path, or that of the step."""
-    plain = plain_experts(cfg)
-    made = _rewritten(chain, plain, path, recipe, lambda inner: wanted(inner, path))[1]
-    return (op, cfg) if made == plain else (remade("with_recipe", op, experts, expert_steps), ExpertStepsConfig(made))
+    becomes, plain = by_steps("with_recipe", op, cfg)
+    made = _rewritten(chain, plain.cfg, path, recipe, lambda inner: wanted(inner, path))[1]
+    return (op, cfg) if made == plain.cfg else (becomes, ExpertStepsConfig(made))
 
 
 def _names(path: str, cfg: Any) -> list[str]:
     """What a glob may name of a step: nothing of one that takes no recipe."""
-    if type(cfg) is ExpertsConfig:
-        return [path, below(path, "up"), below(path, "down")]
-    return [path] if _takes_recipe(cfg) else []
-
-
-def _takes_recipe(cfg: Any) -> bool:
-    return type(cfg) in (LinearConfig, GroupedLinearConfig) or hasattr(cfg, "with_recipe")
+    return [*([path] if type(cfg) is ExpertsConfig else []), *layers(path, cfg)]
 
 
 def _with_recipe(cfg: Any, recipe: Recipe) -> tuple[Op, Op, Any]:
@@ -387,18 +397,28 @@ def _with_recipe(cfg: Any, recipe: Recipe) -> tuple[Op, Op, Any]:
 def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
     require_type(where, name, given, Mapping)
     for path in given:
-        require(path in known, where, name, f"of weights among {', '.join(known) or '(none)'}", repr(path))
+        require(path in known, where, name, f"of weights among {few(known) or '(none)'}", repr(path))
+
+
+def _check_amaxes(where: str, amaxes: Any, state: Mapping[str, ScaleState]) -> None:
+    """Those of every weight: scales of one without would stay what they are, step after step."""
+    _check_paths(where, "amaxes", amaxes, state)
+    missing = [path for path in state if path not in amaxes]
+    wanted = "of every weight in the state, as split_amaxes gives them where each has a gradient"
+    require(not missing, where, "amaxes", wanted, f"none of {few(missing)}")
+    for path, given in amaxes.items():
+        check(where, f"amaxes[{path!r}]", given, tuple(state[path].scale.shape), torch.float32, state[path].scale)
 
 
 def _check_state(where: str, found: dict[str, tuple[QLinearConfig, Tensor]], state: Any) -> None:
     delayed = {path: inner for path, (inner, _) in found.items() if inner.recipe.delayed}
     if state is None:
-        require(not delayed, where, "state", f"given, for {', '.join(delayed)} (recipe_init makes it)", None)
+        require(not delayed, where, "state", f"given, for {few(delayed)} (recipe_init makes it)", None)
         return
     _check_paths(where, "state", state, delayed)
     for path in delayed:
-        require(path in state, where, "state", f"one with {path}", f"one of {', '.join(state) or 'nothing'}")
-        _check_scales(where, f"state[{path!r}]", state[path])
+        require(path in state, where, "state", f"one with {path}", f"one of {few(state) or 'nothing'}")
+        _check_scales(where, f"state[{path!r}]", state[path], delayed[path].recipe)
 
 
 def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig, Tensor]]:
@@ -415,10 +435,10 @@ def _weights(where: str, cfg: Any, params: Any) -> dict[str, tuple[QLinearConfig
     return {path: (inner, weights[path]) for path, inner in found.items() if weights[path] is not None}  # type: ignore[misc]
 
 
-def _check_scales(where: str, name: str, state: Any) -> None:
+def _check_scales(where: str, name: str, state: Any, recipe: Any) -> None:
     require_type(where, name, state, ScaleState)
     check(where, f"{name}.scale", state.scale, (..., 3), torch.float32)
-    check(where, f"{name}.history", state.history, (..., 3), torch.float32, state.scale)
+    check(where, f"{name}.history", state.history, (..., recipe.history, 3), torch.float32, state.scale)
 
 
 def _weight(where: str, params: Any, path: str) -> Tensor | None:
@@ -467,7 +487,6 @@ def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Sc
 
 
 def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
-    check("recipe_update", "amaxes", amax, tuple(state.scale.shape), torch.float32, state.scale)
     ran = (amax > 0) & (amax < torch.inf)  # not of a NaN either
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
     a = history.amax(-2) if recipe.algorithm == "max" else amax

@@ -8,6 +8,7 @@ where q rounds to the format of its operand and back, by blocks along the dimens
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -16,18 +17,26 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.expert_steps import by_steps
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
-from funcops.errors import describe, fail, in_html, on_screen, require_number
+from funcops.compose.walk import below, steps
+from funcops.errors import describe, fail, few, in_html, on_screen, require_count, require_number
 from funcops.formats import Format, QTensor, quantize_tensor, turned
+from funcops.kernels.grouped import gathered, groups_of
 from funcops.kernels.quantize import HADAMARD
 from funcops.memory.policy import with_policy
 from funcops.op import Op
+from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
 from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear
+from funcops.recipes import Recipe
+from funcops.trees import WithExtras
 
 OPS: dict[type, Op] = {
-    ChainConfig: chain, RepeatConfig: repeat, SkipConfig: skip, ParallelConfig: parallel, LinearConfig: linear
+    ChainConfig: chain, RepeatConfig: repeat, SkipConfig: skip, ParallelConfig: parallel, LinearConfig: linear,
+    GroupedLinearConfig: grouped_linear, ExpertsConfig: experts,
 }  # fmt: skip
 LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x77}  # the code of the largest element
 WHERE = "quantization_report"
@@ -35,7 +44,16 @@ WHERE = "quantization_report"
 
 class Operand(NamedTuple):
     """`amax`: the largest |element|. `zeros`: the share of elements that become 0 and were not. `saturated`: of those that are
-    clipped to the largest code of their tile."""
+    clipped to the largest code of their tile.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block, Operand
+    >>> cfg = LinearConfig(128, 128)
+    >>> found = quantization_report(linear.init(cfg, key=random.key(0)), torch.ones(4, 128), cfg, Fp8Block())
+    >>> isinstance(found.rows[0].operands["x"], Operand), found.rows[0].operands["x"]
+    (True, Operand(amax=1.0, zeros=0.0, saturated=0.0))
+    """
 
     amax: float
     zeros: float
@@ -43,8 +61,18 @@ class Operand(NamedTuple):
 
 
 class LinearErrors(NamedTuple):
-    """What rounding does to the linear layer at `path`: to its operands, and the relative errors of y, dx and dw. `step`: its path
-    in the config, where the layers of a repeat are one, `*`."""
+    """What rounding does to the linear layer at `path`, whose weight has that `shape`: to its `operands` x, w and dy, and the
+    relative errors of `y`, `dx` and `dw`; `worst` is the largest of these. `step`: its path in the config, where the layers of a
+    repeat are one, `*`. A grouped layer has one row: groups are rounded on their own, those without rows left out.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block, LinearErrors
+    >>> cfg = LinearConfig(128, 64)
+    >>> row = quantization_report(linear.init(cfg, key=random.key(0)), torch.ones(4, 128), cfg, Fp8Block()).rows[0]
+    >>> isinstance(row, LinearErrors), row.shape, row.worst == max(row.y, row.dx, row.dw)
+    (True, (64, 128), True)
+    """
 
     path: str
     step: str
@@ -60,11 +88,24 @@ class LinearErrors(NamedTuple):
 
 
 class QuantizationReport:
-    """A row for each linear layer, in the model's order. `str()` and notebooks render it; `rows` and `dicts()` are the data."""
+    """A row for each linear layer, in the model's order. `str()` and notebooks render it; `rows`, each `LinearErrors`, and
+    `dicts()` are the data. `not_measured`: the paths of layers that a recipe would be for and that have no row, as those over
+    ranks.
 
-    def __init__(self, rows: list[LinearErrors], recipe: Any) -> None:
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block, QuantizationReport, with_recipe
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)), Step("down", linear, LinearConfig(256, 128))))
+    >>> found = quantization_report(chain.init(cfg, key=random.key(0)), torch.randn(64, 128), cfg, Fp8Block())
+    >>> isinstance(found, QuantizationReport), len(found.worst(1)), found.over(0.5), found.not_measured
+    (True, 1, (), ())
+    >>> low = with_recipe(cfg, Fp8Block(), skip=(*found.over(0.5), "down"))
+    """
+
+    def __init__(self, rows: list[LinearErrors], recipe: Any, not_measured: tuple[str, ...] = ()) -> None:
         self.rows = rows
         self.recipe = recipe
+        self.not_measured = not_measured
 
     def dicts(self) -> list[dict[str, Any]]:
         return [
@@ -78,6 +119,12 @@ class QuantizationReport:
         require_number("over", 0.0, error=error)
         return tuple(dict.fromkeys([row.step for row in self.rows if not row.worst <= error]))
 
+    def worst(self, n: int = 3) -> list[LinearErrors]:
+        """The rows of the n layers that are off by most, the worst first; a NaN is worse than any number. Raises `ValueError` for n
+        below 1."""
+        require_count("worst", n=n)
+        return sorted(self.rows, key=lambda row: (row.worst != row.worst, row.worst), reverse=True)[:n]
+
     def plot(self, path: str | None = None) -> Any:
         """The errors of y, dx and dw as three bars for each layer. Writes PNG, SVG, ... to `path` where that is given, and returns
         matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
@@ -87,8 +134,9 @@ class QuantizationReport:
         return grouped_bars(bars, "relative error", self.title(), path)
 
     def title(self) -> str:
-        worst = max(self.rows, key=lambda row: (row.worst != row.worst, row.worst))
-        return f"{len(self.rows)} linear layers in {_name(self.recipe)}: the worst error is {worst.worst:.1%}, of {worst.path}"
+        (worst,), count = self.worst(1), len(self.rows)
+        layers = f"{count} linear layer{'s' * (count != 1)} in {_name(self.recipe)}"
+        return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path}"
 
     def __str__(self) -> str:
         head = ["path", "weight"] + [f"{name} {what}" for name in ("x", "w", "dy") for what in ("amax", "to 0", "clipped")]
@@ -103,7 +151,8 @@ class QuantizationReport:
             "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
             for line in table
         ]
-        return "\n".join([*[line.rstrip() for line in lines], self.title()])
+        left = [f"not measured: {', '.join(self.not_measured)}"] if self.not_measured else []
+        return "\n".join([*[line.rstrip() for line in lines], self.title(), *left])
 
     def __repr__(self) -> str:
         return on_screen(str(self), 160)
@@ -113,21 +162,24 @@ class QuantizationReport:
 
 
 def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None) -> QuantizationReport:
-    """What a recipe would do to every linear layer of a model: which of them to leave in high precision.
+    """What a recipe would do to every linear and grouped linear layer of a model: which of them to leave in high precision. A
+    mixture's `experts` run by their steps, and have the rows `up` and `down`.
 
     The model runs once, forward and backward, as it is: with `params` in high precision, on one batch `x`. Each linear layer's x, w
     and dy are then rounded as the recipe says, and its three products taken of the rounded operands, in float32. So each row is the
     error that its layer adds, not what reached it from others.
 
-    `cfg`: the config, without a recipe yet, of a chain, repeat, skip, parallel or linear. `recipe`: a recipe, or anything with a
+    `cfg`: the config, without a recipe yet, of a combinator or such a layer. `recipe`: a recipe, or anything with a
     `Format` or None (not rounded) as `x`, `w` and `dy`; or one `Format` for all. Scales are those of the tensors as they are, also
-    where the recipe takes those of steps before. `dy`: the gradient of y; by default ones for a loss, else normal numbers.
+    where the recipe takes those of steps before. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None
+    for what y has beside main, as the loads and losses of routers (`WithExtras`).
 
         found = quantization_report(params, x, cfg, Fp8Block())
         print(found)
         low = with_recipe(cfg, Fp8Block(), skip=found.over(0.05))
 
-    Raises `TypeError` for another config or recipe, and `ValueError` where no linear layer gets a gradient.
+    Raises `TypeError` for another config or recipe, and `ValueError` for a config with a recipe, or without a linear layer that
+    gets a gradient.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, quantization_report, random
@@ -142,15 +194,50 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
     op = OPS.get(type(cfg))
     if op is None:
         fail(WHERE, "cfg", " or ".join(one.__name__ for one in OPS), describe(cfg), TypeError)
+    known = list(steps(cfg))
+    low = [path or "the layer" for path, inner in known if isinstance(getattr(inner, "recipe", None), Recipe)]
+    if low:
+        fail(WHERE, "cfg", "a config without a recipe (it is measured before with_recipe)", f"one with a recipe at {few(low)}")
     plan = _Plan.of(recipe)
+    op, cfg = _laid_open(op, cfg)
     op = with_policy(op, "save_all")
     with torch.no_grad():
         y, residuals = op.fwd(params, x, cfg)
         _, pending = op.dgrad(residuals, _cotangent(y) if dy is None else dy, cfg)
         rows = [_measured(path, kept, waiting, plan) for path, kept, waiting in _linears(residuals, pending, ())]
+    found = {row.step for row in rows}
+    missing = tuple(layer for path, inner in known for layer in layers(path, inner) if layer not in found)
     if not rows:
-        fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__)
-    return QuantizationReport(rows, recipe)
+        left = f", of which {few(missing)} cannot be measured" if missing else ""
+        fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__ + left)
+    return QuantizationReport(rows, recipe, missing)
+
+
+def takes_recipe(cfg: Any) -> bool:
+    """Whether a recipe is for a layer of that config."""
+    return type(cfg) in (LinearConfig, GroupedLinearConfig) or hasattr(cfg, "with_recipe")
+
+
+def layers(path: str, cfg: Any) -> list[str]:
+    """The paths of a step's layers that a recipe is for."""
+    if type(cfg) is ExpertsConfig:
+        return [below(path, "up"), below(path, "down")]
+    return [path] if takes_recipe(cfg) else []
+
+
+def _laid_open(op: Op, cfg: Any) -> tuple[Op, Any]:
+    """The op so that all its layers can be looked at: `experts` by their steps, and nothing computed again, as by remat."""
+    op = _bare(op)
+    if type(cfg) is ExpertsConfig:
+        op, inner = by_steps(WHERE, op, cfg)
+        return op, dataclasses.replace(inner, cfg=dataclasses.replace(inner.cfg, recompute=False, fuse=False))
+    return (op, cfg.with_parts(lambda _, part, inner: _laid_open(part, inner))) if hasattr(cfg, "with_parts") else (op, cfg)
+
+
+def _bare(op: Op) -> Op:
+    """What remat or with_policy made an op of."""
+    _, args = getattr(op.fwd, "made_by", (None, ()))
+    return next((_bare(arg) for arg in args if isinstance(arg, Op)), op)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +270,9 @@ def _name(recipe: Any) -> str:
     return recipe.name if isinstance(recipe, Format) else type(recipe).__name__
 
 
-def _cotangent(y: Any) -> Tensor:
+def _cotangent(y: Any) -> Any:
+    if type(y) is WithExtras:
+        return WithExtras(_cotangent(y.main), dict.fromkeys(y.extras))
     if not isinstance(y, Tensor) or not y.is_floating_point():
         fail(WHERE, "dy", f"given for a y that is {describe(y)}", None)
     if y.dim() == 0:
@@ -191,10 +280,8 @@ def _cotangent(y: Any) -> Tensor:
     return random.normal(random.key(0, device=y.device), y.shape, dtype=y.dtype)
 
 
-def _linears(
-    residuals: Any, pending: Any, path: tuple[Any, ...]
-) -> Iterator[tuple[tuple[Any, ...], LinearResiduals, LinearPending]]:
-    if isinstance(pending, LinearPending):
+def _linears(residuals: Any, pending: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    if isinstance(pending, (LinearPending, GroupedLinearPending)):
         yield path, residuals, pending
     elif isinstance(pending, dict):
         for name, child in pending.items():
@@ -202,19 +289,42 @@ def _linears(
                 yield from _linears(residuals[name], child, (*path, name))
 
 
-def _measured(path: tuple[Any, ...], kept: LinearResiduals, waiting: LinearPending, plan: _Plan) -> LinearErrors:
-    x, w, dy = (t.reshape(-1, t.shape[-1]) for t in (waiting.x, kept.weight, waiting.dy))
-    qx, qw, qdy = (_rounded(t, f) for t, f in ((x, plan.x), (w, plan.w), (dy, plan.dy)))
-    operands = {name: _operand(t, q) for name, t, q in (("x", x, qx), ("w", w, qw), ("dy", dy, qdy))}
-    wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
-    error_y = _error(_value(qx, x) @ _value(qw, w).mT, wide_x @ wide_w.mT)
-    error_dx = _error(_value(qdy, dy) @ _value(_rounded(w, plan.w, "col"), w), wide_dy @ wide_w)
-    error_dw = 0.0
-    if not plan.high_wgrad:
-        columns = [_column(t, q, f, plan) for t, q, f in ((dy, qdy, plan.dy), (x, qx, plan.x))]
-        error_dw = _error(columns[0].mT @ columns[1], wide_dy.mT @ wide_x)
+Operands = tuple[Tensor, Tensor, Tensor]  # x, w and dy of one product
+
+
+def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _Plan) -> LinearErrors:
+    groups = _groups(kept, waiting) if isinstance(waiting, GroupedLinearPending) else [_whole(kept, waiting)]
+    each = [[_operand(t, _rounded(t, f)) for t, f in zip(group, (plan.x, plan.w, plan.dy), strict=True)] for group in groups]
+    operands = {name: _together(parts) for name, *parts in zip(("x", "w", "dy"), *each, strict=True)}
+    errors = [_error(pairs) for pairs in zip(*[_products(*group, plan) for group in groups], strict=True)]
+    shape = kept.weight.shape if isinstance(kept.weight, Tensor) else (len(kept.weight), *kept.weight[0].shape)
     step = ".".join(["*" if isinstance(name, int) else name for name in path])
-    return LinearErrors(".".join(map(str, path)), step, tuple(w.shape), operands, error_y, error_dx, error_dw)
+    return LinearErrors(".".join(map(str, path)), step, tuple(shape), operands, *errors)
+
+
+def _whole(kept: LinearResiduals, waiting: LinearPending) -> Operands:
+    x, w, dy = (t.reshape(-1, t.shape[-1]) for t in (waiting.x, kept.weight, waiting.dy))
+    return x, w, dy
+
+
+def _groups(kept: GroupedLinearResiduals, waiting: GroupedLinearPending) -> list[Operands]:
+    """Of each group, as each is rounded on its own; the rows of x and dy in their order, where they were found by an index."""
+    x, dy = waiting.x.reshape(-1, waiting.x.shape[-1]), waiting.dy.reshape(-1, waiting.dy.shape[-1])
+    x = x if waiting.order is None else gathered(x, waiting.order, waiting.choices)
+    dy = dy if waiting.dy_order is None else gathered(dy, waiting.dy_order, waiting.choices)
+    return [(x[first:last], kept.weight[e], dy[first:last]) for e, first, last in groups_of(waiting.offsets, len(x))]
+
+
+def _products(x: Tensor, w: Tensor, dy: Tensor, plan: _Plan) -> list[tuple[float, float]]:
+    """How far y, dx and dw are off, and how large they are."""
+    qx, qw, qdy = (_rounded(t, f) for t, f in ((x, plan.x), (w, plan.w), (dy, plan.dy)))
+    wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
+    y = _off(_value(qx, x) @ _value(qw, w).mT, wide_x @ wide_w.mT)
+    dx = _off(_value(qdy, dy) @ _value(_rounded(w, plan.w, "col"), w), wide_dy @ wide_w)
+    if plan.high_wgrad:
+        return [y, dx, (0.0, 1.0)]
+    columns = [_column(t, q, f, plan) for t, q, f in ((dy, qdy, plan.dy), (x, qx, plan.x))]
+    return [y, dx, _off(columns[0].mT @ columns[1], wide_dy.mT @ wide_x)]
 
 
 def _rounded(t: Tensor, format: Format | None, side: str = "row", hadamard: bool = False) -> QTensor | None:
@@ -234,16 +344,31 @@ def _value(q: QTensor | None, t: Tensor) -> Tensor:
     return t.float() if q is None else q.dequantize(torch.float32)
 
 
-def _operand(t: Tensor, q: QTensor | None) -> Operand:
+def _operand(t: Tensor, q: QTensor | None) -> tuple[Operand, int]:
+    """What rounding does to it, and of how many elements."""
     size = t.float().abs()
     amax = float(size.amax()) if size.numel() else 0.0
     if q is None or not size.numel():
-        return Operand(amax, 0.0, 0.0)
+        return Operand(amax, 0.0, 0.0), size.numel()
     zeros = (q.dequantize(torch.float32) == 0) & (size > 0)
     largest = dataclasses.replace(q, codes=torch.full_like(q.codes, LARGEST[q.format.element])).dequantize(torch.float32)
-    return Operand(amax, float(zeros.float().mean()), float((size > largest * (1 + 2**-10)).float().mean()))
+    clipped = size > largest * (1 + 2**-10)
+    return Operand(amax, float(zeros.float().mean()), float(clipped.float().mean())), size.numel()
 
 
-def _error(found: Tensor, want: Tensor) -> float:
-    off, size = float((found - want).norm()), float(want.norm())
+def _together(parts: list[tuple[Operand, int]]) -> Operand:
+    if len(parts) == 1:
+        return parts[0][0]
+    count = max(1, sum(n for _, n in parts))
+    shares = [sum(getattr(one, name) * n for one, n in parts) / count for name in ("zeros", "saturated")]
+    return Operand(max([one.amax for one, _ in parts], key=lambda amax: (amax != amax, amax)), *shares)
+
+
+def _off(found: Tensor, want: Tensor) -> tuple[float, float]:
+    return float((found - want).norm()), float(want.norm())
+
+
+def _error(parts: tuple[tuple[float, float], ...]) -> float:
+    """Of all parts, of which each says how far it is off, and how large."""
+    off, size = (math.sqrt(sum(n * n for n in each)) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
     return off / size if size else 0.0 if off == 0 else float("inf")

@@ -1,5 +1,7 @@
 """Mixtures of experts in low precision: `with_recipe` and the working tree, over whole models."""
 
+import re
+
 import pytest
 import torch
 
@@ -54,6 +56,24 @@ def test_experts_in_low_precision_have_the_params_of_experts(recipe):
     assert not torch.equal(y, exact) and torch.equal(found["experts.down.bias"], wanted["experts.down.bias"])  # dy as it is
 
 
+@pytest.mark.parametrize(("held", "dtype", "wanted"), [
+    (torch.float32, torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16, torch.float32), (torch.float64, torch.bfloat16, torch.float32),
+    (torch.float64, torch.float32, torch.float32), (torch.float32, torch.float32, torch.float32),
+])  # fmt: skip
+def test_a_routers_bias_is_as_wide_as_it_may_be_in_the_working_tree(held, dtype, wanted):
+    """Steps of 0.002 are lost in bfloat16 beside 1, and the choice with them."""
+    mixture = moe(MoEConfig(route=RouteConfig(E, 2, score="sigmoid", bias=True), experts=ExpertsConfig(E, H, HIDDEN)))
+    for cfg in (mixture, with_recipe(mixture, Fp8Block(), skip=ROUTER)):
+        params = chain.init(cfg, key=random.key(0), dtype=held)
+        params["route"].bias.copy_(1 + 0.002 * torch.arange(E))
+        work = quantize_params(params, cfg, dtype=dtype)
+        bias, like = work["route"].bias, params["route"].bias
+        assert bias.dtype is wanted and torch.equal(bias, like.to(wanted)) and (held is not wanted or bias is like)
+        x = random.normal(random.key(3), (10, H)).to(dtype)
+        chain.fwd(work, x, cfg)
+
+
 def low_steps(cfg):
     return [path for path, inner in steps(cfg) if hasattr(inner, "recipe")]
 
@@ -68,6 +88,18 @@ def test_globs_name_experts_or_a_layer_of_them():
         ValueError, match="with_recipe: only must be globs over gate, experts, experts.up, experts.down, got 'route'"
     ):
         with_recipe(MIXTURE, Fp8Block(), only=("route",))
+    blocks = ChainConfig(steps=(Step("blocks", repeat, LAYERS),), outputs=MIXTURE.outputs)
+    for cfg, glob, where, shared in (
+        (blocks, "blocks.1.experts.down", " blocks", "blocks.*.experts.down"),
+        (blocks, "blocks.[01].*", " blocks", "blocks.*.*"),
+        (LAYERS, "1.experts", "", "*.experts"),
+    ):
+        message = f"skip must be of all layers of the repeat{where}, which share one config, as '{shared}', got '{glob}'"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            with_recipe(cfg, Fp8Block(), skip=(glob,))
+    for glob in ("blocks.1.expert", "block.1.experts.down", "1"):
+        with pytest.raises(ValueError, match="skip must be globs over blocks"):
+            with_recipe(blocks, Fp8Block(), skip=(glob,))
     with pytest.raises(ValueError, match="up: with_recipe: cfg.stacked must be True"):
         apart = ChainConfig(steps=(Step("up", grouped_linear, GroupedLinearConfig(2, 4, 3, stacked=False)),))
         with_recipe(apart, Fp8Block())

@@ -9,18 +9,26 @@ from test_policy import LLAMA
 from funcops import (
     ChainConfig,
     EmbeddingConfig,
+    ExpertsConfig,
+    ExpertsParams,
+    GroupedLinearConfig,
+    GroupedQLinearConfig,
     LinearConfig,
     RepeatConfig,
+    RouteConfig,
     SkipConfig,
     Step,
     WithExtras,
     chain,
     embedding,
+    grouped_linear,
     linear,
     quantization_report,
     random,
+    remat,
     repeat,
     skip,
+    with_policy,
 )
 from funcops.bench.models import mlp_config
 from funcops.formats import (
@@ -31,7 +39,9 @@ from funcops.formats import (
     E4M3_TENSOR,
     Format,
 )
-from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, with_recipe
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, with_recipe
+from funcops.models import MoEConfig, moe, plain_experts
+from funcops.ops.grouped_qlinear import grouped_op_of
 from funcops.ops.qlinear import QLinearConfig, op_of
 
 
@@ -84,6 +94,62 @@ def test_errors_are_those_of_the_layer_in_low_precision(name):
     for key, t in (("x", x), ("w", w), ("dy", dy)):
         assert row.operands[key].amax == float(t.abs().max())
         assert (row.operands[key].zeros > 0) == (recipe.x.element == "e2m1")
+
+
+@pytest.mark.parametrize("recipe", [Fp8Block(), Fp8Current(), NVFP4()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("gathered", [False, True])
+def test_errors_of_groups_are_those_of_the_grouped_layer_in_low_precision(recipe, gathered):
+    """Groups of 7, no, 14 and 3 rows, whose sizes are far apart."""
+    cfg = GroupedLinearConfig(4, 96, 160, bias=False, gathered=gathered)
+    params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
+    params.weight.mul_(torch.tensor([1.0, 1e3, 1e-3, 4.0])[:, None, None])
+    offsets, dy = torch.tensor([0, 7, 7, 21, 24], dtype=torch.int32), random.normal(random.key(2), (24, 160), dtype=torch.float32)
+    x = random.normal(random.key(1), (12 if gathered else 24, 96), dtype=torch.float32), offsets
+    if gathered:
+        order = torch.arange(24, dtype=torch.int32).flip(0)
+        x = *x, order, order.argsort().int().view(12, 2)
+    (row,) = quantization_report(params, x, cfg, recipe, dy=dy).rows
+    low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False, gathered=gathered)
+    found = [(y, *op.bwd(kept, dy, one)) for op, one in ((grouped_op_of(recipe), low), (grouped_linear, cfg))
+             for y, kept in [op.fwd(params, x, one)]]  # fmt: skip
+    (y, dparams, dx), (want_y, want_dparams, want_dx) = found
+    assert row.shape == (4, 160, 96) and row.operands["x"].amax == float(x[0].abs().max())
+    assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-3)
+    assert row.dw == pytest.approx(off(dparams.weight, want_dparams.weight.double()), rel=1e-3)
+    if not gathered:  # else dx is a sum over tokens' rows
+        assert row.dx == pytest.approx(off(dx[0], want_dx[0].double()), rel=1e-3)
+
+
+def mixture_x(tokens):
+    return random.normal(random.key(3), (tokens, 64), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("op", [chain, remat(chain), with_policy(chain, "minimal")], ids=lambda op: op.name)
+def test_no_layer_is_left_out_in_silence(op):
+    """Each layer that a recipe changes has a row, or is said to have none."""
+    mixture = moe(MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, dim=64, hidden=32)))
+    cfg = ChainConfig(steps=(Step("moe", op, mixture), Step("head", linear, LinearConfig(64, 8))), outputs=mixture.outputs)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
+    found = quantization_report(params, mixture_x(16), cfg, Fp8Block())
+    assert [row.step for row in found.rows] == ["moe.gate", "moe.experts.up", "moe.experts.down", "head"]
+    assert all(0.01 < row.worst < 0.06 for row in found.rows) and not found.not_measured
+    some = QuantizationReport(found.rows[:2], Fp8Block(), ("moe.experts.down", "head"))
+    assert str(some).splitlines()[-1] == "not measured: moe.experts.down, head"
+    low = with_recipe(cfg, Fp8Block(), skip=("head",))
+    message = "cfg must be a config without a recipe .*, got one with a recipe at moe.gate, moe.experts.up, moe.experts.down$"
+    with pytest.raises(ValueError, match=message):
+        quantization_report(params, mixture_x(16), low, Fp8Block())
+
+
+def test_experts_are_measured_as_the_chain_of_their_steps():
+    cfg = ExpertsConfig(4, dim=64, hidden=32)
+    indices = torch.stack([torch.randperm(4, generator=torch.Generator().manual_seed(i))[:2] for i in range(9)]).int()
+    weights, tokens, params = torch.rand(9, 2), mixture_x(9), chain.init(plain_experts(cfg), key=random.key(0), dtype=torch.float32)
+    x = WithExtras(weights, {"tokens": tokens, "indices": indices})
+    want = quantization_report(params, x, plain_experts(cfg), Fp8Block()).rows
+    from_op = ExpertsParams(params["up"], params["down"])
+    assert quantization_report(from_op, (weights, tokens, indices), cfg, Fp8Block()).rows == want
+    assert [row.path for row in want] == ["up", "down"]
 
 
 def test_operands_may_stay_as_they_are():
@@ -151,6 +217,9 @@ def test_the_table_the_picture_and_what_to_leave_out(tmp_path):
     assert lines[-1].startswith("2 linear layers in e4m3 allxall float32: the worst error is ") and "<pre>" in found._repr_html_()
     errors = sorted(row.worst for row in found.rows)
     assert [len(found.over(error)) for error in (0.0, errors[0], errors[1])] == [2, 1, 0]
+    assert [row.worst for row in found.worst()] == errors[::-1] and found.worst(1) == found.worst()[:1]
+    nan = found.rows[0]._replace(dx=float("nan"))
+    assert QuantizationReport([*found.rows, nan], found.recipe).worst(1) == [nan]
     figure = found.plot(str(tmp_path / "errors.png"))
     (axes,) = figure.axes
     assert len(axes.patches) == 6 and [t.get_text() for t in axes.get_yticklabels()] == ["up", "down"]
@@ -171,3 +240,5 @@ def test_what_it_cannot_report_on():
         quantization_report(chain.init(cfg, key=random.key(0)), torch.tensor([1]), cfg, E4M3_MX)
     with pytest.raises(ValueError, match="over: error must be at least 0, got -1"):
         quantization_report(params, x, LINEAR, E4M3_MX).over(-1)
+    with pytest.raises(ValueError, match="worst: n must be at least 1, got 0"):
+        quantization_report(params, x, LINEAR, E4M3_MX).worst(0)

@@ -14,6 +14,7 @@ from funcops import (
     ChainConfig,
     GLUConfig,
     LayerNormConfig,
+    LinearConfig,
     Needs,
     ParallelConfig,
     QLinearConfig,
@@ -24,6 +25,7 @@ from funcops import (
     chain,
     glu,
     layer_norm,
+    linear,
     parallel,
     plan,
     qlinear,
@@ -36,7 +38,7 @@ from funcops.kernels import activation as activations
 from funcops.kernels import glu as glus
 from funcops.kernels import norm, quantize_after
 from funcops.kernels.quantize import quantize_row
-from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, quantize_params
+from funcops.low_precision import MXFP8, Fp8Block, Fp8Current, Fp8Delayed, quantize_params, recipe_init
 from funcops.program import rules
 from funcops.testing.checks import float_like, same_bits
 from funcops.trees import nbytes, tree_map_tensors
@@ -122,7 +124,11 @@ def test_a_maker_and_its_reader_give_the_same_bits(maker, dtype, monkeypatch):
 
 
 def siblings(recipes):
-    branches = tuple(Step(f"b{i}", qlinear, QLinearConfig(WIDTH, 32 * (i + 1), recipe)) for i, recipe in enumerate(recipes))
+    layers = [(linear, LinearConfig) if recipe is None else (qlinear, QLinearConfig) for recipe in recipes]
+    branches = tuple(
+        Step(f"b{i}", op, make(WIDTH, 32 * (i + 1), *([] if recipe is None else [recipe])))
+        for i, (recipe, (op, make)) in enumerate(zip(recipes, layers, strict=True))
+    )
     return ChainConfig(steps=(Step("qkv", parallel, ParallelConfig(branches=branches)),))
 
 
@@ -138,6 +144,24 @@ def test_siblings_share_their_codes(monkeypatch):
         assert thrice == 3 * once, f"{recipe}: codes are kept once"
     assert "sibling qlinears" in names(siblings([Fp8Block()] * 2))
     assert "sibling qlinears" not in names(siblings([Fp8Block(), Fp8Block(bwd="e5m2")]))
+
+
+@pytest.mark.parametrize("own", [None, Fp8Current(), Fp8Delayed()], ids=lambda recipe: type(recipe).__name__)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_siblings_share_their_codes_beside_one_that_has_another_recipe_or_none(own, place, monkeypatch):
+    monkeypatch.setattr(rules, "FEW", 0)
+    recipes = [Fp8Block()] * 2
+    recipes.insert(place, own)
+    cfg, x = siblings(recipes), draw(70, WIDTH, dtype=torch.bfloat16)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
+    params = quantize_params(params, cfg, recipe_init(cfg, params))
+    found = []
+    for one in (cfg, unfused(cfg)):
+        y, kept = chain.fwd(params, x, one)
+        found.append((y, chain.bwd(kept, float_like(y, 3), one)))
+    same_bits(*found, "shared and not")
+    nodes = [n.x for i, n in enumerate(chain.fwd(params, x, cfg)[1]["qkv"].values()) if i != place]
+    assert nodes[0] is nodes[1], "codes are kept once"
 
 
 @pytest.mark.parametrize(("made", "most"), [(False, 6), (True, 5)])

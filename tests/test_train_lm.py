@@ -96,6 +96,12 @@ def test_bfloat16_trains(text, tmp_path):
     assert float(rows[-1][1]) < float(rows[0][1])
 
 
+def rounding_errors(said):
+    """The largest of y, dx and dw by layer, of the table of a run with a recipe."""
+    lines = said.partition("relative errors of rounding")[2].splitlines()
+    return {line.split()[0]: max(map(float, re.findall(r"(\S+)%", line)[-3:])) for line in lines if line.startswith("blocks.")}
+
+
 RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
 
 
@@ -108,9 +114,9 @@ def test_recipes_train_resume_and_say_what_they_round(text, tmp_path):
     for recipe in RECIPES:
         said = run(*sizes, "--out", tmp_path / recipe, "--recipe", recipe)
         assert said.count("blocks.1.mlp.up ") == 1 and "mlp.up.x " in said and "sample:" in said
-        errors = [float(e) for e in re.findall(r"(\d+\.\d\d)%\n", said.partition("relative error of rounding")[2])]
-        layers, least, most = (5, 5, 20) if recipe == "nvfp4" else (6, 1, 5)
-        assert len(errors) == 2 * layers and all(least < e < most for e in errors), said
+        errors = rounding_errors(said)
+        layers, least, most = (5, 5, 25) if recipe == "nvfp4" else (6, 1, 8)
+        assert len(errors) == 2 * layers and all(least < e < most for e in errors.values()), said
         for row, want in zip(losses(tmp_path / recipe), exact, strict=True):
             assert row[1] != want[1] and float(row[1]) == pytest.approx(float(want[1]), rel=0.02)
     folder = tmp_path / "resumed"

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops import chain, fit, report, with_policy
+from funcops import chain, fit, quantization_report, report, with_policy
 from funcops.errors import size_of
-from funcops.low_precision import Format, quantize_tensor
+from funcops.low_precision import QuantizationReport, quantize_params
 from funcops.op import Op
 from funcops.residuals.report import Report
-from funcops.trees import cast, paths
+from funcops.trees import cast
 from lm.model import left_out, model, model_x
 from lm.ranks import Ranks
-from lm.step import NEEDS, Settings, inputs, working
+from lm.step import NEEDS, Settings, inputs
 
 DEFAULT = "recompute_elementwise"
 
@@ -45,7 +45,7 @@ def policy_of(args: Any, ranks: Ranks) -> tuple[Op, str]:
 
 def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: str, scales: Any = None) -> None:
     """Print what the first block keeps, and what a step keeps in all, by default and under the policy."""
-    compute = working(params, s.model, scales, s.dtype)
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype)
     given = inputs(compute, x, labels, s)
 
     def kept_by(op: Op) -> tuple[Any, Report]:
@@ -63,21 +63,13 @@ def say_what_is_kept(params: Any, x: Tensor, labels: Tensor, s: Settings, name: 
 
 
 def say_what_rounding_does(params: Any, x: Tensor, labels: Tensor, s: Settings) -> None:
-    """Print how far the recipe's rounding puts the weight and the input of each linear layer off, on one batch, relative to their
-    norms."""
+    """Print what the recipe's rounding does to each linear layer of the blocks, on one batch."""
     wide = cast(params, s.dtype)
-    _, residuals = with_policy(chain, "save_all").fwd(wide, inputs(wide, x, labels, s), model(s.decoder), needs=NEEDS)
-    kept = paths(residuals)
-    width = max(map(len, kept))
-    print(f"{'relative error of rounding by ' + type(s.recipe).__name__:{width}}      w      x")
-    for path, weight in paths(wide).items():
-        if path.startswith("blocks.") and weight is not None and weight.dim() == 2:
-            layer = path.removesuffix(".weight")
-            if any(fnmatch.fnmatchcase(layer, glob) for glob in left_out(s.recipe, s.decoder)):
-                continue
-            print(f"{layer:{width}} {_rounding(weight, s.recipe.w):6.2%} {_rounding(kept[f'{layer}.x'], s.recipe.x):6.2%}")
-
-
-def _rounding(t: Tensor, format: Format) -> float:
-    off = quantize_tensor(t, format).dequantize(torch.float32) - t.float()
-    return float(off.norm() / t.float().norm())
+    found = quantization_report(wide, inputs(wide, x, labels, s), model(s.decoder), s.recipe)
+    left = left_out(s.recipe, s.decoder)
+    rows = [
+        row
+        for row in found.rows
+        if row.path.startswith("blocks.") and not any(fnmatch.fnmatchcase(row.step, glob) for glob in left)
+    ]
+    print(f"relative errors of rounding by {type(s.recipe).__name__}:\n{QuantizationReport(rows, s.recipe, found.not_measured)}")

@@ -15,7 +15,7 @@ from funcops.needs import Needs
 from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update
 from funcops.precision import select_step
-from funcops.trees import at, cast, constant_paths, paths, put, tensors
+from funcops.trees import at, cast, paths, put, tensors
 from lm.model import main_of, model_x
 from lm.ranks import Ranks
 
@@ -53,14 +53,6 @@ class Gradients(NamedTuple):
     load: Tensor | None  # [layers, experts]: how many tokens went where, of all ranks
 
 
-def working(params: Any, cfg: ChainConfig, scales: Any, dtype: torch.dtype, columns: bool = True) -> Any:
-    """The params that a step computes with; biases of routers stay as wide as they are, since a step moves them by little."""
-    work = quantize_params(params, cfg, scales, dtype=dtype, columns=columns)
-    for path in constant_paths(params):
-        work = put(work, path, at(params, path))
-    return work
-
-
 def balanced(params: Any, load: Tensor | None, s: Settings) -> Any:
     """The params after each router's bias has moved towards an even load (arXiv 2408.15664)."""
     biases = [path for path, t in paths(params).items() if path.endswith("route.bias") and t is not None]
@@ -84,7 +76,7 @@ def loss_and_grads(params: Any, x: Tensor, labels: Tensor, s: Settings, scales: 
             return s.ranks.reduce_start(cast(grads, wide)) if reduce else cast(grads, wide)
 
         return Gradients(*s.ranks.stages.loss_and_grads(params, x, labels, s.dtype, s.ranks.shares, done), {}, None)
-    compute = params if s.ranks.zero == 3 else working(params, s.model, scales, s.dtype)
+    compute = params if s.ranks.zero == 3 else quantize_params(params, s.model, scales, dtype=s.dtype)
     y, residuals = s.op.fwd(compute, inputs(compute, x, labels, s), s.model, needs=NEEDS)
     loss = main_of(y)
     dy: Any = torch.full_like(loss, 1 / s.ranks.shares)
@@ -140,7 +132,7 @@ def evaluate(params: Any, x: Tensor, labels: Tensor, s: Settings, batch: int, sc
     """The mean loss over windows, without residuals."""
     stages = s.ranks.stages
     whole = stages is None and s.ranks.zero < 3
-    compute = working(params, s.model, scales, s.dtype, columns=False) if whole else params
+    compute = quantize_params(params, s.model, scales, dtype=s.dtype, columns=False) if whole else params
     total = 0.0
     for i in range(0, len(x), batch):
         rows, counting = s.ranks.padded(x[i : i + batch], labels[i : i + batch])

@@ -7,12 +7,14 @@ from dataclasses import field
 from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.plain_experts import plain_experts
 from funcops.compose.step import Replace, WithExtras
+from funcops.compose.walk import remade
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
 from funcops.op import Op, check_needs, config, init_of, make_op
 from funcops.ops._tuples import parts_of
-from funcops.ops.experts import ExpertsParams
+from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
 from funcops.program.values import gradient_shapes
 
 EXTRAS = "tokens", "indices"
@@ -113,3 +115,8 @@ expert_steps: Op = make_op(
     "expert_steps", ExpertStepsConfig, init=expert_steps_init, fwd=expert_steps_fwd, dgrad=expert_steps_dgrad,
     wgrad=expert_steps_wgrad, bwd=expert_steps_bwd, products=_products,
 )  # fmt: skip
+
+
+def by_steps(where: str, op: Op, cfg: ExpertsConfig) -> tuple[Op, ExpertStepsConfig]:
+    """What takes the place of an op that is `experts`, or made of it. Raises `ValueError` for another."""
+    return remade(where, op, experts, expert_steps), ExpertStepsConfig(plain_experts(cfg))

@@ -3,6 +3,7 @@ choose steps; and an op that was wrapped, made again of another."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -50,6 +51,18 @@ def ties(cfg: Any, path: str = "") -> Iterator[tuple[str, str]]:
 def matches(path: str, globs: Sequence[str]) -> bool:
     """Whether one of the globs is for that path."""
     return any(fnmatchcase(path, glob) for glob in globs)
+
+
+def shared_layers(known: Sequence[str], glob: str) -> str:
+    """Of a glob that matches no path: what it must be where it names some layers of a `repeat`; "" of others."""
+    given = glob.split(".")
+    shared = ["*" if re.fullmatch(r"\d+|\[[^]]*\]", part) else part for part in given]
+    for path in known:
+        places = [i for i, part in enumerate(path.split(".")) if part == "*" and shared[i : i + 1] == ["*"] != given[i : i + 1]]
+        if places and matches(path, (".".join(shared),)):
+            repeat = (" " + ".".join(path.split(".")[: places[0]])).rstrip()
+            return f"of all layers of the repeat{repeat}, which share one config, as {'.'.join(shared)!r}"
+    return ""
 
 
 def check_globs(where: str, name: str, globs: Any) -> None:

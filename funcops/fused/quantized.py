@@ -1,8 +1,8 @@
 """Quantised linear layers: siblings quantise the x that they share once, and keep it once; and what makes x of one, a norm, a GLU
 or an activation, writes codes and scales in the place of it.
 
-Steps: the first of each branch of a parallel, all qlinear with one recipe; or a norm, GLU or activation, and a qlinear that keeps
-x by rows, in tiles of a row.
+Steps: the first of each of two or more branches of a parallel, qlinear with one recipe; or a norm, GLU or activation, and a qlinear
+that keeps x by rows, in tiles of a row.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ NORMS = (rms_norm, layer_norm)
 
 
 def _match_siblings(window: Window) -> tuple[int, ...] | str | None:
-    if any(not alone(call, qlinear) for call in window.calls):
+    """The most that have one recipe; the other branches go on by themselves."""
+    low = [call.cfg.recipe if alone(call, qlinear) else None for call in window.calls]
+    asked = [recipe for recipe in low if recipe is not None]
+    if len(asked) < 2:
         return None
-    recipes = {call.cfg.recipe for call in window.calls}
-    if len(recipes) > 1 or window.calls[0].cfg.recipe.delayed:
-        return "recipes differ" if len(recipes) > 1 else "each has a scale of its own"
-    return (1,) * len(window.calls)
+    shared = [recipe for recipe in asked if not recipe.delayed]
+    recipe = max(shared, key=shared.count, default=None)  # of equals the first
+    if recipe is None or shared.count(recipe) < 2:
+        return "recipes differ" if shared else "each has a scale of its own"
+    return tuple([int(one == recipe) for one in low])
 
 
 def _fits(call: Any, params: Any, like: Any) -> bool:

@@ -18,6 +18,7 @@ from funcops.low_precision import (
     Fp8Delayed,
     gradients_like,
     op_of,
+    quantization_report,
     quantize_params,
     recipe_init,
     recipe_update,
@@ -192,6 +193,23 @@ def test_delayed_scaling_learns_of_all_ranks():
         for path, one in found.items():
             assert torch.equal(one.history[0, 1:2], want[path].history[0, 1:2]), "of w"
             torch.testing.assert_close(one.history, want[path].history, rtol=0.05, atol=0)  # y and dx are sums of parts
+
+
+def test_a_report_says_which_layers_over_ranks_it_leaves_out():
+    up, down, head = (Step(name, linear, LinearConfig(32, 32)) for name in ("up", "down", "head"))
+
+    def run(mesh):
+        for steps in ((up, down, head), (up, down)):
+            cfg = dist.parallel(ChainConfig(steps=steps), {"up": "column", "down": "row"}, mesh)
+            params = chain.init(cfg, key=random.key(0), dtype=torch.float32)
+            if head in steps:
+                found = quantization_report(params, torch.ones(4, 32), cfg, Fp8Block())
+                assert [row.path for row in found.rows] == ["head"] and found.not_measured == ("up", "down")
+            else:
+                with pytest.raises(ValueError, match="got ChainConfig, of which up, down cannot be measured"):
+                    quantization_report(params, torch.ones(4, 32), cfg, Fp8Block())
+
+    run_ranks({"tp": 2}, run)
 
 
 def test_a_nan_is_the_largest():

@@ -165,6 +165,13 @@ def _kept(made, changes):
 
 DELAYED = _chain(Fp8Delayed(history=2))
 HALF = ChainConfig(steps=DELAYED.steps[:1])
+LONGER = _chain(Fp8Delayed(history=3))
+
+
+def _updated(amaxes, history=2):
+    return recipe_update(recipe_init(DELAYED, _params(DELAYED)), amaxes, Fp8Delayed(history=history))
+
+
 BAD = {
     "stale": (_written, "down: qlinear_fwd: params.weight must be made of the weight as it is now", StaleResidualError),
     "another format": (
@@ -201,8 +208,35 @@ BAD = {
         ValueError,
     ),
     "amaxes of another model": (
-        lambda: lambda: recipe_update(recipe_init(DELAYED, _params(DELAYED)), {"head.weight": torch.ones(3)}, Fp8Delayed()),
+        lambda: lambda: _updated({"head.weight": torch.ones(3)}),
         "recipe_update: amaxes must be of weights among up.weight, down.weight, got 'head.weight'",
+        ValueError,
+    ),
+    "no amaxes": (
+        lambda: lambda: _updated({}),
+        "recipe_update: amaxes must be of every weight in the state, as split_amaxes gives them where each has a gradient, "
+        "got none of up.weight, down.weight",
+        ValueError,
+    ),
+    "amaxes of a part of the model": (
+        lambda: lambda: _updated({"up.weight": torch.ones(3)}),
+        "recipe_update: amaxes must be of every weight in the state, as split_amaxes gives them where each has a gradient, "
+        "got none of down.weight",
+        ValueError,
+    ),
+    "a start from amaxes of a part of the model": (
+        lambda: lambda: recipe_init(DELAYED, _params(DELAYED), amaxes={"up.weight": torch.ones(3)}),
+        "recipe_init: amaxes must be of every weight in the state",
+        ValueError,
+    ),
+    "an update by a recipe with another history": (
+        lambda: lambda: _updated({path: torch.ones(3) for path in ("up.weight", "down.weight")}, history=3),
+        "recipe_update: state['up.weight'].history must be [..., 3, 3], got [2, 3]",
+        ValueError,
+    ),
+    "a state with another history": (
+        lambda: lambda: quantize_params(_params(LONGER), LONGER, recipe_init(DELAYED, _params(DELAYED))),
+        "quantize_params: state['up.weight'].history must be [..., 3, 3], got [2, 3]",
         ValueError,
     ),
     "a plain accumulator": (
