@@ -18,6 +18,7 @@ def delay_w(
     come apart; a weight gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of
     residuals and pendings, on each rank). Of several placements, and the schedule itself where it is within the budget, the fastest
     by `simulate` is returned; of equally fast ones, that whose ranks hold the fewest bytes, and the schedule itself before others.
+    More bytes may be filled without being faster: a curve of several budgets says from where.
 
     Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
 
