@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from staged import DIM, decoder, gated, microbatches, reference, routed_stages
 
-from funcops import ChainConfig, Needs, RopeConfig, ScaleConfig, Step, WithExtras, chain, random, rope, scale
+from funcops import ChainConfig, Needs, RopeConfig, ScaleConfig, Step, WithExtras, chain, random, rms_norm, rope, scale
 from funcops.adapters.pipelining import BucketedMean, Pipeline
 from funcops.schedule import Schedule, gpipe, run, zb_v
 from funcops.schedule.stage import Stage
@@ -205,6 +205,10 @@ def test_params_of_another_dtype_than_was_told(alone):
     cfg, params, xs, dys = gated()
     with pytest.raises(ValueError, match=r"Pipeline: dtype must be .*\(is it dtype=torch.float64\?\), got float32: .*linear"):
         Pipeline(IN_TURN, cfg, tree_map_tensors(torch.Tensor.double, xs[0]))
+    norms = ChainConfig(steps=tuple(Step(name, rms_norm, rms_norm.config(DIM)) for name in ("s0", "s1")))
+    xs, dys = torch.randn(2, 2, 3, DIM).bfloat16()
+    stepped = Pipeline(IN_TURN, norms, xs[0], dtype=torch.bfloat16).step(chain.init(norms), list(xs), list(dys))
+    assert stepped.ys[0].dtype == torch.bfloat16, "of what float32 weights make as well"
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype"])
