@@ -23,8 +23,8 @@ class Costs:
     to the next stage (its gradient comes back).
 
     A pending is no part of the residuals: for each layer with weights it holds x and dy, where the residuals held x alone, so that
-    it is mostly the larger of the two (1.5 times the residuals in an MLP or a transformer block, as measured; `measure` says it of
-    yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits.
+    it is mostly the larger of the two (1.1 to 2 times the residuals, in MLPs and transformer blocks that were measured; `measure`
+    says it of yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits.
 
     `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`.
 
