@@ -18,7 +18,7 @@ from typing import Any
 import funcops
 from docs import examples
 
-ROOMS = tuple(funcops._ROOMS)
+ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is no attribute of funcops: to import it takes torch.distributed
 AUTHORS = {
     "funcops.op": ("make_op", "config", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
     "funcops.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
@@ -131,7 +131,7 @@ def _room(name: str) -> Page:
         )
         for file, words in files.items()
     ]
-    return Page(home, f"reference/{name.replace('_', '-')}.md", home, (*alone, *ops))
+    return Page(home, f"reference/{re.sub('[_.]', '-', name)}.md", home, (*alone, *ops))
 
 
 def exported(name: str) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import html
 import math
 from collections.abc import Iterable
@@ -266,6 +267,37 @@ def few(names: Iterable[str], most: int = 6) -> str:
     found = list(names)
     shown = found if len(found) <= most + 1 else found[:most]  # one more name is as short as a number
     return ", ".join(shown) + (f" and {len(found) - len(shown)} more" if len(shown) < len(found) else "")
+
+
+SHORT = 160  # characters of two texts that are read at a glance
+
+
+def apart(wanted: Any, got: Any, longest: int = 240) -> tuple[str, str]:
+    """Two unequal configs as texts: in full where they are short, else where they first differ, such as `steps.0.cfg=...`."""
+    if len(str(wanted)) + len(str(got)) <= longest:
+        return str(wanted), str(got)
+    path, wanted, got = _parting(wanted, got)
+    if isinstance(wanted, tuple) and isinstance(got, tuple):
+        wanted, got = f"{len(wanted)} of them", f"{len(got)}"
+    texts = [text if len(text) <= longest // 2 else f"{text[: longest // 2]} ..." for text in map(str, (wanted, got))]
+    return (f"{path}={texts[0]}", f"{path}={texts[1]}") if path else (texts[0], texts[1])
+
+
+def _parting(wanted: Any, got: Any) -> tuple[str, Any, Any]:
+    """The path to the first part in which two unequal values differ, and both there."""
+    if type(wanted) is not type(got) or len(str(wanted)) + len(str(got)) <= SHORT:
+        return "", wanted, got
+    if isinstance(wanted, tuple) and len(wanted) == len(got):
+        pairs = [(str(i), a, b) for i, (a, b) in enumerate(zip(wanted, got, strict=True))]
+    elif dataclasses.is_dataclass(wanted):
+        pairs = [(f.name, getattr(wanted, f.name), getattr(got, f.name)) for f in dataclasses.fields(wanted) if f.compare]
+    else:
+        pairs = []
+    for name, one, other in pairs:
+        if one != other:
+            path, wanted, got = _parting(one, other)
+            return f"{name}.{path}" if path else name, wanted, got
+    return "", wanted, got
 
 
 def on_screen(text: str, columns: int = 100, rows: int = 40) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 import torch
 from typing_extensions import dataclass_transform
 
-from funcops.errors import DonatedError, describe, fail, stale
+from funcops.errors import DonatedError, apart, describe, fail, stale
 from funcops.marks import STALE, Gone, Missing, Moved, mark_source, marks_of, post_init, stale_path, version, versions
 from funcops.memo import remember
 from funcops.needs import Needs
@@ -471,5 +471,6 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
     if not node.fresh():
         node.complain(where)
     if node.cfg is not cfg and node.cfg != cfg:
-        fail(where, "cfg", f"the config of the forward, {node.cfg}", cfg)
+        expected, got = apart(node.cfg, cfg)
+        fail(where, "cfg", f"the config of the forward, {expected}", got)
     return node

@@ -27,6 +27,7 @@ from funcops import (
     random,
     report,
 )
+from funcops.errors import apart
 from funcops.ops.linear import LinearPending, LinearResiduals
 from funcops.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
 from funcops.schema import pending as pending_decorator
@@ -106,8 +107,17 @@ def test_grad_mode_is_refused():
 
 def test_another_config_is_refused():
     _, _, residuals = fresh()
-    with pytest.raises(ValueError, match="linear_bwd: cfg must be the config of the forward"):
+    with pytest.raises(ValueError, match=r"linear_bwd: cfg must be the config of the forward, LinearConfig\(in"):
         linear_bwd(residuals, DY, LinearConfig(4, 3, bias=False))
+    wide, narrow = LinearConfig(4, 4), LinearConfig(4, 4, bias=False)
+    assert apart(wide, narrow) == (str(wide), str(narrow))
+    many = [
+        ChainConfig(steps=tuple(Step(f"s{i}", linear, at if i == 30 else wide) for i in range(n)))
+        for n, at in ((40, wide), (40, narrow), (39, wide))
+    ]
+    assert apart(many[0], many[1]) == (f"steps.30.cfg={wide}", f"steps.30.cfg={narrow}")
+    assert apart(many[0], many[2]) == ("steps=40 of them", "steps=39")
+    assert all(len(text) < 300 for text in apart(many[0], wide))
     assert linear_bwd(residuals, DY, LinearConfig(4, 3))[1].shape == (2, 4)  # equal is as good as identical
 
 

@@ -102,8 +102,11 @@ def report(residuals: Any, params: Any = None, x: Any = None, *, tokens: int | N
 
     Bytes are those of the storage behind a tensor, counted once; a tensor that shares the storage of a leaf of `params`
     or `x`, or of an earlier row, counts as an alias, with no bytes of its own. `tokens` defaults to the rows of the first
-    tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own. Raises `TypeError` for
-    anything but residuals or pending.
+    tensor in x (all its elements for integer ids). Several ops' residuals may come in a dict of your own.
+
+    `needed by`: the halves of the backward that read it, `dgrad` and `wgrad`, and `again`, a forward done again. A path with
+    brackets, such as `norm().x`, is what the y of step `norm` is computed from again, where that y itself is not kept: a pending
+    has it for the weight gradient of the step after, which reads that y. Raises `TypeError` for anything but residuals or pending.
 
     >>> import torch
     >>> from funcops import RMSNormConfig, report, rms_norm

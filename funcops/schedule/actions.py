@@ -60,10 +60,13 @@ class Schedule:
     >>> mine = Schedule.from_csv("0F0,0F1,0I0,0W0,0B1\\n1F0,1B0,1F1,1B1")
     >>> mine.stages, mine.microbatches, mine.rank_of
     (2, 2, {0: 0, 1: 1})
-    >>> Schedule.from_csv("0F0,0B0\\n1B0,1F0")
+    >>> Schedule.from_csv("0F0,0B0\\n1B0,1F0", name="mine")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: Schedule 'csv': rank 1 must be able to go on at 1B0, got a wait for 1F0 without end
+    ValueError: Schedule 'mine': rank 1 must be able to go on at 1B0, got ... without end: 1B0 waits for 1F0, behind 1B0 on rank 1
+
+    One made by a program is `Schedule(name, ranks)`, a list of `Action(stage, kind, microbatch)` for each rank; `to_csv()` gives
+    the text that `from_csv` reads, `print` shows a table.
     """
 
     name: str
@@ -148,15 +151,32 @@ class Schedule:
             self._stuck(left, forward, dgrad)
 
     def _stuck(self, left: dict[int, tuple[Action, ...]], forward: bytearray, dgrad: bytearray) -> None:
-        """Raises for a rank that waits for itself, if there is one: the others may wait for it."""
-        done = {"F": forward, "I": dgrad}
-        found = []
+        """Raises for ranks that wait for each other in a ring, with all of the ring: other ranks wait for it."""
+        done, whole = {"F": forward, "I": dgrad}, {action for actions in self.ranks for action in actions if action.kind == "B"}
+        found: dict[int, tuple[Action, Action]] = {}
         for rank, following in left.items():
             wanted = [need for action in following for need in needs(action, self.stages - 1)]
             missing = next(n for n in wanted if not done[n.kind][n.stage * self.microbatches + n.microbatch])
-            found.append((self.rank_of[missing.stage] != rank, rank, following[0], missing))
-        _, rank, action, missing = min(found)
-        fail(f"Schedule {self.name!r}", f"rank {rank}", f"able to go on at {action}", f"a wait for {missing} without end")
+            as_whole = missing._replace(kind="B")
+            found[rank] = following[0], as_whole if missing.kind == "I" and as_whole in whole else missing
+        walk: list[int] = []
+        rank = min(found, key=lambda rank: (self.rank_of[found[rank][1].stage] != rank, rank))
+        while rank not in walk:
+            walk.append(rank)
+            rank = self.rank_of[found[rank][1].stage]
+        ring = walk[walk.index(rank) :]
+        first = ring.index(min(ring))
+        waits = [self._wait(*found[rank], found) for rank in (*ring[first:], *ring[:first])]
+        shown = waits if len(waits) <= 8 else [*waits[:4], "...", *waits[-4:]]
+        action, missing = found[min(ring)]
+        got = f"a wait for {missing} without end: {'; '.join(shown)}"
+        fail(f"Schedule {self.name!r}", f"rank {min(ring)}", f"able to go on at {action}", got)
+
+    def _wait(self, action: Action, missing: Action, left: dict[int, tuple[Action, Action]]) -> str:
+        """What an action waits for, and what stands before that on its rank."""
+        rank = self.rank_of[missing.stage]
+        ahead = left[rank][0]
+        return f"{action} waits for {missing}" + (f", behind {ahead} on rank {rank}" if ahead != missing else "")
 
     def to_csv(self) -> str:
         """A line a rank, as torch.distributed.pipelining reads it with format "compute_only"."""
@@ -258,7 +278,7 @@ def _check_once(schedule: Schedule) -> None:
                 first = next(action for action in actions if action.stage == stage)
                 fail(where, f"rank {rank}", f"without stage {stage}, which is on rank {owner[stage]}", str(first))
     absent = next((stage for stage in range(schedule.stages) if stage not in owner), None)
-    require(absent is None, where, "ranks", f"actions of stage {absent}", "none")
+    require(absent is None, where, "ranks", f"actions of every stage up to {schedule.stages - 1}", f"none of stage {absent}")
     broken = next((place for place, bits in enumerate(seen) if bits not in _WHOLE), None)
     if broken is not None:
         stage, m = divmod(broken, count)

@@ -158,8 +158,8 @@ def _zb_v(at: _Rank, r: int, p: int, m: int) -> _Rank:
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     """DualPipe folded into a V: two stages a rank, forwards of one side together with backwards of the other, so that the
     communication of each may hide behind the other's work. The idle time is (p - 1)(F&B + B - 3 W) a rank, F&B the time of such a
-    pair; keeps 2 p + 1 chunks. https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than
-    one rank or microbatch.
+    pair, where I takes as long as F and W no longer (with longer W it stays (p - 1)(F + I)); keeps 2 p + 1 chunks.
+    https://github.com/deepseek-ai/DualPipe, arXiv:2412.19437. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import dualpipe_v
     >>> schedule = dualpipe_v(2, 4)

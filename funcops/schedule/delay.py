@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from funcops.errors import fail, require, require_number, require_type
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.simulate import Costs, Model, Network, simulate
+from funcops.schedule.simulate import ROUNDING, Costs, Model, Network, Simulated, simulate
 
 
 def delay_w(
@@ -17,7 +17,8 @@ def delay_w(
     """The schedule with its weight gradients put elsewhere: forwards and dgrads keep their order; whole backwards are split, pairs
     come apart; a weight gradient runs where its rank would wait, or where the next forward would exceed `budget_bytes` (of
     residuals and pendings, on each rank). Of several placements, and the schedule itself where it is within the budget, the fastest
-    by `simulate` is returned.
+    by `simulate` is returned; of equally fast ones, that whose ranks hold the fewest bytes, and the schedule itself before others.
+    More bytes may be filled without being faster: a curve of several budgets says from where.
 
     Raises `ValueError` where a rank cannot do with the budget, with the bytes that it needs.
 
@@ -29,22 +30,28 @@ def delay_w(
     require_number("delay_w", 0, finite=False, budget_bytes=budget_bytes)
     require(budget_bytes > 0, "delay_w", "budget_bytes", "above 0", budget_bytes)
     model = Model.of(schedule, costs, network, "delay_w")
-    tried: list[Schedule] = []
+    tried = [schedule]
     refusal: ValueError | None = None
     for patient in (False, True):
         try:
             tried.append(_Placing(schedule, model, budget_bytes, patient).run())
         except ValueError as error:
             refusal = error
-    timed = [(simulate(one, costs, network), one) for one in (*tried, schedule)]
     within = [
-        (found.time, max(found.peak_bytes), i)
-        for i, (found, _) in enumerate(timed)
-        if max(found.peak_bytes) <= budget_bytes * (1 + 1e-9)
+        one for one in (simulate(each, costs, network) for each in tried) if max(one.peak_bytes) <= budget_bytes * (1 + ROUNDING)
     ]
     if not within and refusal is not None:
         raise refusal
-    return timed[min(within)[2]][1]
+    return _best(within).schedule
+
+
+def _best(found: list[Simulated]) -> Simulated:
+    """The fastest; of those, that whose largest rank holds least; of those, that whose ranks together do; of those, the first. Sums
+    of the same costs in another order differ by rounding, and are equal here."""
+    for of in (lambda one: one.time, lambda one: max(one.peak_bytes), lambda one: sum(one.peak_bytes)):
+        least = min(map(of, found))
+        found = [one for one in found if of(one) <= least * (1 + ROUNDING)]
+    return found[0]
 
 
 class _Placing:

@@ -8,6 +8,7 @@ from typing import Any
 from funcops.errors import require, require_type
 from funcops.schedule.simulate import Simulated
 
+ANY = "the unit of the costs"
 COLOURS = {"F": "#8fb8de", "I": "#f2b880", "W": "#9fd8a4", "B": "#e8998d"}
 NAMES = {"F": "forward", "I": "dgrad", "W": "wgrad", "B": "dgrad and wgrad"}
 LABELLED = 2_000  # actions, above which boxes bear no text
@@ -20,11 +21,11 @@ def draw(
     path: str | os.PathLike[str] | None = None,
     *,
     title: str | None = None,
-    unit: str = "the unit of the costs",
+    unit: str = ANY,
 ) -> Any:
     """Writes PNG, SVG, ... to `path` where that is given, and returns matplotlib's figure. A box is labelled with its microbatch,
     and fainter for the later stages of its rank, as the legend says. `title`: in place of the simulated step's own words; `unit`:
-    of time. Raises `ImportError` without matplotlib (the extra `docs`),
+    of time, as the axis and the title say it. Raises `ImportError` without matplotlib (the extra `docs`),
     `ValueError` for more than 100,000 actions, which no picture shows."""
     require_type("draw", "simulated", simulated, Simulated)
     if path is not None:
@@ -48,7 +49,7 @@ def draw(
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
     axes.invert_yaxis()
     axes.set_xlabel(f"time, in {unit}")
-    axes.set_title(str(simulated) if title is None else title, fontsize=10)
+    axes.set_title(simulated.said("" if unit == ANY else unit) if title is None else title, fontsize=10)
     kinds = [kind for kind in NAMES if any(slot.action.kind == kind for slots in simulated.slots for slot in slots)]
     patches = [Patch(facecolor=COLOURS[kind], edgecolor="black", label=NAMES[kind]) for kind in kinds]
     groups = _groups(simulated)

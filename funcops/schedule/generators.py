@@ -49,8 +49,9 @@ def _one_f_one_b(stage: int, in_flight: int, microbatches: int) -> tuple[Action,
 
 def zb_h1(ranks: int, microbatches: int) -> Schedule:
     """1F1B whose weight gradients wait: rank r has as many microbatches in flight as in 1F1B, and puts off the first r weight
-    gradients. Every rank keeps at most p. At m >= p the idle time is (p - 1)(F + I - W) a rank, where that is positive.
-    arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
+    gradients. Every rank keeps at most p. At m >= p each rank's idle time is (p - 1) max(F, I, F + I - W), and at most (p - 1)
+    max(I, F + I - W) of it is spent waiting between its first and its last action. arXiv:2401.10241. Raises `ValueError` for
+    fewer than one rank or microbatch.
 
     >>> from funcops.schedule import one_f_one_b, simulate, zb_h1
     >>> simulate(one_f_one_b(2, 4)).idle, simulate(zb_h1(2, 4)).idle
@@ -61,13 +62,16 @@ def zb_h1(ranks: int, microbatches: int) -> Schedule:
 
 
 def zb_h2(ranks: int, microbatches: int) -> Schedule:
-    """No bubble but the optimiser's: rank r has 2 (p - r) - 1 microbatches in flight. Keeps up to 2 p - 1. At m >= 2 p - 1 the idle
-    time is (p - 1)(F + I - 2 W) a rank, where that is positive. arXiv:2401.10241. Raises `ValueError` for fewer than one rank
-    or microbatch.
+    """1F1B whose weight gradients wait twice as long: rank r has 2 (p - r) - 1 microbatches in flight. Keeps up to 2 p - 1. At
+    m >= 2 p - 1 a rank waits there at most (p - 1) max(0, I - F, F + I - 2 W), which is nothing at equal times. Its idle time is
+    (p - 1) max(F, F + I - 2 W): ranks begin and end one after another, (p - 1) F in all, which is lost where all wait for the
+    optimiser together. arXiv:2401.10241. Raises `ValueError` for fewer than one rank or microbatch.
 
     >>> from funcops.schedule import simulate, zb_h1, zb_h2
     >>> simulate(zb_h1(2, 4)).peak_bytes, simulate(zb_h2(2, 4)).peak_bytes
     ((2.0, 2.0), (3.0, 3.0))
+    >>> simulate(zb_h1(2, 4)).waiting, simulate(zb_h2(2, 4)).waiting, simulate(zb_h2(2, 4)).idle
+    ((1.0, 0.0), (0.0, 0.0), (1.0, 1.0))
     """
     check_sizes("zb_h2", ranks, microbatches)
     return Schedule("zb_h2", tuple(_delayed(r, 2 * (ranks - r) - 1, 2 * r, microbatches) for r in range(ranks)))

@@ -24,8 +24,11 @@ from funcops.trees import nbytes, tensors, tree_map_tensors
 
 def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, repeats: int = 5) -> Costs:
     """The costs of one microbatch x: medians over `repeats`, in seconds, of `fwd`, `dgrad` and `wgrad` (one run before them is not
-    counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`. Raises
-    `ValueError` or `TypeError` for what is no op of that config, fewer than one repeat, and an x without values.
+    counted); bytes of residuals, of the pending and of y, net of params. dy is ones. For `simulate` and `delay_w`.
+
+    x counts where it is kept: within a model it is the y of the layer before, which nothing else holds. `run`, `measure_stages`
+    and a `Ledger(params, x)` leave out what the caller gave, and so holds anyway. Raises `ValueError` or `TypeError` for what is
+    no op of that config, fewer than one repeat, and an x without values.
 
     >>> import torch
     >>> from funcops import LinearConfig, linear, random
@@ -35,6 +38,11 @@ def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, 
     >>> costs.residual_bytes, costs.output_bytes
     (2048, 2048)
     """
+    return _measured(op, params, x, cfg, needs, repeats, params)
+
+
+def _measured(op: Op, params: Any, x: Any, cfg: Any, needs: Needs, repeats: int, *besides: Any) -> Costs:
+    """`besides`: trees whose storages are not counted."""
     check_body("measure", op, cfg)
     require_count("measure", repeats=repeats)
     check_needs("measure", needs, params, x)
@@ -59,23 +67,26 @@ def measure(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL, 
             _, pending = clocked("dgrad", op.dgrad, residuals, dy, cfg)
             clocked("wgrad", op.wgrad, pending, cfg)
     forward, dgrad, wgrad = (statistics.median(times[1:]) if times else 0.0 for times in timed.values())
-    kept, left = _net(params, residuals), _net(params, pending)
+    kept, left = _net(residuals, *besides), _net(pending, *besides)
     return Costs(forward, dgrad, wgrad, residual_bytes=kept, pending_bytes=left, output_bytes=nbytes(y))
 
 
 def measure_stages(
     params: dict[str, Any], x: Any, cfg: ChainConfig, *, needs: Needs = Needs.ALL, repeats: int = 5
 ) -> tuple[Costs, ...]:
-    """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`. Raises
-    `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are no stages.
+    """`measure` of every stage of a staged chain, each with the y of the one before; for `simulate(schedule, costs)`. Bytes are
+    those that `run` counts: net of params and of the chain's own x, while a y that the next stage keeps is the next stage's.
+    Raises `ValueError` or `TypeError` as `measure` does, and for a chain whose steps are no stages.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.schedule import measure_stages, one_f_one_b, simulate
     >>> cfg = ChainConfig(steps=(Step("bottom", linear, LinearConfig(8, 8)), Step("top", linear, LinearConfig(8, 8))))
     >>> costs = measure_stages(chain.init(cfg, key=random.key(0)), torch.ones(4, 8), cfg, repeats=1)
-    >>> [cost.output_bytes for cost in costs], simulate(one_f_one_b(2, 4), costs).peak_bytes
-    ([128, 128], (256.0, 128.0))
+    >>> [cost.residual_bytes for cost in costs], [cost.pending_bytes for cost in costs]
+    ([0, 128], [128, 256])
+    >>> simulate(one_f_one_b(2, 4), costs).peak_bytes
+    (0.0, 128.0)
     """
     check_body("measure_stages", chain, cfg)
     check_staged("measure_stages", cfg, len(cfg.steps))
@@ -86,13 +97,13 @@ def measure_stages(
     found = []
     for step, wanted in zip(cfg.steps, needs_of_steps(cfg, needs), strict=True):
         given = step.x(main, extras)
-        found.append(measure(step.op, params[step.name], given, step.cfg, needs=wanted, repeats=repeats))
+        found.append(_measured(step.op, params[step.name], given, step.cfg, wanted, repeats, params, x))
         main, _ = step.apart(step.op.fwd(params[step.name], given, step.cfg, needs=Needs.NONE)[0])
     return tuple(found)
 
 
-def _net(params: Any, kept: Any) -> int:
-    ledger = Ledger(params)
+def _net(kept: Any, *besides: Any) -> int:
+    ledger = Ledger(*besides)
     ledger.keep("measured", kept)
     return ledger.nbytes
 

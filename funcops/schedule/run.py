@@ -58,6 +58,9 @@ def run(
     after another, in the schedule's order.
 
     xs: x of each microbatch. dys: the gradient of each y; where y is a scalar loss, None is that of the mean over the microbatches.
+    That mean is the whole batch's loss only where each microbatch's loss is a mean over equally many labels. Where they count
+    n[0], n[1], ... labels (others are ignored, or microbatches differ in size), the whole batch's gradients are those of
+    `dys=[torch.full_like(loss, n_i / sum(n)) for n_i in n]`, in the dtype of the loss.
     Where stages give outputs, y is `WithExtras(main, outputs)`, as that of the chain; to the loss are added the sums of those named
     in `losses` (of a router's in all layers, say), which is for dys of None.
     `into`: accumulators like params (fp32 for bf16 params, say), by default zeros like them. `done(stage, dparams)` is called after

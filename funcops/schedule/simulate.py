@@ -13,12 +13,20 @@ from funcops.errors import in_html, on_screen, require, require_count, require_n
 from funcops.schedule.actions import KINDS, Action, Schedule
 from funcops.schedule.collectives import Collective, Link, exposed
 
+ROUNDING = 1e-9  # sums of one schedule's costs that differ by less, relatively, differ by their order
+
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
     """Of one microbatch on one stage: times, in any unit; `together`: of a forward and a backward side by side, None for their sum;
-    bytes that a forward keeps, that a dgrad leaves of them for its wgrad, and of y, which goes to the next stage (its gradient
-    comes back). `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`.
+    bytes of the residuals, which a forward keeps; of the pending, which takes their place from dgrad to wgrad; and of y, which goes
+    to the next stage (its gradient comes back).
+
+    A pending is no part of the residuals: for each layer with weights it holds x and dy, where the residuals held x alone, so that
+    it is mostly the larger of the two (1.1 to 2 times the residuals, in MLPs and transformer blocks that were measured; `measure`
+    says it of yours). The default, 1.0 of each, is the papers' unit: a microbatch that waits.
+
+    `collectives`: what of them is exposed on the network's axes is added to the times, but to that of `together`.
 
     >>> from funcops.schedule import Costs, gpipe, simulate
     >>> simulate(gpipe(1, 2), Costs(forward=1.0, dgrad=1.5, wgrad=0.5)).time
@@ -155,14 +163,18 @@ class Simulated:
     @property
     def idle(self) -> tuple[float, ...]:
         """By rank, the time of the step in which it does nothing."""
-        return tuple(self.time - busy for busy in self.busy)
+        return tuple(self._rounded(self.time - busy) for busy in self.busy)
 
     @property
     def waiting(self) -> tuple[float, ...]:
         """By rank, the time between its first and its last action in which it waits. Where a rank may go on with the next step
         before others end this one, this is all that is lost."""
         rows = zip(self.starts, self.ends, self.busy, strict=True)
-        return tuple(ends[-1] - starts[0] - busy if starts else 0.0 for starts, ends, busy in rows)
+        return tuple(self._rounded(ends[-1] - starts[0] - busy) if starts else 0.0 for starts, ends, busy in rows)
+
+    def _rounded(self, difference: float) -> float:
+        """Without what comes of the order of sums alone."""
+        return difference if abs(difference) > ROUNDING * self.time else 0.0
 
     @property
     def bubble(self) -> float:
@@ -179,9 +191,14 @@ class Simulated:
         return in_html(repr(self))
 
     def __str__(self) -> str:
+        return self.said()
+
+    def said(self, unit: str = "") -> str:
+        """In a line, the time in that unit."""
         peaks = [_shown(peak) for peak in self.peak_bytes]
         shown = ", ".join(peaks if len(peaks) <= 16 else [*peaks[:8], "...", *peaks[-8:]])
-        return f"{self.schedule.name}: {self.time:g} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: {shown}"
+        time = f"{self.time:g} {unit}".rstrip()
+        return f"{self.schedule.name}: {time} per step, {100 * self.bubble:.1f} % idle, peak bytes by rank: {shown}"
 
 
 def _shown(nbytes: float) -> str:

@@ -54,14 +54,23 @@ def test_bubbles_of_gpipe_and_1f1b(costs, grid):
             assert simulate(generator(p, m), costs).bubble == pytest.approx((p - 1) / (m + p - 1))
 
 
-@pytest.mark.parametrize("costs", COSTS, ids=str)
+# where W, I or F is the longest, and the papers' differences are below 0
+UNEVEN = [Costs(1.0, 1.0, 1.5), Costs(1.0, 0.5, 1.25), Costs(0.5, 1.0, 1.0), Costs(2.0, 1.0, 1.0), Costs(0.375, 0.5, 1.25)]
+
+
+@pytest.mark.parametrize("costs", [*COSTS, *UNEVEN], ids=str)
 def test_bubbles_of_zero_bubble_schedules(costs, grid):
+    """As the docstrings have them: the papers' formulas, and what is lost where weight gradients are longer than the gaps."""
     f, i, w = costs.forward, costs.dgrad, costs.wgrad
     for p, m in grid:
         if m >= p:
-            assert simulate(zb_h1(p, m), costs).idle == pytest.approx([(p - 1) * (f + i - w)] * p)
+            found = simulate(zb_h1(p, m), costs)
+            assert found.idle == pytest.approx([(p - 1) * max(f, i, f + i - w)] * p)
+            assert max(found.waiting) == pytest.approx((p - 1) * max(i, f + i - w))
         if m >= 2 * p - 1:
-            assert max(simulate(zb_h2(p, m), costs).waiting) == pytest.approx((p - 1) * max(0.0, f + i - 2 * w))
+            found = simulate(zb_h2(p, m), costs)
+            assert found.idle == pytest.approx([(p - 1) * max(f, f + i - 2 * w)] * p)
+            assert max(found.waiting) == pytest.approx((p - 1) * max(0.0, i - f, f + i - 2 * w))
 
 
 @pytest.mark.parametrize("costs", COSTS, ids=str)
@@ -99,6 +108,8 @@ def test_bubble_of_dualpipe(costs, together, grid):
                 assert idle == pytest.approx([formula] * p)
             elif together is None:
                 assert max(idle) <= formula + 1e-9
+            if together is None and m % p == 0:
+                assert simulate(dualpipe_v(p, m), Costs(1, 1, 1.5)).idle == pytest.approx([(p - 1) * 2] * p)
 
 
 def test_activations_in_flight(grid):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from staged import DIM, decoder, gated, microbatches, reference, routed_stages
 
-from funcops import Needs, WithExtras, chain, random
+from funcops import ChainConfig, Needs, RopeConfig, ScaleConfig, Step, WithExtras, chain, random, rms_norm, rope, scale
 from funcops.adapters.pipelining import BucketedMean, Pipeline
 from funcops.schedule import Schedule, gpipe, run, zb_v
 from funcops.schedule.stage import Stage
@@ -167,14 +167,48 @@ def test_whatever_is_not_finite_is_named(place, bad, alone):
 @pytest.mark.parametrize(("rows", "dtype"), [(5, torch.float32), (7, torch.float32), (6, torch.float64)])
 @pytest.mark.parametrize("odd", [0, 1])
 def test_a_microbatch_unlike_the_example_is_named(odd, rows, dtype, alone):
-    """Of another size or precision than the other ranks were told: before it is sent."""
+    """Of another size or precision than the other ranks were told: before anything runs, and the pipeline stays whole."""
     cfg, params, xs, dys = gated()
-    pipeline = Pipeline(IN_TURN, cfg, xs[0])
+    pipeline, good = Pipeline(IN_TURN, cfg, xs[0]), list(xs)
     x, by = torch.randn(2, rows, DIM, dtype=dtype)
     xs[odd] = WithExtras(x, {"by": by})
     name = str(dtype).removeprefix("torch.")
-    with pytest.raises(ValueError, match=rf"y of stage 0 must be float32\[6, 8\], as for the example x, got {name}\[{rows}, 8\]"):
+    said = rf"step: microbatch {odd} of xs, main must be float32\[6, 8\], as that of the example x, got {name}\[{rows}, 8\]"
+    with pytest.raises(ValueError, match=said):
         pipeline.step(params, xs, dys)
+    xs[odd] = WithExtras(good[odd].main, {"by": by})
+    with pytest.raises(ValueError, match=rf"microbatch {odd} of xs, extras.by must be float32\[6, 8\]"):
+        pipeline.step(params, xs, dys)
+    assert len(pipeline.step(params, good, dys).ys) == 2
+
+
+def test_a_microbatch_may_differ_in_what_is_sent_nowhere(alone):
+    """Positions of all rows at once, or of each: the stages make the same of both. Of another number they make nothing."""
+    turned = Step("turned", rope, RopeConfig(DIM), takes=("at",))
+    cfg = ChainConfig(steps=(turned, Step("out", scale, ScaleConfig(2.0))), extras=("at",))
+    xs = [WithExtras(x, {"at": torch.arange(5)}) for x in torch.randn(2, 3, 5, 1, DIM)]
+    dys, each = [torch.ones(3, 5, 1, DIM)] * 2, WithExtras(xs[1].main, {"at": torch.arange(5).expand(3, 5)})
+    params = chain.init(cfg)
+    pipeline = Pipeline(IN_TURN, cfg, xs[0])
+    same_bits(pipeline.step(params, [xs[0], each], dys).ys, run(IN_TURN, params, xs, cfg, dys).ys, "of positions of each row")
+    with pytest.raises(ValueError, match=r"microbatch 1 of xs, extras.at must be int64\[5\], as .* got int64\[4\]"):
+        pipeline.step(params, [xs[0], WithExtras(xs[1].main, {"at": torch.arange(4)})], dys)
+
+
+def test_params_of_another_dtype_than_was_told(alone):
+    """Whether the example's dtype tells it or not; before any action."""
+    cfg = decoder(2)
+    xs, wide = microbatches(2, cfg), chain.init(cfg, key=random.key(0), dtype=torch.float64)
+    with pytest.raises(ValueError, match="params must be float32, as Pipeline was told, got float64: give it dtype=torch.float64"):
+        Pipeline(IN_TURN, cfg, xs[0]).step(wide, xs)
+    assert len(Pipeline(IN_TURN, cfg, xs[0], dtype=torch.float64).step(wide, xs).ys) == 2
+    cfg, params, xs, dys = gated()
+    with pytest.raises(ValueError, match=r"Pipeline: dtype must be .*\(is it dtype=torch.float64\?\), got float32: .*linear"):
+        Pipeline(IN_TURN, cfg, tree_map_tensors(torch.Tensor.double, xs[0]))
+    norms = ChainConfig(steps=tuple(Step(name, rms_norm, rms_norm.config(DIM)) for name in ("s0", "s1")))
+    xs, dys = torch.randn(2, 2, 3, DIM).bfloat16()
+    stepped = Pipeline(IN_TURN, norms, xs[0], dtype=torch.bfloat16).step(chain.init(norms), list(xs), list(dys))
+    assert stepped.ys[0].dtype == torch.bfloat16, "of what float32 weights make as well"
 
 
 @pytest.mark.parametrize("what", ["shape", "dtype"])
@@ -221,10 +255,11 @@ def test_what_does_not_fit_is_named(alone):
     with pytest.raises(ValueError, match="Pipeline.step: dys must be a list of 3, one a microbatch, got 1"):
         pipeline.step(params, xs, [None])
     assert math.isfinite(float(pipeline.step(params, xs).ys[0])), "what is refused before it begins leaves the pipeline whole"
-    with pytest.raises(
-        ValueError, match=r"Pipeline.step: y of stage 0 must be float32\[3, 5, 8\], as for the example x, got float64\[3, 5, 8\]"
-    ):
+    with pytest.raises(ValueError, match="Pipeline.step: params must be float32, as Pipeline was told, got float64"):
         pipeline.step(cast(params, torch.float64), xs)
+    fails = tree_map_tensors(lambda t: t[:1], params["s1"])
+    with pytest.raises(ValueError):
+        pipeline.step({"s0": params["s0"], "s1": fails}, xs)
     with pytest.raises(RuntimeError, match="must not be used after a step that failed"):
         pipeline.step(params, xs)
     with pytest.raises(ValueError, match="BucketedMean: bucket_bytes must be above 0, got 0"):

@@ -31,11 +31,22 @@ def test_a_schedule_with_two_actions_exchanged_is_whole_or_refused(p, m, random)
         ("0F0,0B0\n1F0\n", "Schedule 'csv': rank 1 must be F and B, or F, I and W, of stage 1, microbatch 0, got F"),
         ("0F0,0B0,0F0\n", "rank 0 must be every action once, got 0F0 again"),
         ("0F0,1F0,0B0\n1B0\n", "rank 1 must be without stage 1, which is on rank 0, got 1B0"),
-        ("0B0,0F0\n", "rank 0 must be able to go on at 0B0, got a wait for 0F0 without end"),
-        ("0F0,0B0\n1B0,1F0\n", "must be able to go on at"),
+        (
+            "0B0,0F0\n",
+            "rank 0 must be able to go on at 0B0, got a wait for 0F0 without end: 0B0 waits for 0F0, behind 0B0",
+        ),
+        (
+            "0F0,0B0\n1B0,1F0\n",
+            "rank 1 must be able to go on at 1B0, got a wait for 1F0 without end: 1B0 waits for 1F0, behind",
+        ),
+        (
+            "0F0,0I0,0W0,3F0,3B0\n1F0,2F0,2B0,1B0\n",
+            "at 0I0, got a wait for 1B0 without end: 0I0 waits for 1B0, behind 2B0 on rank 1; "
+            "2B0 waits for 3B0, behind 0I0 on rank 0",
+        ),
         ("0F0,0W0,0I0\n", "must be able to go on at 0W0, got a wait for 0I0 without end"),
         ("0F0,0I0,0B0,0W0\n", "got FIWB"),
-        ("0F0,0B0\n\n2F0,2B0\n", "ranks must be actions of stage 1, got none"),
+        ("0F0,0B0\n\n2F0,2B0\n", "ranks must be actions of every stage up to 2, got none of stage 1"),
         ("0X0\n", "Action: text must be a stage, one of F, I, W, B, and a microbatch, such as 2F5, got '0X0'"),
         ("\n", "Schedule: ranks must be at least one action, got none"),
     ],
@@ -44,6 +55,23 @@ def test_what_is_wrong_is_named(csv, text):
     with pytest.raises(ValueError) as error:
         Schedule.from_csv(csv)
     assert text in str(error.value)
+
+
+def test_a_ring_of_waits_is_said_whole():
+    """Every rank waits for the one after it; the cause is anywhere in the ring, whichever rank was stuck first."""
+
+    def stuck(p):  # the last stage is on rank 0 too, behind the dgrad that waits for it
+        middle = [f"{r}F0,{r}B0" for r in range(1, p)]
+        with pytest.raises(ValueError) as error:
+            Schedule.from_csv("\n".join([f"0F0,0B0,{p}F0,{p}B0", *middle]))
+        return str(error.value).partition("without end: ")[2].split("; ")
+
+    assert stuck(3) == ["0B0 waits for 1B0", "1B0 waits for 2B0", "2B0 waits for 3B0, behind 0B0 on rank 0"]
+    long = stuck(20)
+    assert len(long) == 9 and long[4] == "..." and long[-1] == "19B0 waits for 20B0, behind 0B0 on rank 0"
+    with pytest.raises(ValueError) as error:  # rank 0 waits for the ring, and is no part of it
+        Schedule.from_csv("0F0,0B0\n3F0,1F0,1B0,3B0\n2F0,2B0")
+    assert str(error.value).endswith("end: 3F0 waits for 2F0; 2F0 waits for 1F0, behind 3F0 on rank 1")
 
 
 def test_text():

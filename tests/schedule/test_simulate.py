@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from staged import DIM, decoder, microbatches
+from staged import DIM, decoder, gated, microbatches
 
 from funcops import LinearConfig, Needs, chain, linear, random
 from funcops.schedule import (
@@ -139,6 +139,8 @@ def test_draw(tmp_path, suffix):
     said = [text.get_text() for text in figure.legends[0].get_texts()]
     assert said == ["forward", "dgrad", "wgrad", "dgrad and wgrad", "stages 0, 1", "stages 2, 3"]
     assert "unit" in figure.axes[0].get_xlabel() and "% idle" in figure.axes[0].get_title()
+    timed = draw(simulate(dualpipe_v(2, 4)), unit="seconds").axes[0]
+    assert "seconds per step" in timed.get_title() and timed.get_xlabel() == "time, in seconds"
     with pytest.raises(TypeError, match="draw: simulated must be"):
         draw(gpipe(2, 2))
     with pytest.raises(ValueError, match="of at most 100,000 actions"):
@@ -251,6 +253,29 @@ def test_a_weight_gradient_makes_room_for_its_pending():
     assert simulate(made, costs).time == 2 * 1 + 8 * 2.5
 
 
+def test_of_equally_fast_ones_the_smallest_is_taken():
+    """Times that differ by the order of sums alone are equal; what is not faster must not hold more."""
+    three = Costs(1, 1.1, 0.7, residual_bytes=1, pending_bytes=1.4, output_bytes=1)
+    costs, network = [three] * 3 + [Costs(1.5, 1.6, 0.9, residual_bytes=1.3, pending_bytes=1.8)], Network(0.05, 20)
+    for before in (zb_v(2, 6), zb_v(2, 7), interleaved_1f1b(2, 6)):
+        was = simulate(before, costs, network)
+        for budget in (max(was.peak_bytes) + more for more in (0.01, 0.1, 0.2, 0.7, 1.2, 2.2)):
+            found = simulate(delay_w(before, budget, costs, network), costs, network)
+            if found.time == pytest.approx(was.time):
+                assert max(found.peak_bytes) <= max(was.peak_bytes) + 1e-9, (before.name, budget)
+                assert sum(found.peak_bytes) <= sum(was.peak_bytes) + 1e-9 or max(found.peak_bytes) < max(was.peak_bytes) - 1e-9
+    assert delay_w(made := zb_v(2, 6), 5, costs, network) is made
+
+
+def test_a_rank_that_never_waits_waits_exactly_0():
+    """Sums in two orders differ in their last bits, and below 0 there is no time."""
+    for wgrad in (0.6, 1.0, 1.2):
+        for made in (zb_h1(4, 16), zb_v(3, 9), gpipe(3, 7)):
+            found = simulate(made, Costs(1.0, 1.1, wgrad))
+            assert all(t == 0.0 or t > 1e-3 for t in (*found.waiting, *found.idle)), made.name
+    assert simulate(zb_h1(4, 16), Costs(1.0, 1.0, 1.2)).waiting[3] == 0.0
+
+
 def test_too_small_a_budget_is_named():
     with pytest.raises(ValueError, match=r"delay_w: budget_bytes must be at least 2 for rank 0 at 0F1, got 1"):
         delay_w(gpipe(2, 2), 1)
@@ -272,7 +297,7 @@ def test_costs_are_measured():
     assert len(costs) == 4 and all(c.forward > 0 and c.dgrad > 0 and c.wgrad > 0 for c in costs)
     ran = run(gpipe(4, 1), params, [x], cfg)
     held = [event.nbytes for event in ran.events[:3]]  # a rank each; h, the first's y, is kept by the second alone
-    assert [c.residual_bytes for c in costs[1:3]] == held[1:]
+    assert [c.residual_bytes for c in costs[:3]] == held
     assert costs[1].output_bytes == x.main.numel() * DIM * 4 and costs[3].output_bytes == 4
     assert simulate(gpipe(4, 2), costs).time > sum(c.forward for c in costs)
     whole = measure(chain, params, x, cfg, needs=Needs(x=False), repeats=1)
@@ -280,6 +305,15 @@ def test_costs_are_measured():
     assert measure(chain, params, x, cfg, needs=Needs.NONE, repeats=1).dgrad == 0
     with pytest.raises(ValueError, match="measure: repeats must be at least 1, got 0"):
         measure(chain, params, x, cfg, repeats=0)
+
+
+@pytest.mark.parametrize("made", [gpipe(2, 3), one_f_one_b(2, 3), zb_h1(2, 3)], ids=lambda made: made.name)
+def test_bytes_that_are_simulated_are_those_of_a_run(made):
+    """Where a stage keeps what the caller gave, its x and an extra, and where it keeps the y of the one before."""
+    cfg, params, xs, dys = gated(3)
+    costs = measure_stages(params, xs[0], cfg, repeats=1)
+    assert costs[0].residual_bytes == 0 < costs[1].residual_bytes < costs[1].pending_bytes
+    assert simulate(made, costs).peak_bytes == run(made, params, xs, cfg, [dy.clone() for dy in dys]).peak_bytes
 
 
 def test_costs_are_medians_without_the_first_run(monkeypatch):

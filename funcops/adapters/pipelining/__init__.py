@@ -1,3 +1,6 @@
+"""Schedules on the processes of a group, by torch.distributed.pipelining's runtime: `Pipeline` over a staged chain, `split_stage`
+for models of modules, and `BucketedMean` for gradients of data-parallel replicas."""
+
 from funcops.adapters.bucketed_mean import BucketedMean as BucketedMean
 from funcops.adapters.pipelining.modules import split_stage as split_stage
 from funcops.adapters.pipelining.pipeline import Pipeline as Pipeline

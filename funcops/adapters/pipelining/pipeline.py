@@ -6,21 +6,17 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
+from funcops.adapters.pipelining.boundaries import Boundaries
 from funcops.adapters.pipelining.runtime import Runtime, Values
-from funcops.compose.chain import ChainConfig, chain
-from funcops.compose.step import split_x
+from funcops.compose.chain import ChainConfig
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
 from funcops.precision import nonfinite
-from funcops.program.run import tied
-from funcops.program.values import abstract_params
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule
 from funcops.schedule.stage import Done, Ends, Stage, check_staged, check_ties, share_ties, split_inputs
-from funcops.trees import WithExtras, fake, leaves, put, tree_map_tensors, with_leaves
+from funcops.trees import WithExtras, leaves, put, with_leaves
 
 
 class Stepped(NamedTuple):
@@ -41,9 +37,10 @@ class Pipeline:
         pipeline = Pipeline(zb_v(2, 8), cfg, x)            # on every rank
         ys, dparams, dxs, _ = pipeline.step(params, xs)    # params of this rank's stages
 
-    x: an example of one microbatch, of which the shapes are read. dtype: of params (by default torch's). `group`: as many processes
-    as the schedule has ranks. Ties between stages of one rank hold; others are refused. Raises `ValueError` or `TypeError` where
-    these do not fit, `RuntimeError` for a version of torch whose runtime was not checked.
+    x: an example of one microbatch, of which the shapes are read. dtype: of params (by default torch's, and so to be given for
+    others). `group`: as many processes as the schedule has ranks. Ties between stages of one rank hold; others are refused.
+    Raises `ValueError` or `TypeError` where these do not fit, `RuntimeError` for a version of torch whose runtime was not
+    checked.
     """
 
     def __init__(
@@ -64,7 +61,8 @@ class Pipeline:
                 dist.get_world_size(group),
             )
         self.schedule, self.cfg, self.needs, self.group, self.device = schedule, cfg, needs, group, torch.device(device)
-        self.boundaries = _boundaries(cfg, x, dtype or torch.get_default_dtype())
+        self._example = Boundaries(cfg, x, dtype or torch.get_default_dtype())
+        self.boundaries = self._example.trees
         self.runtime = Runtime(schedule, [tuple(leaves(b)) for b in self.boundaries], self.device, group)
         self.names = tuple(cfg.steps[index].name for index in self.runtime.stages)
         self._failed = False
@@ -73,12 +71,15 @@ class Pipeline:
         self, params: dict[str, Any], xs: Sequence[Any], dys: Sequence[Any] | None = None, *, into: dict[str, Any] | None = None,
         done: Done | None = None, check_finite: bool = True, losses: tuple[str, ...] = (),
     ) -> Stepped:  # fmt: skip
-        """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs, dys,
-        `into`, `done` and `losses` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first stage,
-        extras on all.
+        """One pass of the schedule. `params` and `into`: by stage, those of this rank (`names`), others are not looked at; xs,
+        dys, `into`, `done` and `losses` as in `funcops.schedule.run`; the main value of an x is read on the rank of the first
+        stage, extras on all. Without dys the gradients are those of the mean of the microbatches' losses: give dys where
+        microbatches count different numbers of labels, as `run` says.
 
-        Raises what a stage raises, on its rank; the others then wait for the process group's timeout. `check_finite`: where a loss
-        or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a wait for the device.
+        Raises `ValueError` for params or a microbatch of other shapes or dtypes than the example's, before any action and with
+        its number; and what a stage raises, on its rank; the others then wait for the process group's timeout. `check_finite`:
+        where a loss or a gradient is not finite, all ranks raise `FloatingPointError`; it costs a small all-reduce and a wait for
+        the device.
         """
         if self._failed:
             raise RuntimeError(
@@ -91,6 +92,8 @@ class Pipeline:
         mains, extras = split_inputs("Pipeline.step", xs, self.schedule.microbatches, self.cfg)
         if dys is not None and len(dys) != len(mains):
             fail("Pipeline.step", "dys", f"a list of {len(mains)}, one a microbatch", len(dys))
+        self._example.check_params("Pipeline.step", {name: params[name] for name in self.names})
+        self._example.check_inputs("Pipeline.step", mains, extras, 0 in self.runtime.stages)
         work = _Work(self, params, mains, extras, Ends("Pipeline.step", self.cfg, len(mains), dys, losses), into, done)
         self._failed = True
         with torch.no_grad():
@@ -183,19 +186,3 @@ class _Work:
         mains = [self.gradients.get(m) if 0 in self.stages else None for m in range(self.count)]
         names = self.of.cfg.extras
         return [WithExtras(dx, {n: sums.get(n) for n in names}) if names else dx for dx, sums in zip(mains, self.sums, strict=True)]
-
-
-def _boundaries(cfg: ChainConfig, x: Any, dtype: torch.dtype) -> list[Any]:
-    """What every stage is given and the last gives: fake tensors."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        main, extras = split_x("Pipeline", tree_map_tensors(fake, x), cfg)
-        found = [main]
-        params = tied("Pipeline", tree_map_tensors(lambda t: fake(t, dtype), abstract_params(chain, cfg)), cfg.ties)
-        for step in cfg.steps:
-            main, _ = step.apart(step.op.fwd(params[step.name], step.x(main, extras), step.cfg, needs=Needs.NONE)[0])
-            found.append(main)
-    for i, tree in enumerate(found[1:-1], 1):
-        for t in leaves(tree):
-            if not isinstance(t, Tensor):
-                fail("Pipeline", f"y of stage {i - 1}", "tensors, to be sent", describe(t), TypeError)
-    return found
