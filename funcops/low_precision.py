@@ -36,13 +36,10 @@ from funcops.formats import (
     Format,
     QTensor,
     QWeight,
-    Scaled,
-    amaxes_of,
     dense,
     quantize_tensor,
     quantized_weight,
     turned,
-    unscaled,
     zero_gradient,
 )
 from funcops.kernels.quantize import ELEMENTS, amax
@@ -54,6 +51,7 @@ from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.quantization import LinearErrors, Operand, QuantizationReport, layers, quantization_report, takes_recipe
 from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
+from funcops.scaled import Scaled, amaxes_of, unscaled
 from funcops.trees import Aside, at, cast, constant_paths, has, leaf, paths, put, replace, stands_for_one, tree, tree_map
 
 __all__ = [

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
-from funcops.errors import fail
+from funcops.errors import describe, fail
 from funcops.memo import remember
-from funcops.trees import paths
+from funcops.trees import has, paths
 
 Mask = bool | tuple[str, ...]
 
@@ -122,3 +122,17 @@ def sub_mask(mask: Mask, name: str) -> Mask:
 Needs.ALL = Needs()
 Needs.NONE = Needs(x=False, params=False)
 Needs(x=False), Needs(params=False)  # made here, so that no compiler is the first to ask for them
+
+
+def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
+    """`needs` must be a `Needs`, and every path in it must exist."""
+    if not isinstance(needs, Needs):
+        fail(where, "needs", "a Needs", describe(needs), TypeError)
+    if isinstance(needs.params, tuple):
+        known = paths(params)
+        for path in needs.params:
+            if not any(k == path or k.startswith(path + ".") for k in known):
+                fail(where, "needs.params", f"paths among {', '.join(known) or '(no params)'}", repr(path))
+    if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
+        parts = [path for path in paths(x) if path]
+        fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))

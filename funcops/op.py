@@ -32,7 +32,7 @@ from torch import Tensor
 from funcops import random
 from funcops.configs import config as config
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
-from funcops.needs import Needs
+from funcops.needs import Needs, check_needs
 from funcops.schema import Field, open_node
 from funcops.signatures import (
     Bwd,
@@ -59,7 +59,7 @@ from funcops.signatures import (
     X_in,
     Y_out,
 )
-from funcops.trees import has, paths, tensors
+from funcops.trees import tensors
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -494,17 +494,3 @@ def refuse_autocast(where: str, *trees: Any) -> None:
             f"torch.autocast({(on or ['cpu'])[0]!r}, enabled=False), and give params and x the dtype that you want with "
             "funcops.trees.cast(tree, dtype); the modules of funcops.nn follow autocast"
         )
-
-
-def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
-    """`needs` must be a `Needs`, and every path in it must exist."""
-    if not isinstance(needs, Needs):
-        fail(where, "needs", "a Needs", describe(needs), TypeError)
-    if isinstance(needs.params, tuple):
-        known = paths(params)
-        for path in needs.params:
-            if not any(k == path or k.startswith(path + ".") for k in known):
-                fail(where, "needs.params", f"paths among {', '.join(known) or '(no params)'}", repr(path))
-    if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
-        parts = [path for path in paths(x) if path]
-        fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))

@@ -20,6 +20,7 @@ LAYERS = (
     "configs",
     "op",
     "formats",
+    "scaled",
     "recipes",
     "residuals",
     "ops",

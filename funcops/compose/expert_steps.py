@@ -11,8 +11,8 @@ from funcops.compose.plain_experts import plain_experts
 from funcops.compose.step import Replace, WithExtras
 from funcops.compose.walk import remade
 from funcops.errors import describe, fail, require_type
-from funcops.needs import Needs
-from funcops.op import Op, check_needs, config, init_of, make_op
+from funcops.needs import Needs, check_needs
+from funcops.op import Op, config, init_of, make_op
 from funcops.ops._tuples import parts_of
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
 from funcops.program.values import gradient_shapes

@@ -35,8 +35,8 @@ from funcops import random
 from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, note, outputs_of, split_x
 from funcops.compose.widths import Width, follow, inside
 from funcops.errors import describe, fail, in_step, require
-from funcops.needs import Needs, sub_mask
-from funcops.op import Op, check_needs, config, dgrad_of, init_of, make_op
+from funcops.needs import Needs, check_needs, sub_mask
+from funcops.op import Op, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
 from funcops.program.run import taken_apart
 from funcops.program.values import abstract_params, add, gradient_shapes, has_params

@@ -22,8 +22,8 @@ from typing import Any, ClassVar
 from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, outputs_of, split_x
 from funcops.compose.widths import Width, follow, wanted
 from funcops.errors import describe, fail
-from funcops.needs import Needs, sub_mask
-from funcops.op import Op, check_needs, config, init_of, make_op
+from funcops.needs import Needs, check_needs, sub_mask
+from funcops.op import Op, config, init_of, make_op
 from funcops.ops.add import AddConfig
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from funcops.errors import FLOATS
-from funcops.formats import QTensor, Scaled, by_tiles
+from funcops.formats import QTensor, by_tiles
 from funcops.fused._steps import alike, alone
 from funcops.kernels import quantize_after as kernels
 from funcops.kernels.activation import ACTIVATIONS
@@ -25,6 +25,7 @@ from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import check_params, operands, qlinear, qlinear_of
 from funcops.ops.rms_norm import rms_norm, rms_norm_kept
 from funcops.program.rules import FORWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
+from funcops.scaled import Scaled
 
 NORMS = (rms_norm, layer_norm)
 

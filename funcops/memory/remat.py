@@ -11,8 +11,8 @@ import functools
 from typing import Any
 
 from funcops.errors import require_flag, require_type, stale
-from funcops.needs import Needs
-from funcops.op import ALL, Op, again_of, check_needs, wrap
+from funcops.needs import Needs, check_needs
+from funcops.op import ALL, Op, again_of, wrap
 from funcops.residuals.donate import donate
 from funcops.residuals.offload import copies
 from funcops.schema import AGAIN, DGRAD, WGRAD, Saved, open_node, residuals, saved

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from funcops.backend import wide
 from funcops.errors import check, require, require_type
-from funcops.formats import QTensor, Scaled, check_quantized
+from funcops.formats import QTensor, check_quantized
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
 from funcops.needs import Needs
@@ -53,6 +53,7 @@ from funcops.ops.grouped_linear import (
 )
 from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
 from funcops.recipes import Recipe
+from funcops.scaled import Scaled
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 
 __all__ = [
@@ -287,7 +288,7 @@ def grouped_qlinear_wgrad(
     pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
     """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` where that is given. For a `Scaled` weight, dw is
-    `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`funcops.formats.bits_of`); `into` takes the larger of these."""
+    `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`funcops.scaled.bits_of`); `into` takes the larger of these."""
 
     def dw(out: torch.dtype) -> Tensor | None:
         return None if pending.x is None else _dw(pending, cfg, out)

@@ -45,10 +45,7 @@ from funcops.formats import (
     Format,
     QTensor,
     QWeight,
-    Scaled,
-    bits_of,
     check_quantized,
-    join_amaxes,
     quantize_sides,
     quantize_tensor,
     turned,
@@ -60,6 +57,7 @@ from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearConfig, LinearParams, linear_init
 from funcops.recipes import Recipe
+from funcops.scaled import Scaled, bits_of, join_amaxes
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import Aside
 
@@ -214,7 +212,7 @@ def qlinear_of_input_dgrad(
 @wgrad_of(QLinearPending, LinearParams)
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
-    the amaxes [3] of x, w and dy, uint32 (`funcops.formats.bits_of`); `into` takes the larger of these."""
+    the amaxes [3] of x, w and dy, uint32 (`funcops.scaled.bits_of`); `into` takes the larger of these."""
     return low_gradients("qlinear_wgrad", pending, pending.x, cfg, into, lambda out: _dw(pending, cfg.recipe, out))
 
 

@@ -12,11 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from funcops.accumulators import check_accumulator, check_apart, check_width
 from funcops.backend import tracing
 from funcops.errors import FLOATS, check, fail, in_step
-from funcops.formats import unscaled
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program.values import abstract_params, shapes
 from funcops.residuals.nested import Nested
+from funcops.scaled import unscaled
 from funcops.schema import Donated, Saved
 from funcops.trees import WithExtras, fake, paths, structure, tensors, tree_map_tensors
 

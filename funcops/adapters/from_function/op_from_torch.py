@@ -17,8 +17,8 @@ from funcops.accumulators import accumulate
 from funcops.adapters.flatten import flatten, gradients, places, unflatten
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
 from funcops.errors import check, describe, fail, require, require_callable, require_type
-from funcops.needs import Needs
-from funcops.op import Op, check_needs, config, dgrad_of, make_op, refuse_autocast
+from funcops.needs import Needs, check_needs
+from funcops.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.residuals.donate import donate
 from funcops.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.trees import nothing_like, paths, tree_map_tensors

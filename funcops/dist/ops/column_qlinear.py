@@ -56,7 +56,7 @@ from funcops.dist.ops._qlinear import (
 from funcops.dist.ops.column_linear import ColumnLinearConfig
 from funcops.dist.plain import check_tensor
 from funcops.dist.specs import Spec
-from funcops.formats import QTensor, Scaled, check_quantized, turned
+from funcops.formats import QTensor, check_quantized, turned
 from funcops.needs import Needs
 from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
@@ -83,6 +83,7 @@ from funcops.ops.qlinear import (
     y_of,
 )
 from funcops.recipes import Recipe
+from funcops.scaled import Scaled
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [

@@ -55,7 +55,7 @@ from funcops.dist.ops._qlinear import (
 from funcops.dist.ops.row_linear import RowLinearConfig
 from funcops.dist.plain import check_divides, check_tensor
 from funcops.dist.specs import Spec
-from funcops.formats import QTensor, Scaled, turned
+from funcops.formats import QTensor, turned
 from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
@@ -80,6 +80,7 @@ from funcops.ops.qlinear import (
     y_of,
 )
 from funcops.recipes import Recipe
+from funcops.scaled import Scaled
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [

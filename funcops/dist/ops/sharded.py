@@ -43,8 +43,8 @@ from funcops.dist.mesh import Axis
 from funcops.dist.plain import require_axis
 from funcops.dist.shards import Gathering, own_shards, start_gathering
 from funcops.errors import describe, fail, require, require_count, require_dtype, short
-from funcops.needs import Needs
-from funcops.op import Ahead, Op, check_needs, config, init_of, make_op
+from funcops.needs import Needs, check_needs
+from funcops.op import Ahead, Op, config, init_of, make_op
 from funcops.program.into import check_into_tree
 from funcops.program.values import abstract_params
 from funcops.residuals.donate import donate
