@@ -174,10 +174,6 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
     where the recipe takes those of steps before. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None
     for what y has beside main, as the loads and losses of routers (`WithExtras`).
 
-        found = quantization_report(params, x, cfg, Fp8Block())
-        print(found)
-        low = with_recipe(cfg, Fp8Block(), skip=found.over(0.05))
-
     Raises `TypeError` for another config or recipe, and `ValueError` for a config with a recipe, or without a linear layer that
     gets a gradient.
 

@@ -19,7 +19,6 @@ from funcops.models import DecoderConfig, MoEConfig, decoder, decoder_x
 from funcops.trees import tree_map_with_path
 
 VOCAB = 256  # bytes
-ROLES = {"*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}  # over ranks, as funcops.dist.parallel takes them
 
 
 def described(

@@ -8,25 +8,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist
+from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist, models
 from funcops.dist import Mesh, parallel
 from funcops.low_precision import quantize_params
 from funcops.models import DecoderConfig
 from funcops.needs import Needs
 from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.trees import leaves, tree_map_tensors
-from lm.model import ROLES, model, model_x
+from lm.model import model, model_x
 from lm.stages import joined, split, staged
 
 
-def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, Any]:
-    """What becomes of the steps of a model on a mesh, as `parallel` takes it."""
-    found = {**ROLES, "*.mix": "context"} if mesh["cp"].size > 1 else ROLES
-    if decoder.moe is None:
-        return found
-    mlp = {"*.up": "*.shared.up", "*.down": "*.shared.down"}  # not those of experts, which in low precision are steps too
-    found = {mlp.get(glob, glob): role for glob, role in found.items() if glob not in mlp or decoder.moe.shared}
-    return {**found, "*.experts": "expert"} if mesh["ep"].size > 1 else found
+def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, str]:
+    """What becomes of the steps of a model on a mesh, as `parallel` takes it. The vocabulary is whole on each rank: ranks along tp
+    have rows of their own."""
+    alone = {role for role, axis in (("expert", "ep"), ("context", "cp")) if mesh[axis].size == 1}
+    return {glob: role for glob, role in models.roles(decoder).items() if role not in alone | {"vocab"}}
 
 
 if TYPE_CHECKING:

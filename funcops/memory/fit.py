@@ -90,8 +90,6 @@ def fit(op: Op, cfg: Any, x: Any, budget: int, *, dtype: torch.dtype | None = No
     nothing, and a policy next to nothing. `dtype`: that of the params (by default torch's).
     Raises `ValueError`, with the least bytes found, where no policy fits.
 
-        print(fit(chain, cfg, x, 2**30))
-
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, RMSNormConfig, Step, chain, fit, linear, rms_norm
     >>> cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(64)), Step("up", linear, LinearConfig(64, 64))))

@@ -35,9 +35,6 @@ def with_policy(op: Op, policy: Policy | str) -> Op:
     can give again; and at a first forward for a codec that makes nothing smaller there. Optional rules, as those of presets, are
     left out instead.
 
-        frugal = with_policy(chain, "minimal")
-        y, residuals = frugal.fwd(params, x, cfg)
-
     >>> import torch
     >>> from funcops import LinearConfig, RepeatConfig, linear, random, repeat, report, with_policy
     >>> cfg = RepeatConfig(linear, LinearConfig(64, 64), times=4)

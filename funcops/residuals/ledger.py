@@ -13,13 +13,10 @@ from funcops.trees import tensors
 class Ledger:
     """Trees by path. What was kept is taken once; what is left at the end is an error; bytes are counted as they come and go.
 
-        ledger = Ledger(params, x)                  # storages of these trees, any number, are not counted: the caller has them
-        ledger.keep("mlp, microbatch 3", pending)
-        pending = ledger.take("mlp, microbatch 3")  # a second take raises LedgerError
-        ledger.close()                              # raises LedgerError while anything waits
-
-    As a context it closes itself, or after an exception forgets what waits. A storage that two trees share counts once. `nbytes` is
-    what waits now, `peak_bytes` the most that has: what a `dgrad` is about to add is for `funcops.schedule.measure` to say.
+    `Ledger(params, x)`: storages of these trees, any number of them, are not counted, as the caller has them. `close()` raises
+    `LedgerError` while anything waits. As a context it closes itself, or after an exception forgets what waits. A storage that two
+    trees share counts once. `nbytes` is what waits now, `peak_bytes` the most that has: what a `dgrad` is about to add is for
+    `funcops.schedule.measure` to say.
 
     >>> import torch
     >>> from funcops import Ledger, SoftcapConfig, softcap

@@ -16,9 +16,6 @@ T = TypeVar("T")
 def stow(kept: T, action: Offload | Compress) -> T:
     """The tree with every tensor that the action helps in its other form: `Offload()` or `Compress(codec)`.
 
-        waiting = stow(pending, Compress("fp8"))
-        dparams = linear_wgrad(fetch(waiting), cfg)
-
     What a codec loses is stated in `funcops.residuals.codec`; it leaves a `QTensor` as it is. A tree of any kind: residuals,
     pendings, lists of them. Raises `StaleResidualError` where something in it was written to since the forward, as the copy would
     not show it.

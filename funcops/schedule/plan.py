@@ -95,9 +95,6 @@ def plan_parallel(
     A closed form bounds the time of each from below; those that can be among the fastest are simulated, stage by stage.
     Raises `ValueError` where no layout divides the model, and where none fits, with the least bytes.
 
-        print(plan := plan_parallel(Decoder(4096, 14336, 32, 32, 128256, 8192, 256, kv_heads=8), 64, 70 * 2**30))
-        plan.draw("best.svg")
-
     >>> from funcops.schedule import Decoder, plan_parallel
     >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
     >>> plan = plan_parallel(model, gpus=2, memory=70 * 2**30, fixed={"pp": 1, "cp": 1})

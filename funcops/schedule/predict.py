@@ -97,8 +97,6 @@ def predict(model: Decoder, layout: Layout, gpu: GPU | str = "H100") -> Predicte
     """The time of a step, and the bytes of the GPU that needs most. The pipeline runs 1F1B, interleaved where a rank has several
     chunks. Raises `ValueError` for a layout that does not divide the model.
 
-        print(predict(Decoder(8192, 28672, 80, 64, 128256, 8192, 512, kv_heads=8), Layout(dp=8, tp=8, pp=4)))
-
     >>> from funcops.schedule import Decoder, Layout, predict
     >>> model = Decoder(hidden=1024, ffn=4096, layers=4, heads=16, vocab=32000, seq=1024, batch=8)
     >>> one, two = predict(model, Layout()), predict(model, Layout(dp=2))

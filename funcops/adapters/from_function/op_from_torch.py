@@ -74,9 +74,6 @@ def op_from_torch(
     anything but tensors, `ValueError` for a function that cannot be traced without writes, whose shapes depend on values, or that
     captures a tensor which requires grad, and `RuntimeError` under autocast.
 
-        softplus = op_from_torch(lambda params, x, cfg: torch.nn.functional.softplus(x), name="softplus")
-        y, residuals = softplus.fwd(None, x, TorchConfig())
-
     >>> import torch
     >>> from funcops import TorchConfig, op_from_torch
     >>> squared = op_from_torch(lambda params, x, cfg: x * x, name="squared")
