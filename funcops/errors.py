@@ -158,6 +158,13 @@ def stale(
     raise error(f"{where}: {what} must be as the {by} left it, got a tensor that was written to since{of}{end}")
 
 
+def join_path(path: str, name: object) -> str:
+    """The path of a part below `path`. A part whose name is None, as the body of a skip, has its combinator's path."""
+    if name is None or name == "":
+        return path
+    return f"{path}.{name}" if path else str(name)
+
+
 def in_step(error: Exception, name: object) -> None:
     """Put the name of a step before the message of an error that came out of it: to be called on the way up, so that nested steps
     give the whole path, as in `blocks.3.mlp.up: linear_fwd: x must be ...`. The error stays what it is; one whose message is not
@@ -167,7 +174,7 @@ def in_step(error: Exception, name: object) -> None:
         return
     if len(error.args) == 1 and isinstance(error.args[0], str) and not isinstance(error, LookupError):
         path, text = getattr(error, "_in_step", ("", error.args[0]))
-        path = f"{name}.{path}" if path else str(name)
+        path = join_path(str(name), path)
         error._in_step = path, text  # type: ignore[attr-defined]
         error.args = (f"{path}: {text}",)
     elif hasattr(error, "add_note"):
@@ -296,7 +303,7 @@ def _parting(wanted: Any, got: Any) -> tuple[str, Any, Any]:
     for name, one, other in pairs:
         if one != other:
             path, wanted, got = _parting(one, other)
-            return f"{name}.{path}" if path else name, wanted, got
+            return join_path(name, path), wanted, got
     return "", wanted, got
 
 

@@ -27,11 +27,9 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
-from funcops.compose.chain import chain
 from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
-from funcops.compose.walk import below, check_globs, matches, remade, shared_layers, steps, ties
-from funcops.compose.widths import inside
-from funcops.errors import check, describe, fail, few, in_step, require, require_callable, require_dtype, require_type
+from funcops.compose.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps, ties
+from funcops.errors import check, describe, fail, few, in_step, join_path, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
     QTensor,
@@ -44,13 +42,10 @@ from funcops.formats import (
 )
 from funcops.kernels.quantize import ELEMENTS, amax
 from funcops.op import Op
-from funcops.ops.experts import ExpertsConfig
-from funcops.ops.grouped_linear import GroupedLinearConfig, grouped_linear
-from funcops.ops.grouped_qlinear import GroupedQLinearConfig, grouped_op_of
-from funcops.ops.linear import LinearConfig, linear
+from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
 from funcops.quantization import LinearErrors, Operand, QuantizationReport, layers, quantization_report, takes_recipe
-from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
+from funcops.recipes import LOW_FORMS, MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed, Recipe
 from funcops.scaled import Scaled, amaxes_of, unscaled
 from funcops.trees import Aside, at, cast, constant_paths, has, leaf, paths, put, replace, stands_for_one, tree, tree_map
 
@@ -113,7 +108,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
     _check_config(where, cfg)
-    known = [name for path, inner in steps(cfg) for name in _names(path, inner)]
+    known = [name for part in steps(cfg) for name in _names(part)]
     for name, globs in (("only", only), ("skip", skip)):
         check_globs(where, name, globs)
         for glob in globs:
@@ -125,7 +120,19 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
         """Of a step's path, and what it is a part of."""
         return (not only or any(matches(path, only) for path in paths)) and not any(matches(path, skip) for path in paths)
 
-    made = _rewritten(linear, cfg, "", recipe, wanted)[1]
+    def low(part: Part, *around: str) -> tuple[Op, Any] | None:
+        if type(part.cfg) is ExpertsConfig:
+            return _experts(part, low)
+        if not takes_recipe(part.cfg) or not wanted(part.path, *around):
+            return None
+        try:
+            source, becomes, made = LOW_FORMS[type(part.cfg)](part.cfg, recipe)
+        except ValueError as error:
+            in_step(error, part.path)
+            raise
+        return remade(where, part.op or source, source, becomes), made
+
+    made = rewrite(cfg, low)[1]
     _low(made)
     return made
 
@@ -333,15 +340,11 @@ def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
     tracer reads it, and would trace every config that a walk makes."""
     found = getattr(cfg, "_low", None)
     if found is None:
-        low = {inside(path, "weight"): inner for path, inner in steps(cfg, each=True) if _has_recipe(inner)}
-        found = low, dict(ties(cfg))
+        low = {join_path(part.path, "weight"): part.cfg for part in steps(cfg, layers=True) if part.cfg.low_recipe is not None}
+        found = low, ties(cfg)
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, "_low", found)
     return found  # type: ignore[no-any-return]
-
-
-def _has_recipe(cfg: Any) -> bool:
-    return isinstance(getattr(cfg, "recipe", None), Recipe)
 
 
 def _check_config(where: str, cfg: Any) -> None:
@@ -349,47 +352,16 @@ def _check_config(where: str, cfg: Any) -> None:
         fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
 
 
-def _rewritten(op: Op, cfg: Any, path: str, recipe: Recipe, wanted: Callable[..., bool]) -> tuple[Op, Any]:
-    if hasattr(cfg, "with_parts"):
-
-        def inside(name: Any, part: Op, inner: Any) -> tuple[Op, Any]:
-            return _rewritten(part, inner, below(path, name), recipe, wanted)
-
-        return op, cfg.with_parts(inside)
-    if type(cfg) is ExpertsConfig:
-        return _experts(op, cfg, path, recipe, wanted)
-    if not takes_recipe(cfg) or not wanted(path):
-        return op, cfg
-    try:
-        source, becomes, made = _with_recipe(cfg, recipe)
-    except ValueError as error:
-        in_step(error, path)
-        raise
-    return remade("with_recipe", op, source, becomes), made
+def _experts(part: Part, low: Callable[..., tuple[Op, Any] | None]) -> tuple[Op, Any]:
+    """The chain in the place of `experts`, if one of its layers is wanted: by its own path, or by the step's."""
+    becomes, plain = by_steps("with_recipe", part.op or experts, part.cfg)
+    made = rewrite(plain.cfg, lambda inner: low(inner, part.path), path=part.path)[1]
+    return (part.op, part.cfg) if made == plain.cfg else (becomes, ExpertStepsConfig(made))
 
 
-def _experts(op: Op, cfg: ExpertsConfig, path: str, recipe: Recipe, wanted: Callable[..., bool]) -> tuple[Op, Any]:
-    """The chain in its place, where one of its layers is wanted: by its own path, or that of the step."""
-    becomes, plain = by_steps("with_recipe", op, cfg)
-    made = _rewritten(chain, plain.cfg, path, recipe, lambda inner: wanted(inner, path))[1]
-    return (op, cfg) if made == plain.cfg else (becomes, ExpertStepsConfig(made))
-
-
-def _names(path: str, cfg: Any) -> list[str]:
+def _names(part: Part) -> list[str]:
     """What a glob may name of a step: nothing of one that takes no recipe."""
-    return [*([path] if type(cfg) is ExpertsConfig else []), *layers(path, cfg)]
-
-
-def _with_recipe(cfg: Any, recipe: Recipe) -> tuple[Op, Op, Any]:
-    """The op of a linear layer, the one that takes its place, and its config."""
-    if type(cfg) is LinearConfig:
-        return linear, op_of(recipe), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
-    if type(cfg) is GroupedLinearConfig:
-        sizes = cfg.experts, cfg.in_features, cfg.out_features
-        require(cfg.stacked, "with_recipe", "cfg.stacked", "True (a recipe takes weights as one leaf)", cfg.stacked)
-        made = GroupedQLinearConfig(*sizes, recipe, bias=cfg.bias, gathered=cfg.gathered, weighted=cfg.weighted)
-        return grouped_linear, grouped_op_of(recipe), made
-    return cfg.with_recipe(recipe)  # type: ignore[no-any-return]  # one over ranks, of a layer below
+    return [*([part.path] if type(part.cfg) is ExpertsConfig else []), *layers(part)]
 
 
 def _check_paths(where: str, name: str, given: Mapping[str, Any], known: Mapping[str, Any]) -> None:

@@ -30,7 +30,10 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.configs import OpConfig as OpConfig
 from funcops.configs import config as config
+from funcops.configs import same_width as same_width
+from funcops.configs import with_hooks
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
 from funcops.needs import Needs, check_needs
 from funcops.schema import Field, open_node
@@ -66,11 +69,6 @@ F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
 any_autocast = torch._C._is_any_autocast_enabled
-
-
-def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
-    """`widths` of a config whose op gives y the last dimension of x, whatever that is (`funcops.compose.widths`)."""
-    return None, width
 
 
 class Ahead(NamedTuple):
@@ -181,7 +179,7 @@ def make_op(
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
-    init = init or _no_params(name, config)
+    config, init = with_hooks(config), init or _no_params(name, config)
     if wgrad is None:
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))

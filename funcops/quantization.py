@@ -21,8 +21,8 @@ from funcops.compose.expert_steps import by_steps
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
-from funcops.compose.walk import below, steps
-from funcops.errors import describe, fail, few, in_html, on_screen, require_count, require_number
+from funcops.compose.walk import Part, rewrite, steps
+from funcops.errors import describe, fail, few, in_html, join_path, on_screen, require_count, require_number
 from funcops.formats import Format, QTensor, quantize_tensor, turned
 from funcops.kernels.grouped import gathered, groups_of
 from funcops.kernels.quantize import HADAMARD
@@ -31,7 +31,7 @@ from funcops.op import Op
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
 from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear
-from funcops.recipes import Recipe
+from funcops.recipes import LOW_FORMS
 from funcops.trees import WithExtras
 
 OPS: dict[type, Op] = {
@@ -191,18 +191,18 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
     if op is None:
         fail(WHERE, "cfg", " or ".join(one.__name__ for one in OPS), describe(cfg), TypeError)
     known = list(steps(cfg))
-    low = [path or "the layer" for path, inner in known if isinstance(getattr(inner, "recipe", None), Recipe)]
+    low = [part.path or "the layer" for part in known if part.cfg.low_recipe is not None]
     if low:
         fail(WHERE, "cfg", "a config without a recipe (it is measured before with_recipe)", f"one with a recipe at {few(low)}")
     plan = _Plan.of(recipe)
-    op, cfg = _laid_open(op, cfg)
+    op, cfg = rewrite(cfg, _laid_open, op=op)
     op = with_policy(op, "save_all")
     with torch.no_grad():
         y, residuals = op.fwd(params, x, cfg)
         _, pending = op.dgrad(residuals, _cotangent(y) if dy is None else dy, cfg)
         rows = [_measured(path, kept, waiting, plan) for path, kept, waiting in _linears(residuals, pending, ())]
     found = {row.step for row in rows}
-    missing = tuple(layer for path, inner in known for layer in layers(path, inner) if layer not in found)
+    missing = tuple(layer for part in known for layer in layers(part) if layer not in found)
     if not rows:
         left = f", of which {few(missing)} cannot be measured" if missing else ""
         fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__ + left)
@@ -211,23 +211,23 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
 
 def takes_recipe(cfg: Any) -> bool:
     """Whether a recipe is for a layer of that config."""
-    return type(cfg) in (LinearConfig, GroupedLinearConfig) or hasattr(cfg, "with_recipe")
+    return type(cfg) in LOW_FORMS
 
 
-def layers(path: str, cfg: Any) -> list[str]:
+def layers(part: Part) -> list[str]:
     """The paths of a step's layers that a recipe is for."""
-    if type(cfg) is ExpertsConfig:
-        return [below(path, "up"), below(path, "down")]
-    return [path] if takes_recipe(cfg) else []
+    if type(part.cfg) is ExpertsConfig:
+        return [join_path(part.path, "up"), join_path(part.path, "down")]
+    return [part.path] if takes_recipe(part.cfg) else []
 
 
-def _laid_open(op: Op, cfg: Any) -> tuple[Op, Any]:
-    """The op so that all its layers can be looked at: `experts` by their steps, and nothing computed again, as by remat."""
-    op = _bare(op)
-    if type(cfg) is ExpertsConfig:
-        op, inner = by_steps(WHERE, op, cfg)
+def _laid_open(part: Part) -> tuple[Op, Any] | None:
+    """The part so that all its layers can be looked at: `experts` by their steps, and nothing computed again, as by remat."""
+    op = _bare(part.op)
+    if type(part.cfg) is ExpertsConfig:
+        op, inner = by_steps(WHERE, op, part.cfg)
         return op, dataclasses.replace(inner, cfg=dataclasses.replace(inner.cfg, recompute=False, fuse=False))
-    return (op, cfg.with_parts(lambda _, part, inner: _laid_open(part, inner))) if hasattr(cfg, "with_parts") else (op, cfg)
+    return None if op is part.op else rewrite(part.cfg, _laid_open, op=op, path=part.path)
 
 
 def _bare(op: Op) -> Op:

@@ -11,11 +11,17 @@ Only `Fp8Delayed` has state, which a caller holds (`funcops.low_precision`). Sou
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 from funcops.errors import require
 from funcops.formats import Format
 from funcops.op import config
+
+LowForm = Callable[[Any, Any], tuple[Any, Any, Any]]
+LOW_FORMS: dict[type, LowForm] = {}
+"""By the class of a linear layer's config, `form(cfg, recipe)`: its op, the op that takes its place under the recipe, and that op's
+config. The file of each op in low precision enters its own."""
 
 KEEP = ("input", "row", "col")
 WGRAD = ("low", "high")

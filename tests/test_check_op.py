@@ -10,7 +10,7 @@ from funcops import LinearConfig, linear
 from funcops.accumulators import accumulate
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, wgrad_of
+from funcops.op import OpConfig, again_of, config, dgrad_of, forward, make_op, wgrad_of
 from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.testing import check_op
 from funcops.trees import leaf, tree
@@ -19,7 +19,7 @@ from funcops.trees import leaf, tree
 
 
 @config
-class GrowConfig:
+class GrowConfig(OpConfig):
     dim: int = field(kw_only=False)
 
 

@@ -75,7 +75,7 @@ def test_a_routers_bias_is_as_wide_as_it_may_be_in_the_working_tree(held, dtype,
 
 
 def low_steps(cfg):
-    return [path for path, inner in steps(cfg) if hasattr(inner, "recipe")]
+    return [part.path for part in steps(cfg) if part.cfg.low_recipe is not None]
 
 
 def test_globs_name_experts_or_a_layer_of_them():

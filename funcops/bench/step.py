@@ -34,6 +34,7 @@ from funcops.bench.jax_step import jax_step
 from funcops.bench.measure import NoDevice, Row, interleaved
 from funcops.bench.models import Sizes, decoder_config
 from funcops.bench.plain import PlainLlama
+from funcops.configs import Composite
 from funcops.needs import Needs
 from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
 from funcops.trees import cast, tree_map_with_path
@@ -96,7 +97,7 @@ def funcops_step(
 
 def unfused(cfg: Any) -> Any:
     """The config with every chain and parallel in it running step by step."""
-    if not hasattr(cfg, "with_parts"):
+    if not isinstance(cfg, Composite):
         return cfg
     parts = cfg.with_parts(lambda name, op, inner: (op, unfused(inner)))
     return dataclasses.replace(parts, fuse=False) if hasattr(parts, "fuse") else parts

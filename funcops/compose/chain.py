@@ -31,14 +31,13 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, note, split_x
-from funcops.compose.widths import Width, follow, inside
-from funcops.errors import describe, fail, require, require_type
+from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
+from funcops.configs import Composite, Replace, Width
+from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
-from funcops.program.values import gradient_shapes
 from funcops.residuals.nested import nested
 from funcops.trees import paths, put
 
@@ -56,7 +55,7 @@ __all__ = [
 
 
 @config
-class ChainConfig:
+class ChainConfig(Composite):
     """`steps` in order; `extras`: names that the caller gives (x is then `WithExtras(x, {...})`); `outputs`: names that steps give
     and the caller gets (y is then `WithExtras(y, {...})`, and dy too, with None for zero); `ties` maps a path to the path whose
     leaf it shares: the params tree holds None at the first, and its gradient is added to the second's, under whose path
@@ -96,9 +95,9 @@ class ChainConfig:
         return (self.steps[0].cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `funcops.compose.widths`."""
+        """See `OpConfig.follow`."""
         for step in self.steps:
-            width = follow(where, inside(path, step.name), step.cfg, width)
+            width = step.cfg.follow(where, join_path(path, step.name), width)
         return width
 
     def abstract(self) -> Any:
@@ -108,17 +107,13 @@ class ChainConfig:
             params = put(params, path, None)
         return params
 
-    gradient_shapes = gradient_shapes
-
     def with_parts(self, replace: Replace, **changes: Any) -> ChainConfig:
         """The config with `replace(name, op, cfg)` for each step's op and config."""
         steps = tuple(step.with_op(*replace(step.name, step.op, step.cfg)) for step in self.steps)
         return dataclasses.replace(self, steps=steps, **changes)
 
     part: ClassVar[str] = "step"  # what an error calls one
-    keys: ClassVar[tuple[str, ...]]
     known: ClassVar[tuple[str, ...]]  # the paths of params that are there
-    names: ClassVar[dict[str, None]]
     recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are computed again
     programs: ClassVar[dict[Any, Any]]
 

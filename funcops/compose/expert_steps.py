@@ -8,20 +8,20 @@ from typing import Any
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plain_experts import plain_experts
-from funcops.compose.step import Replace, WithExtras
+from funcops.compose.step import WithExtras
 from funcops.compose.walk import remade
+from funcops.configs import Composite, Replace
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs, check_needs
 from funcops.op import Op, config, init_of, make_op
 from funcops.ops._tuples import parts_of
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
-from funcops.program.values import gradient_shapes
 
 EXTRAS = "tokens", "indices"
 
 
 @config
-class ExpertStepsConfig:
+class ExpertStepsConfig(Composite):
     """The chain of the steps."""
 
     cfg: ChainConfig = field(kw_only=False)
@@ -35,8 +35,6 @@ class ExpertStepsConfig:
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
         return _named(self.cfg.abstract())
-
-    gradient_shapes = gradient_shapes
 
     def with_parts(self, replace: Replace, **changes: Any) -> ExpertStepsConfig:
         """The config with `replace(name, op, cfg)` for each step: this adds no name to their paths."""

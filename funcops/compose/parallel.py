@@ -19,14 +19,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, Step, abstract_parts, init_parts, live_inputs, note, split_x
-from funcops.compose.widths import Width, follow, inside
-from funcops.errors import require, require_type
+from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
+from funcops.configs import Composite, Replace, Width
+from funcops.errors import join_path, require, require_type
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value, calls_below
-from funcops.program.values import gradient_shapes
 from funcops.residuals.nested import nested
 
 __all__ = [
@@ -43,7 +42,7 @@ __all__ = [
 
 
 @config
-class ParallelConfig:
+class ParallelConfig(Composite):
     """`branches`: named bodies; a branch's `takes` come from the caller's extras, what it gives goes to the caller. `fuse`: the
     first steps of the branches go to one kernel where `funcops.explain` says so."""
 
@@ -69,25 +68,19 @@ class ParallelConfig:
         return tuple(branch.cfg for branch in self.branches)
 
     def follow(self, where: str, path: str, width: Width | None) -> None:
-        """See `funcops.compose.widths`: y is a tuple, which has none."""
+        """See `OpConfig.follow`: y is a tuple, which has none."""
         for branch in self.branches:
-            follow(where, inside(path, branch.name), branch.cfg, width)
+            branch.cfg.follow(where, join_path(path, branch.name), width)
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""
         return abstract_parts(self.branches)
-
-    gradient_shapes = gradient_shapes
 
     def with_parts(self, replace: Replace) -> ParallelConfig:
         """The config with `replace(name, op, cfg)` for each branch's op and config."""
         return ParallelConfig(branches=tuple(b.with_op(*replace(b.name, b.op, b.cfg)) for b in self.branches), fuse=self.fuse)
 
     part: ClassVar[str] = "branch"  # what an error calls one
-    names: ClassVar[dict[str, None]]
-    extras: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
-    keys: ClassVar[tuple[str, ...]]
     programs: ClassVar[dict[Any, Any]]
 
 

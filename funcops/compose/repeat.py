@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.compose.step import Replace, bundle, check_body, extras_of, keys_of, live_inputs, note, outputs_of, split_x
-from funcops.compose.widths import Width, follow, inside
-from funcops.errors import describe, fail, in_step, require
+from funcops.compose.step import bundle, check_body, live_inputs, note, split_x
+from funcops.configs import Composite, Replace, Width
+from funcops.errors import describe, fail, in_step, join_path, require
 from funcops.needs import Needs, check_needs, sub_mask
 from funcops.op import Op, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree
 from funcops.program.run import taken_apart
-from funcops.program.values import abstract_params, add, gradient_shapes, has_params
+from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
 from funcops.schema import open_node
@@ -59,7 +59,7 @@ __all__ = [
 
 
 @config
-class RepeatConfig:
+class RepeatConfig(Composite):
     """The body (an op and its config), how many `times`, and whether params are `stacked`."""
 
     op: Op = field(kw_only=False)
@@ -70,8 +70,8 @@ class RepeatConfig:
     def __post_init__(self) -> None:
         check_body("RepeatConfig", self.op, self.cfg)
         require(isinstance(self.times, int) and self.times >= 1, "RepeatConfig", "times", "an int of at least 1", self.times)
-        note(self, outputs=outputs_of(self.cfg))
-        note(self, extras=extras_of(self.cfg), keys=keys_of(self.cfg), has_params=has_params(self.op, self.cfg), layer_needs={})
+        note(self, outputs=self.cfg.outputs)
+        note(self, extras=self.cfg.extras, keys=self.cfg.keys, has_params=has_params(self.op, self.cfg), layer_needs={})
         needs_of_layers(self, Needs.ALL)
         needs_of_layers(self, Needs.NONE)
         self.follow("RepeatConfig", "", None)
@@ -82,9 +82,9 @@ class RepeatConfig:
         return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `funcops.compose.widths`: all layers after the second are as that."""
+        """See `OpConfig.follow`: all layers after the second are as that."""
         for _ in range(min(self.times, 2)):
-            width = follow(where, inside(path, "*"), self.cfg, width)
+            width = self.cfg.follow(where, join_path(path, "*"), width)
         return width
 
     def abstract(self) -> Any:
@@ -92,16 +92,11 @@ class RepeatConfig:
         layers = (abstract_params(self.op, self.cfg),) * self.times
         return _stack(layers) if self.stacked else layers
 
-    gradient_shapes = gradient_shapes
-
     def with_parts(self, replace: Replace) -> RepeatConfig:
         """The config with `replace("*", op, cfg)` for the body."""
         op, cfg = replace("*", self.op, self.cfg)
         return dataclasses.replace(self, op=op, cfg=cfg)
 
-    extras: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
-    keys: ClassVar[tuple[str, ...]]
     has_params: ClassVar[bool]
     layer_needs: ClassVar[dict[Needs, tuple[Needs, ...]]]
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any, ClassVar
 
-from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, outputs_of, split_x
-from funcops.compose.widths import Width, follow, wanted
+from funcops.compose.step import check_body, note, split_x
+from funcops.configs import Composite, Replace, Width
 from funcops.errors import describe, fail
 from funcops.needs import Needs, check_needs, sub_mask
 from funcops.op import Op, config, init_of, make_op
@@ -29,13 +29,13 @@ from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
-from funcops.program.values import abstract_params, gradient_shapes
+from funcops.program.values import abstract_params
 
 __all__ = ["SkipConfig", "skip", "skip_bwd", "skip_dgrad", "skip_fwd", "skip_init", "skip_wgrad"]
 
 
 @config
-class SkipConfig:
+class SkipConfig(Composite):
     """The body: an op and its config. Its extras and outputs are passed through."""
 
     op: Op = field(kw_only=False)
@@ -43,7 +43,7 @@ class SkipConfig:
 
     def __post_init__(self) -> None:
         check_body("SkipConfig", self.op, self.cfg)
-        note(self, extras=extras_of(self.cfg), outputs=outputs_of(self.cfg), keys=keys_of(self.cfg), programs={})
+        note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys, programs={})
         self.follow("SkipConfig", "", None)
 
     @property
@@ -55,32 +55,27 @@ class SkipConfig:
         """See `funcops.program.values.abstract_params`."""
         return abstract_params(self.op, self.cfg)
 
-    gradient_shapes = gradient_shapes
-
     def with_parts(self, replace: Replace) -> SkipConfig:
         """The config with `replace(None, op, cfg)` for the body: a skip adds no name to its paths."""
         op, cfg = replace(None, self.op, self.cfg)
         return SkipConfig(op=op, cfg=cfg)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `funcops.compose.widths`: the body gives what it takes."""
-        first = wanted(self.cfg)
+        """See `OpConfig.follow`: the body gives what it takes."""
+        first = self.cfg.wanted()
         before = width if width is not None or first is None else Width(first, path)
-        after = follow(where, path, self.cfg, before)
+        after = self.cfg.follow(where, path, before)
         if before is not None and after is not None and after.size != before.size:
             name = f"body of skip {path!r}" if path else "the body"
             fail(where, name, f"one that gives [..., {before.size}], as its x is", f"[..., {after.size}] of step {after.of!r}")
         return before or after
 
     programs: ClassVar[dict[Any, Any]]
-    extras: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
-    keys: ClassVar[tuple[str, ...]]
 
 
 def _lower(cfg: SkipConfig, rows: Lowered, place: Place, needs: Needs, main: Value, extras: Extras, again: Call | None) -> Parts:
     """A fork, the body, and the sum. Backward the body's gradient is added to dy."""
-    wanted, fuse = _wants_main(needs, cfg), getattr(cfg.cfg, "fuse", True)
+    wanted, fuse = _wants_main(needs, cfg), cfg.cfg.fuse
     split = rows.call(fork, ForkConfig(), None, Needs(x=wanted, params=False), main, gives=1, fuse=fuse, path=place.path)
     branch, outputs, back = rows.body(cfg.op, cfg.cfg, place, needs, split.out, extras, again, fuse=fuse)
     asked = Needs(x=("0",) * bool(needs) + ("1",) * wanted, params=False)

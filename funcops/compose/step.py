@@ -17,8 +17,6 @@ from funcops.op import Op, config
 from funcops.program.values import abstract_params, add, has_params
 from funcops.trees import WithExtras
 
-Replace = Callable[[Any, Op, Any], tuple[Op, Any]]  # of a part's name, op and config
-
 
 @config
 class Step:
@@ -46,14 +44,14 @@ class Step:
             names = getattr(self, side)
             right = isinstance(names, tuple) and all(isinstance(n, str) for n in names)
             require(right, f"Step {self.name!r}", side, "a tuple of names", repr(names))
-        extras, outputs = extras_of(self.cfg), outputs_of(self.cfg)
+        extras, outputs = self.cfg.extras, self.cfg.outputs
         if extras and self.takes:
             require(self.takes == extras, f"Step {self.name!r}", "takes", f"() or {extras}", self.takes)
-        if self.gives and not gives_by_place(self.cfg):
+        if self.gives and not self.cfg.gives_by_place:
             expected = f"() or a name for each of its outputs {outputs}" if outputs else "() (the config names no outputs)"
             require(len(self.gives) == len(outputs), f"Step {self.name!r}", "gives", expected, self.gives)
         require(len(set(self.gives)) == len(self.gives), f"Step {self.name!r}", "gives", "different names", self.gives)
-        keys = keys_of(self.cfg) if extras else self.takes[-1:] if self.op.keyed else ()
+        keys = self.cfg.keys if extras else self.takes[-1:] if self.op.keyed else ()
         note(self, passes=bool(extras), names=extras or self.takes, keys=keys, outputs=outputs, given=self.gives or outputs)
         note(self, fold=random.path_id(self.name), has_params=has_params(self.op, self.cfg))
 
@@ -131,26 +129,6 @@ def bundle(main: Any, extras: dict[str, Any], keys: tuple[str, ...], fold: int, 
     for name in keys:
         extras[name] = random.fold_in(extras[name], fold)
     return WithExtras(main, extras) if combinator else (main, *extras.values())
-
-
-def extras_of(cfg: Any) -> tuple[str, ...]:
-    """The extra inputs that a combinator's config asks for; () for any other op."""
-    return getattr(cfg, "extras", ())
-
-
-def outputs_of(cfg: Any) -> tuple[str, ...]:
-    """What a combinator's config gives beside y's main value; () for any other op."""
-    return getattr(cfg, "outputs", ())
-
-
-def gives_by_place(cfg: Any) -> bool:
-    """Whether y may be `(main, *gives)`: of no combinator, but of one whose y is its body's (`as_body`) if of the body."""
-    return not hasattr(cfg, "with_parts") or (getattr(cfg, "as_body", False) and gives_by_place(cfg.cfg))
-
-
-def keys_of(cfg: Any) -> tuple[str, ...]:
-    """Those of a combinator's extras that are random keys."""
-    return getattr(cfg, "keys", ())
 
 
 def check_body(where: str, op: Any, cfg: Any) -> None:

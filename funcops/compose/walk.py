@@ -1,51 +1,98 @@
-"""What rewrites of a whole model's config share: a walk over its steps by path, and its ties; globs over these paths, by which they
-choose steps; and an op that was wrapped, made again of another."""
+"""`walk` and `rewrite`: every part of a model's config by path, looked at or replaced. With them the ties of a config, globs over
+paths, and `remade`, which puts another op inside of what remat or with_policy made."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, NamedTuple
 
 from funcops.compose.repeat import RepeatConfig
-from funcops.compose.widths import inside
-from funcops.errors import fail
+from funcops.configs import Composite
+from funcops.errors import fail, join_path
 from funcops.op import Op
-from funcops.program.values import parts_of
 
 
-def below(path: str, name: Any) -> str:
-    """The path of a part; one without a name, as the body of a skip, has its combinator's."""
-    return path if name is None else inside(path, str(name))
+class Part(NamedTuple):
+    """A config inside another: its path, its op and its config. `layer`: the number of the repeat's layer that it is in, if the
+    walk counts layers. The op of the root of a walk is None, unless it was given."""
+
+    path: str
+    op: Any
+    cfg: Any
+    layer: int | None = None
+
+    @property
+    def composite(self) -> bool:
+        """Whether the config is a combinator's."""
+        return isinstance(self.cfg, Composite)
+
+    def parts(self, layers: bool = False) -> Iterator[Part]:
+        """The parts of a combinator, in the order of the forward. A repeat's body is one part, "*"; with `layers` one for each
+        layer, by number, or one under the repeat's own path if its params are stacked."""
+        if not isinstance(self.cfg, Composite):
+            return
+        for name, op, inner in self.cfg.parts():
+            if layers and type(self.cfg) is RepeatConfig:
+                numbers = [None] if self.cfg.stacked else range(self.cfg.times)
+                yield from (Part(join_path(self.path, i), op, inner, i) for i in numbers)
+            else:
+                yield Part(join_path(self.path, name), op, inner, self.layer)
 
 
-def parts(cfg: Any, each: bool) -> Iterator[tuple[Any, Op, Any]]:
-    """Name, op and config of the parts of a combinator's config; of a `repeat` the body, as "*", or with `each` once a layer: by
-    number, or without a name where params are stacked."""
-    for name, op, inner in parts_of(cfg):
-        names = [name]
-        if type(cfg) is RepeatConfig and each:
-            names = [None] if cfg.stacked else list(range(cfg.times))
-        yield from ((one, op, inner) for one in names)
+def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> Iterator[Part]:
+    """Every part of a config, itself first, combinators before their parts, in the order of the forward. `layers`: see
+    `Part.parts`.
+
+    >>> from funcops import ChainConfig, LinearConfig, RepeatConfig, SkipConfig, Step, chain, linear, repeat, skip, walk
+    >>> layer = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 8)),))
+    >>> cfg = ChainConfig(steps=(Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, layer), 2)),))
+    >>> [part.path for part in walk(cfg) if not part.composite]
+    ['layers.*.up']
+    >>> [part.path for part in walk(cfg, layers=True) if not part.composite]
+    ['layers.0.up', 'layers.1.up']
+    """
+    todo = [Part(path, op, cfg)]
+    while todo:
+        part = todo.pop()
+        yield part
+        todo += reversed(list(part.parts(layers)))
 
 
-def steps(cfg: Any, path: str = "", each: bool = False) -> Iterator[tuple[str, Any]]:
-    """Path and config of every part that is no combinator."""
-    if not hasattr(cfg, "with_parts"):
-        yield path, cfg
-        return
-    for name, _, inner in parts(cfg, each):
-        yield from steps(inner, below(path, name), each)
+def rewrite(cfg: Any, fn: Callable[[Part], tuple[Any, Any] | None], *, op: Any = None, path: str = "") -> tuple[Any, Any]:
+    """The op and config with parts replaced. `fn(part)` is asked of every part, the config itself first: it returns the `(op, cfg)`
+    that takes the part's place, or None to go on with the parts of a combinator, or to leave any other op as it is.
+
+    >>> from funcops import ActivationConfig, ChainConfig, Step, activation, chain, rewrite
+    >>> cfg = ChainConfig(steps=(Step("act", activation, ActivationConfig("relu")),))
+    >>> def silu(part):
+    ...     return (activation, ActivationConfig("silu")) if part.op is activation else None
+    ...
+    >>> rewrite(cfg, silu)[1].steps[0].cfg.kind
+    'silu'
+    """
+    made = fn(Part(path, op, cfg))
+    if made is not None:
+        return made
+    if not isinstance(cfg, Composite):
+        return op, cfg
+    return op, cfg.with_parts(lambda name, inner_op, inner: rewrite(inner, fn, op=inner_op, path=join_path(path, name)))
 
 
-def ties(cfg: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Every tied path, and what it is tied to."""
-    if hasattr(cfg, "with_parts"):
-        for tied, source in getattr(cfg, "ties", ()):
-            yield inside(path, tied), inside(path, source)
-        for name, _, inner in parts(cfg, each=True):
-            yield from ties(inner, below(path, name))
+def steps(cfg: Any, *, layers: bool = False) -> Iterator[Part]:
+    """The parts that are not combinators."""
+    return (part for part in walk(cfg, layers=layers) if not part.composite)
+
+
+def ties(cfg: Any) -> dict[str, str]:
+    """Every tied path, and the path that it is tied to."""
+    return {
+        join_path(part.path, tied): join_path(part.path, source)
+        for part in walk(cfg, layers=True)
+        if part.composite
+        for tied, source in part.cfg.ties
+    }
 
 
 def matches(path: str, globs: Sequence[str]) -> bool:

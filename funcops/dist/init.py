@@ -18,12 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcops import random
 from funcops.compose.parallel import ParallelConfig
+from funcops.configs import Composite
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
-from funcops.errors import describe, fail, require, require_device, require_dtype, require_type
+from funcops.errors import describe, fail, join_path, require, require_device, require_dtype, require_type
 from funcops.marks import version
 from funcops.op import Op
-from funcops.program.values import abstract_params, parts_of
+from funcops.program.values import abstract_params
 from funcops.trees import at, leaves, paths, tree_map_with_path
 
 PartOf = Callable[[str, Sequence[int]], "Sequence[Ranges]"]  # of a leaf's path and its shape
@@ -128,8 +129,8 @@ def specs_of(op: Op, cfg: Any) -> dict[str, Spec]:
 
 def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
     """The axes of the parallel layers of several ranks, and whether with sequence parallelism."""
-    if hasattr(cfg, "fsdp") or hasattr(cfg, "with_parts"):
-        for _, _, inner in parts_of(cfg):
+    if isinstance(cfg, Composite):
+        for _, _, inner in cfg.parts():
             yield from _ways(inner)
     elif hasattr(cfg, "sequence_parallel") and cfg.axis.size > 1:
         yield cfg.axis, cfg.sequence_parallel
@@ -137,13 +138,13 @@ def _ways(cfg: Any) -> Iterator[tuple[Axis, bool]]:
 
 def _between(cfg: Any, params: Any, path: str, axis: Axis, apart: bool, found: set[str]) -> bool:
     """Note the leaves of steps of whose x each rank of the axis has other features. `apart`: whether x is so; returned for y."""
-    if not (hasattr(cfg, "fsdp") or hasattr(cfg, "with_parts")):
+    if not isinstance(cfg, Composite):
         own = getattr(cfg, "axis", None) == axis
         if apart and not own:
-            found.update(_inside(path, name) if name else path for name in paths(params))
-        return cfg.apart if own and hasattr(cfg, "apart") else apart
+            found.update(join_path(path, name) for name in paths(params))
+        return cfg.apart if own and cfg.apart is not None else apart
     before = apart
-    for name, _, inner in parts_of(cfg):
+    for name, _, inner in cfg.parts():
         x_apart = before if type(cfg) is ParallelConfig else apart
         for where, layer in _layers(name, params, path):
             apart = _between(inner, layer, where, axis, x_apart, found)
@@ -155,40 +156,36 @@ def _layers(name: Any, params: Any, path: str) -> Iterator[tuple[str, Any]]:
     if name is None or (name == "*" and not isinstance(params, tuple)):
         yield path, params
     elif name == "*":
-        yield from ((_inside(path, i), layer) for i, layer in enumerate(params))
+        yield from ((join_path(path, i), layer) for i, layer in enumerate(params))
     else:
         own = params[name] if isinstance(params, dict) else getattr(params, name, None)  # experts in steps have a class of params
-        yield _inside(path, name), own
+        yield join_path(path, name), own
 
 
 def _shared(cfg: Any, params: Any, path: str, dims: int) -> Iterator[tuple[str, Spec, tuple[Axis, ...]]]:
     """Path, spec and axes of each leaf that a part of the config shares out; `dims`: how many dimensions stacking has put before
     its own. A config that shares out all leaves of its parts has the axis for `fsdp`, and what they are before that for `like`."""
-    if hasattr(cfg, "fsdp"):
-        ((_, _, body),) = parts_of(cfg)
+    if isinstance(cfg, Composite) and cfg.fsdp is not None:
+        ((_, _, body),) = cfg.parts()
         inner = {where: (spec, axes) for where, spec, axes in _shared(body, cfg.like, "", 0)}
         for name, t in paths(cfg.like).items():
             if t is not None:
                 if dims or not t.dim() or t.shape[0] % cfg.fsdp.size:
-                    where = _inside(path, name)
+                    where = join_path(path, name)
                     fail("specs_of", where, f"of a first dimension of its own that {cfg.fsdp} divides", list(t.shape))
                 spec, axes = inner.get(name, (WHOLE, ()))
-                yield _inside(path, name), dataclasses.replace(spec, fsdp=cfg.fsdp.name), (*axes, cfg.fsdp)
+                yield join_path(path, name), dataclasses.replace(spec, fsdp=cfg.fsdp.name), (*axes, cfg.fsdp)
         return
-    if not hasattr(cfg, "with_parts"):
-        for name, spec in getattr(cfg, "specs", {}).items():
+    if not isinstance(cfg, Composite):
+        for name, spec in cfg.specs.items():
             leaf = at(params, name)
             if leaf is not None:
-                yield _inside(path, name), Spec(spec.axis, spec.dim + dims, parts=spec.parts), (cfg.axis,)
+                yield join_path(path, name), Spec(spec.axis, spec.dim + dims, parts=spec.parts), (cfg.axis,)
         return
-    for name, _, inner in parts_of(cfg):
+    for name, _, inner in cfg.parts():
         stacked = name == "*" and not isinstance(params, tuple)
         for where, layer in _layers(name, params, path):
             yield from _shared(inner, layer, where, dims + stacked)
-
-
-def _inside(path: str, name: Any) -> str:
-    return f"{path}.{name}" if path else str(name)
 
 
 def _check_op(where: str, op: Any, cfg: Any) -> None:

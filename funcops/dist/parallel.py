@@ -19,7 +19,8 @@ from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.skip import SkipConfig
 from funcops.compose.step import Step
-from funcops.compose.walk import below, remade
+from funcops.compose.walk import remade
+from funcops.configs import Composite
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.ops._linear import require_overlap
 from funcops.dist.ops.column_linear import column_linear
@@ -33,9 +34,9 @@ from funcops.dist.ops.sharded_dropout import ShardedDropoutConfig, Shared, shard
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
-from funcops.errors import describe, fail, in_step, require, require_flag, require_type
+from funcops.errors import describe, fail, in_step, join_path, require, require_flag, require_type
 from funcops.lora.rewrite import BASE, BOTH, LORA, is_adapted
-from funcops.op import Op, same_width
+from funcops.op import Op
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout
@@ -96,7 +97,7 @@ def parallel(
     require_type("parallel", "axis", axis, str)
     require_overlap("parallel", overlap)
     require_flag("parallel", sequence_parallel=sequence_parallel)
-    if not hasattr(cfg, "with_parts"):
+    if not isinstance(cfg, Composite):
         fail("parallel", "cfg", "the config of a combinator", describe(cfg), TypeError)
     parts: dict[str, tuple[int, ...]] = {}
     for _ in range(2):  # the first walk finds what is packed
@@ -126,7 +127,7 @@ class _Walk:
 
         def part(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
             nonlocal main
-            here = path if name is None else f"{path}.{name}" if path else str(name)
+            here = join_path(path, name)
             if type(cfg) is ParallelConfig:
                 main = before
             op, inner, main = self.step(op, inner, here, main)
@@ -136,7 +137,7 @@ class _Walk:
             return op, inner
 
         if is_adapted(cfg):
-            self.adapted |= {below(path, one): path for one in (f"{BOTH}.{BASE}", f"{BOTH}.{LORA}")}
+            self.adapted |= {join_path(path, one): path for one in (f"{BOTH}.{BASE}", f"{BOTH}.{LORA}")}
         made = cfg.with_parts(part)
         for step, (here, one) in zip(getattr(cfg, "steps", getattr(cfg, "branches", ())), branches, strict=False):
             self.leaves(step, cfg, here, one)
@@ -158,7 +159,7 @@ class _Walk:
 
     def step(self, op: Op, cfg: Any, path: str, main: _Main) -> tuple[Op, Any, _Main]:
         """A part at a path, and how its y is shared out."""
-        if hasattr(cfg, "with_parts"):
+        if isinstance(cfg, Composite):
             return op, *self.inside(cfg, path, main)
         path = self.adapted.get(path, path)  # an adapter has the role of its layer
         if path not in self.known:
@@ -182,20 +183,19 @@ class _Walk:
             return op, cfg, main
         try:
             self.unpack(cfg, main)
-            if hasattr(cfg, "shared_out"):
-                cfg, place = cfg.shared_out(main.place, self.axis.size)
-                return op, cfg, _Main(place)
+            sharded = cfg.shared_out(main.place, self.axis.size)
+            if sharded is not None:
+                return op, sharded[0], _Main(sharded[1])
         except ValueError as error:
             in_step(error, path)
             raise
-        alone = type(cfg).__dict__.get("widths") is same_width
-        if main.place == 1 and not (alone or hasattr(cfg, "packed")):
+        if main.place == 1 and not cfg.featurewise and cfg.packed_parts(0) is None:
             fail("parallel", f"step {path}", f"one that takes each feature by itself ({_said(main)})", op.name)
-        return op, cfg, main if alone else _Main(main.place)
+        return op, cfg, main if cfg.featurewise else _Main(main.place)
 
     def unpack(self, cfg: Any, main: _Main) -> None:
         """Note the parts of a column layer, where this config says that its x is several side by side."""
-        parts = cfg.packed(self.widths.get(main.source, 0)) if main.place == 1 and hasattr(cfg, "packed") else ()
+        parts = cfg.packed_parts(self.widths.get(main.source, 0)) if main.place == 1 else None
         if parts:
             require(bool(main.source), "parallel", "x", "what a column layer gives, as it is", "what others made of it")
             self.parts[main.source] = parts
@@ -247,7 +247,7 @@ class _Walk:
         except ValueError as error:
             in_step(error, path)
             raise
-        self.widths[path] = getattr(cfg, "out_features", 0)
+        self.widths[path] = cfg.widths(None)[1] or 0
         after = _Main(main.place if part.before is None else part.after, path if part.after else "")
         return self.remade(op, path, source, becomes), made, after
 

@@ -8,12 +8,13 @@ import torch
 
 from funcops.compose.chain import ChainConfig
 from funcops.compose.repeat import RepeatConfig
+from funcops.compose.walk import Part, rewrite, walk
 from funcops.dist.buckets import BUCKET_BYTES
 from funcops.dist.mesh import Axis
 from funcops.dist.ops.sharded import ShardedConfig, sharded
 from funcops.errors import require_type
 from funcops.op import Op
-from funcops.program.values import has_params, parts_of
+from funcops.program.values import has_params
 
 
 def zero3(
@@ -37,18 +38,18 @@ def zero3(
     """
     require_type("zero3", "cfg", cfg, ChainConfig)
 
-    def shared_out(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
-        if not has_params(op, inner):
-            return op, inner
-        return sharded, ShardedConfig(op, inner, axis=axis, also=also, dtype=dtype, ordered=ordered, bucket_bytes=bucket_bytes)
+    options = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
 
-    def step(name: Any, op: Op, inner: Any) -> tuple[Op, Any]:
-        if type(inner) is RepeatConfig:
-            return op, inner.with_parts(shared_out)
-        return (op, inner.with_parts(step)) if _repeats(inner) else shared_out(name, op, inner)
+    def shard(op: Op, inner: Any) -> tuple[Op, Any]:
+        return (sharded, ShardedConfig(op, inner, **options)) if has_params(op, inner) else (op, inner)
 
-    return cfg.with_parts(step)
+    def step(part: Part) -> tuple[Op, Any] | None:
+        if type(part.cfg) is RepeatConfig:
+            return part.op, part.cfg.with_parts(lambda _, op, inner: shard(op, inner))
+        return None if not part.path or _repeats(part.cfg) else shard(part.op, part.cfg)
+
+    return rewrite(cfg, step)[1]  # type: ignore[no-any-return]
 
 
 def _repeats(cfg: Any) -> bool:
-    return hasattr(cfg, "with_parts") and any([type(inner) is RepeatConfig or _repeats(inner) for _, _, inner in parts_of(cfg)])
+    return any(type(part.cfg) is RepeatConfig for part in walk(cfg))

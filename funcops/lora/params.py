@@ -12,13 +12,13 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.compose.walk import steps, ties
+from funcops.configs import Composite
 from funcops.errors import FLOATS, check, describe, differing, fail, require_dtype, require_type
 from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
 from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams
 from funcops.random import check_key
-from funcops.recipes import Recipe
 from funcops.scaled import unscaled
 from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
 
@@ -71,11 +71,11 @@ def lora_needs(cfg: Any, *, x: Mask = False) -> Needs:
     >>> grads["up"]["both"]["base"].weight, grads["up"]["both"]["lora"].b.shape, dx
     (None, torch.Size([16, 2]), None)
     """
-    for path, inner in steps(cfg):
-        recipe = getattr(inner, "recipe", None)
-        if isinstance(recipe, Recipe) and recipe.delayed:
+    for part in steps(cfg):
+        recipe = part.cfg.low_recipe
+        if recipe is not None and recipe.delayed:
             wanted = "one without delayed scaling, as the amaxes of a frozen weight are not had"
-            fail("lora_needs", f"the recipe of {path}", wanted, type(recipe).__name__)
+            fail("lora_needs", f"the recipe of {part.path}", wanted, type(recipe).__name__)
     return Needs(x=x, params=tuple(place.at(f"{BOTH}.{LORA}") for place in adapted("lora_needs", cfg)))
 
 
@@ -186,7 +186,7 @@ def adapted(where: str, cfg: Any) -> list[Place]:
         found = list(places(cfg))
         if not found:
             fail(
-                where, "cfg", "one that with_lora made", describe(cfg) if not hasattr(cfg, "with_parts") else "one without adapters"
+                where, "cfg", "one that with_lora made", describe(cfg) if not isinstance(cfg, Composite) else "one without adapters"
             )
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, "_adapted", found)
@@ -253,7 +253,7 @@ def _check_one(where: str, name: str, made: Any, place: Place) -> None:
 
 
 def _check_ties(where: str, cfg: Any) -> None:
-    tied = {path: pair for pair in ties(cfg) for path in pair}
+    tied = {path: pair for pair in ties(cfg).items() for path in pair}
     for place in adapted(where, cfg):
         pair = tied.get(path := place.at(f"{BOTH}.{BASE}.weight"))
         if pair is not None:

@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig
-from funcops.compose.step import Step, extras_of
-from funcops.compose.walk import below, check_globs, matches, parts
-from funcops.errors import describe, fail, in_step, require, require_count, require_number, require_type
+from funcops.compose.step import Step
+from funcops.compose.walk import Part, check_globs, matches
+from funcops.configs import Composite
+from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
 from funcops.op import Op
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear
-from funcops.ops.low_rank import LowRankConfig, op_of
+from funcops.ops.low_rank import ADAPTERS, LowRankConfig
 from funcops.ops.qlinear import QLinearConfig
 from funcops.ops.qlinear import op_of as qlinear_of
-from funcops.program.values import parts_of
 
 BOTH, BASE, LORA, SUM = "both", "base", "lora", "sum"  # the names of an adapted linear's parts
 INSIDE = f"{BOTH}.{BASE}"
@@ -93,7 +93,7 @@ class Place(NamedTuple):
         return getattr(of, "bias_shape", (of.out_features,))
 
     def at(self, part: str) -> str:
-        return below(self.path, part)
+        return join_path(self.path, part)
 
 
 def places(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = ()) -> Iterator[Place]:
@@ -101,11 +101,12 @@ def places(cfg: Any, path: str = "", module: str = "", lead: tuple[int, ...] = (
     if is_adapted(cfg):
         base, lora = cfg.steps[0].cfg.branches
         yield Place(path, module, lead, base.cfg, lora.cfg, lora.op)
-    elif hasattr(cfg, "with_parts"):
-        stacked = type(cfg) is RepeatConfig and cfg.stacked
-        for name, _, inner in parts(cfg, each=True):
-            more = (cfg.times,) if stacked else ()
-            yield from places(inner, below(path, name), below(module, "*" if stacked else name), lead + more)
+        return
+    stacked = type(cfg) is RepeatConfig and cfg.stacked
+    for part in Part(path, None, cfg).parts(layers=True):
+        own = part.path[len(path) :].removeprefix(".")
+        inner = join_path(module, "*" if stacked else own)
+        yield from places(part.cfg, part.path, inner, (*lead, cfg.times) if stacked else lead)
 
 
 class _Walk(NamedTuple):
@@ -118,13 +119,13 @@ class _Walk(NamedTuple):
     def rewritten(self, op: Op, cfg: Any, path: str) -> tuple[Op, Any]:
         if is_adapted(cfg):
             return op, cfg
-        if not hasattr(cfg, "with_parts"):
-            wanted = _is_linear(cfg) and matches(path, self.targets)
+        if not isinstance(cfg, Composite):
+            wanted = type(cfg) in ADAPTERS and matches(path, self.targets)
             return (chain, self.adapted(op, cfg, path)) if wanted else (op, cfg)
-        made = {name: self.rewritten(part, inner, below(path, name)) for name, part, inner in parts_of(cfg)}
+        made = {name: self.rewritten(part, inner, join_path(path, name)) for name, part, inner in cfg.parts()}
         changes: dict[str, Any] = {}
         if type(cfg) is ChainConfig:
-            asked = any(self.key in extras_of(inner) for _, inner in made.values())
+            asked = any(self.key in inner.extras for _, inner in made.values())
             given = {*cfg.extras, *(name for step in cfg.steps for name in step.gives)}
             if asked and self.key not in given:
                 changes["extras"] = (*cfg.extras, self.key)
@@ -136,7 +137,7 @@ class _Walk(NamedTuple):
             op = _op_of(cfg)
         low = LowRankConfig(cfg.in_features, cfg.out_features, self.rank, scale=self.scale, dropout=self.dropout)
         try:
-            own, low = cfg.low_rank(low) if hasattr(cfg, "low_rank") else (op_of(low), low)
+            own, low = ADAPTERS[type(cfg)](cfg, low)
         except ValueError as error:
             in_step(error, path)
             raise
@@ -151,10 +152,6 @@ def _op_of(cfg: Any) -> Op:
         wanted = "the config of a combinator (that of a layer over ranks does not say what its op is)"
         fail("with_lora", "cfg", wanted, describe(cfg))
     return linear if type(cfg) is LinearConfig else qlinear_of(cfg.recipe)
-
-
-def _is_linear(cfg: Any) -> bool:
-    return type(cfg) in (LinearConfig, QLinearConfig) or hasattr(cfg, "low_rank")  # a layer over ranks
 
 
 def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str], ...]:
@@ -172,7 +169,7 @@ def _moved(ties: Any, made: dict[Any, tuple[Op, Any]]) -> tuple[tuple[str, str],
 
 def _check_targets(where: str, cfg: Any, targets: Sequence[str]) -> None:
     """Every glob is for a linear step, and none for one that is adapted."""
-    if not hasattr(cfg, "with_parts") and not _is_linear(cfg):
+    if not isinstance(cfg, Composite) and type(cfg) not in ADAPTERS:
         wanted = "the config of a linear, or of what has steps (of a DecoderConfig: decoder(cfg))"
         fail("with_lora", "cfg", wanted, type(cfg).__name__)
     found = dict(_kinds(cfg, ""))
@@ -193,9 +190,9 @@ def _kinds(cfg: Any, path: str) -> Iterator[tuple[str, str]]:
     """The steps of a config: "linear", "adapter", or what their configs are called."""
     if is_adapted(cfg):
         yield path, "adapter"
-        yield below(path, INSIDE), "adapter"
-    elif hasattr(cfg, "with_parts"):
-        for name, _, inner in parts(cfg, each=False):
-            yield from _kinds(inner, below(path, name))
+        yield join_path(path, INSIDE), "adapter"
+    elif isinstance(cfg, Composite):
+        for part in Part(path, None, cfg).parts():
+            yield from _kinds(part.cfg, part.path)
     else:
-        yield path, "linear" if _is_linear(cfg) else type(cfg).__name__
+        yield path, "linear" if type(cfg) in ADAPTERS else type(cfg).__name__

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from funcops.compose.chain import ChainConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
-from funcops.errors import in_html, on_screen, require, require_dtype, size_of
-from funcops.memory.parts import has_parts, inner_path, leaves_of
+from funcops.errors import in_html, join_path, on_screen, require, require_dtype, size_of
+from funcops.memory.parts import has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import RematResiduals
 from funcops.needs import Needs
@@ -184,7 +184,7 @@ def _short(op: Op, cfg: Any, noting: bool, path: str = "", times: int = 1, named
         changes = {"ties": (), "recompute": False if noting else cfg.recompute}
 
     def inside(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
-        return _short(inner, inner_cfg, noting, inner_path(path, name), layers, name is not None)
+        return _short(inner, inner_cfg, noting, join_path(path, name), layers, name is not None)
 
     cfg = cfg.with_parts(inside, **changes)
     if layers > 2:
@@ -240,8 +240,8 @@ class Followed(NamedTuple):
                     if storage_of(t) not in seen:
                         seen.add(storage_of(t))
                         kept += part.layers * t.untyped_storage().nbytes()
-        again = [inner_path(path, "") for path, dropped in held.items() if dropped is None and path not in self.again]
-        more = [part for part in self.parts if any(inner_path(part.path, "").startswith(path) for path in again)]
+        again = [f"{path}." * bool(path) for path, dropped in held.items() if dropped is None and path not in self.again]
+        more = [part for part in self.parts if any(f"{part.path}.".startswith(path) for path in again)]
         base = sum(part.layers * (part.forward + part.backward) for part in self.parts)
         return kept, (base + sum(part.layers * part.forward for part in more)) / base - 1.0 if base else 0.0
 

@@ -5,24 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from funcops.configs import Composite
+from funcops.errors import join_path
 from funcops.memory.packing import packed
 from funcops.memory.remat import RematResiduals
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program.lower import Call, Lowered, Value, lower
-from funcops.program.values import parts_of
 from funcops.residuals.policy import Action, Drop
 from funcops.schema import Field, Saved
 
 
 def has_parts(op: Op, cfg: Any) -> bool:
     """Whether a policy reaches into the op. What is made of another op, by `remat` or `with_policy`, keeps what that says."""
-    return hasattr(cfg, "with_parts") and not hasattr(op.fwd, "made_by")
-
-
-def inner_path(path: str, name: Any) -> str:
-    """That of a part; a part without a name has its combinator's."""
-    return path if name is None else f"{path}.{name}" if path else str(name)
+    return isinstance(cfg, Composite) and not hasattr(op.fwd, "made_by")
 
 
 class Leaf(NamedTuple):
@@ -46,12 +42,12 @@ def leaves_of(op: Op, cfg: Any, path: str = "", whole: bool = True) -> Iterator[
     if not has_parts(op, cfg):
         yield Leaf(path, op, whole)
     elif op.lower is None:
-        for name, inner, inner_cfg in parts_of(cfg):
-            yield from leaves_of(inner, inner_cfg, inner_path(path, name), False)
+        for name, inner, inner_cfg in cfg.parts():
+            yield from leaves_of(inner, inner_cfg, join_path(path, name), False)
     else:
         program = lower(op, cfg, Needs.ALL)
         for call in program.calls:
-            here = inner_path(path, call.path or None)
+            here = join_path(path, call.path)
             if has_parts(call.op, call.cfg):
                 yield from leaves_of(call.op, call.cfg, here, False)
             elif call.place is not None:
@@ -84,7 +80,7 @@ def holders(op: Op, cfg: Any) -> Iterator[Holder]:
             if not isinstance(action, Drop):
                 given = (leaf.program.main, *leaf.program.extras.values()) if leaf.program else ()
                 of_x = value in given if leaf.program else field.of_x
-                yield Holder(inner_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
+                yield Holder(join_path(leaf.path, name), action, leaf.whole and of_x, leaf.program, value)
 
 
 def _values(leaf: Leaf) -> Iterator[tuple[str, Field, int | None]]:
@@ -126,11 +122,11 @@ def what_is_kept(op: Op, cfg: Any) -> set[tuple[str, Action | None]]:
 
 
 def _waiting(op: Op, cfg: Any, path: str = "") -> Iterator[tuple[str, Action | None]]:
-    if hasattr(cfg, "with_parts"):  # also of what runs its forward again: its pending is that of its parts
-        for name, inner, inner_cfg in parts_of(cfg):
-            yield from _waiting(inner, inner_cfg, inner_path(path, name))
+    if isinstance(cfg, Composite):  # also of what runs its forward again: its pending is that of its parts
+        for name, inner, inner_cfg in cfg.parts():
+            yield from _waiting(inner, inner_cfg, join_path(path, name))
     else:
-        yield from ((inner_path(path, name), action) for name, action in _actions(op).items() if name not in op.fields())
+        yield from ((join_path(path, name), action) for name, action in _actions(op).items() if name not in op.fields())
 
 
 def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]]:
@@ -149,7 +145,7 @@ def two_forms(op: Op, cfg: Any) -> Iterator[tuple[str, dict[str, Action | None]]
 def kept_fields(residuals: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The fields of residuals, or of a pending, by path, a repeat's layers written `*`, and what they hold."""
     if isinstance(residuals, Saved):
-        yield from ((inner_path(path, name), getattr(residuals, name)) for name in residuals.fields)
+        yield from ((join_path(path, name), getattr(residuals, name)) for name in residuals.fields)
     elif residuals is not None:
         for name, part in residuals.items():
-            yield from kept_fields(part, inner_path(path, "*" if isinstance(name, int) else name))
+            yield from kept_fields(part, join_path(path, "*" if isinstance(name, int) else name))

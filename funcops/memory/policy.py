@@ -11,16 +11,15 @@ from typing import Any, NamedTuple
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import describe, fail, require, require_type
+from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.memo import remember
 from funcops.memory.joined_steps import Joint, joined, joint_of
 from funcops.memory.packing import packed
-from funcops.memory.parts import has_parts, inner_path, keeps_inside, kept_fields, two_forms, what_is_kept
+from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
 from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.program.lower import lower
-from funcops.program.values import parts_of
 from funcops.residuals.forms import Packed, one_form_each
 from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
 from funcops.schema import Field, Saved
@@ -216,7 +215,7 @@ def _rewritten(
     def replace(name: Any, inner: Op, inner_cfg: Any) -> tuple[Op, Any]:
         if joints and name in _pair(cfg, joints[0]):  # they have no residuals of their own
             return inner, inner_cfg
-        return _rewritten(inner, inner_cfg, inner_path(path, name), policy, offload, left_out, name is not None)
+        return _rewritten(inner, inner_cfg, join_path(path, name), policy, offload, left_out, name is not None)
 
     cfg = cfg.with_parts(replace, **changes)
     require(len(joints) <= 1, "with_policy", "rules", "one loss of a chain to compute the logits of again", f"{joints}")
@@ -232,12 +231,12 @@ def _pair(cfg: ChainConfig, second: str) -> tuple[str, str]:
 
 def _leaf(op: Op, path: str, policy: Policy, again: bool, left_out: frozenset[str]) -> Op:
     fields = {name: field for name, field in op.fields().items() if not field.of_params}
-    chosen = {name: policy.action(inner_path(path, name)) for name in fields if inner_path(path, name) not in left_out}
+    chosen = {name: policy.action(join_path(path, name)) for name in fields if join_path(path, name) not in left_out}
     if again or any(isinstance(action, Recompute) and not fields[name].of_x for name, action in chosen.items()):
         return remat(op)
-    waits = {name: policy.action(inner_path(path, name), True) for name in _waiting(op)}
+    waits = {name: policy.action(join_path(path, name), True) for name in _waiting(op)}
     for name in [name for name, action in waits.items() if isinstance(action, Recompute)]:
-        fail("with_policy", "rules", f"no Recompute for {inner_path(path, name)}, which came to the backward from outside", "one")
+        fail("with_policy", "rules", f"no Recompute for {join_path(path, name)}, which came to the backward from outside", "one")
     actions = tuple((name, action) for name, action in (chosen | waits).items() if isinstance(action, Drop | Compress | Offload))
     return packed(op, actions) if actions else op
 
@@ -250,7 +249,7 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
     for before, step in zip(cfg.steps, cfg.steps[1:], strict=False):
         kind = policy.outputs == "cheap" or (policy.outputs == "norms" and before.op.cheap == "norm")
         again = _again_fields(cfg, before.name)
-        fields = [inner_path(path, p) for p in again or _inputs(step)]
+        fields = [join_path(path, p) for p in again or _inputs(step)]
         actions = [policy.action(field) for field in fields]
         asked = any(isinstance(action, Recompute) for action in actions)
         if asked and not again:
@@ -259,7 +258,7 @@ def _outputs(cfg: ChainConfig, path: str, policy: Policy) -> tuple[tuple[str, ..
                 joints.append(step.name)
                 absent += fields
             elif not policy.optional:
-                at = inner_path(path, step.name)
+                at = join_path(path, step.name)
                 fail("with_policy", "rules", f"without Recompute for the x of {at} ({joint})", "one")
         elif asked or (kind and again and not _kept_by_rule(policy, actions)):
             found.append(before.name)
@@ -288,11 +287,11 @@ def kept_paths(op: Op, cfg: Any, path: str = "") -> Iterator[Kept]:
     if path:
         yield Kept(path)
     if has_parts(op, cfg):
-        for name, inner, inner_cfg in parts_of(cfg):
-            yield from kept_paths(inner, inner_cfg, inner_path(path, name))
+        for name, inner, inner_cfg in cfg.parts():
+            yield from kept_paths(inner, inner_cfg, join_path(path, name))
     else:
-        yield from (Kept(inner_path(path, name), field) for name, field in op.fields().items())
-        yield from (Kept(inner_path(path, name), field, True) for name, field in _waiting(op).items())
+        yield from (Kept(join_path(path, name), field) for name, field in op.fields().items())
+        yield from (Kept(join_path(path, name), field, True) for name, field in _waiting(op).items())
 
 
 def _waiting(op: Op) -> dict[str, Field]:
@@ -315,5 +314,5 @@ def _again_fields(cfg: ChainConfig, name: str) -> list[str]:
 def _repeats(op: Op, cfg: Any) -> Iterator[bool]:
     if has_parts(op, cfg):
         yield type(cfg) is RepeatConfig
-        for _, inner, inner_cfg in parts_of(cfg):
+        for _, inner, inner_cfg in cfg.parts():
             yield from _repeats(inner, inner_cfg)

@@ -19,7 +19,7 @@ from torch import Tensor
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig
 from funcops.compose.step import Step
-from funcops.configs import config
+from funcops.configs import Composite, OpConfig, config
 from funcops.errors import DonatedError, check, describe, fail, require, require_count, require_device, require_dtype, require_type
 from funcops.kernels.attention import masked_fwd
 from funcops.kernels.scored_attention import alibi_slopes
@@ -175,7 +175,7 @@ def slots(
 
 
 @config
-class CachedAttentionConfig:
+class CachedAttentionConfig(OpConfig):
     """`of`: the attention that it is."""
 
     of: AttentionConfig
@@ -277,7 +277,7 @@ def with_cache(cfg: Any) -> Any:
         steps = tuple(_cached(step) for step in cfg.steps)
         reads = any(CACHE in step.names for step in steps)
         return dataclasses.replace(cfg, steps=steps, extras=(*cfg.extras, CACHE) if reads else cfg.extras)
-    if hasattr(cfg, "with_parts"):
+    if isinstance(cfg, Composite):
         return cfg.with_parts(lambda name, op, part: (op, with_cache(part)))
     return cfg
 

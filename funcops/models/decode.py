@@ -31,7 +31,7 @@ _chain_of = functools.lru_cache(maxsize=64)(decoder)
 @functools.lru_cache(maxsize=64)
 def _windows(model: ChainConfig) -> tuple[int | None, ...]:
     """Of each attention, in order."""
-    return tuple(of.window for _, of in steps(model, each=True) if isinstance(of, AttentionConfig))
+    return tuple(part.cfg.window for part in steps(model, layers=True) if isinstance(part.cfg, AttentionConfig))
 
 
 def _check_model(where: str, model: Any, cfg: DecoderConfig) -> None:

@@ -20,6 +20,7 @@ from dataclasses import field
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import activation as kernels
 from funcops.needs import Needs
@@ -41,10 +42,11 @@ KINDS = tuple(kernels.ACTIVATIONS)
 
 
 @config
-class ActivationConfig:
+class ActivationConfig(OpConfig):
     """`kind`: relu, squared_relu, gelu, gelu_tanh, quick_gelu, silu, tanh or sigmoid."""
 
     widths = same_width
+    featurewise = True
 
     kind: str = field(kw_only=False)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
@@ -27,10 +28,11 @@ __all__ = ["AddConfig", "AddResiduals", "add", "add_bwd", "add_dgrad", "add_fwd"
 
 
 @config
-class AddConfig:
+class AddConfig(OpConfig):
     """There is nothing to configure."""
 
     widths = same_width
+    featurewise = True
 
 
 class AddResiduals(Residuals, static=("inputs", "shape", "dtype")):

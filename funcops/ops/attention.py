@@ -41,6 +41,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, read_here
@@ -61,7 +62,7 @@ __all__ = [
 
 
 @config
-class AttentionConfig:
+class AttentionConfig(OpConfig):
     """`scale` defaults to D^(-1/2). `window`, with `causal`: how many positions one sees, itself included. `softcap`: what scores
     stay below. `alibi`: scores fall with the distance. `bias`, `packed`: x has one more part, the bias or cu_seqlens."""
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from funcops.accumulators import accumulate
+from funcops.configs import OpConfig
 from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
@@ -43,7 +44,7 @@ __all__ = [
 
 
 @config
-class BiasConfig:
+class BiasConfig(OpConfig):
     """`dim`: the size D of the last dimension."""
 
     dim: int = field(kw_only=False)

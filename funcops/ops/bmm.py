@@ -23,6 +23,7 @@ from dataclasses import field
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail, show_shape
 from funcops.kernels import bmm as kernels
 from funcops.needs import Needs
@@ -34,7 +35,7 @@ __all__ = ["BMMConfig", "BMMResiduals", "bmm", "bmm_bwd", "bmm_dgrad", "bmm_fwd"
 
 
 @config
-class BMMConfig:
+class BMMConfig(OpConfig):
     """`transposed`: b is given as [*, N, K], as keys are."""
 
     transposed: bool = field(default=False, kw_only=False)

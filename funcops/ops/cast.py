@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require, short
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
@@ -28,10 +29,11 @@ __all__ = ["CastConfig", "CastResiduals", "cast", "cast_bwd", "cast_dgrad", "cas
 
 
 @config
-class CastConfig:
+class CastConfig(OpConfig):
     """`dtype`: the floating dtype of y."""
 
     widths = same_width
+    featurewise = True
 
     dtype: torch.dtype = field(kw_only=False)
 

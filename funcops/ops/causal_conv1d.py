@@ -33,6 +33,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.accumulators import accumulate
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require, require_count
 from funcops.kernels import causal_conv1d as kernels
 from funcops.needs import Needs
@@ -56,7 +57,7 @@ __all__ = [
 
 
 @config
-class CausalConv1dConfig:
+class CausalConv1dConfig(OpConfig):
     """`channels` (C); `width`: the times W that a y is made of; `bias` adds b; `silu`: y = silu(z)."""
 
     channels: int = field(kw_only=False)

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.kernels import cross_entropy as kernels
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
@@ -38,7 +39,7 @@ __all__ = [
 
 
 @config
-class CrossEntropyConfig:
+class CrossEntropyConfig(OpConfig):
     """`reduction`: "mean" (over the rows that count), "sum" or "none"."""
 
     label_smoothing: float = 0.0

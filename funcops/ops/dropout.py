@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
@@ -43,10 +44,11 @@ __all__ = [
 
 
 @config
-class DropoutConfig:
+class DropoutConfig(OpConfig):
     """`p`: the probability of zero, in [0, 1]; `train=False` is the identity."""
 
     widths = same_width
+    featurewise = True
 
     p: float = field(kw_only=False)
     train: bool = True

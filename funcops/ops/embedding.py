@@ -23,6 +23,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
 from funcops.needs import Needs
@@ -45,7 +46,7 @@ __all__ = [
 
 
 @config
-class EmbeddingConfig:
+class EmbeddingConfig(OpConfig):
     """`num_embeddings` (V) and `dim` (D); the row `padding_idx` gets no gradient."""
 
     num_embeddings: int = field(kw_only=False)

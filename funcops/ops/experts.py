@@ -42,6 +42,7 @@ from torch import Tensor
 from funcops import random
 from funcops.accumulators import check_into
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
 from funcops.kernels.grouped import grouped_product, grouped_wgrad
@@ -68,7 +69,7 @@ __all__ = [
 
 
 @config
-class ExpertsConfig:
+class ExpertsConfig(OpConfig):
     """`experts` (E), `dim` (H) and `hidden` (I), each at least 1; `kind`, with limit, alpha and offset, as in `GLUConfig`, but not
     paired (GPT-OSS: "clamped_swiglu" with bias); `bias` adds one to up and one to down."""
 

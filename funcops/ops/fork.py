@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
@@ -27,10 +28,11 @@ __all__ = ["ForkConfig", "ForkResiduals", "fork", "fork_bwd", "fork_dgrad", "for
 
 
 @config
-class ForkConfig:
+class ForkConfig(OpConfig):
     """There is nothing to configure."""
 
     widths = same_width
+    featurewise = True
 
 
 class ForkResiduals(Residuals, static=("shape", "dtype")):

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import coded_glu
 from funcops.kernels import glu as kernels
@@ -46,7 +47,7 @@ KINDS = (*kernels.GATES, "clamped_swiglu")
 
 
 @config
-class GLUConfig:
+class GLUConfig(OpConfig):
     """`kind` must be given, and `gate` ("first" or "second" half) unless x is `paired`; limit, alpha and offset are those of
     clamped_swiglu. `gathered`: the scales of a `scaled` GLU are found by an index."""
 
@@ -78,7 +79,7 @@ class GLUConfig:
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return None, width if self.paired or width is None else width // 2
 
-    def packed(self, width: int) -> tuple[int, ...]:
+    def packed_parts(self, width: int) -> tuple[int, ...]:
         """The sizes of what is side by side in the last dimension of x; () where it is in two tensors."""
         return () if self.paired else (width // 2, width // 2)
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from funcops.accumulators import accumulate
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail, require, require_count
 from funcops.kernels import group_norm as kernels
 from funcops.needs import Needs
@@ -54,7 +55,7 @@ __all__ = [
 
 
 @config
-class GroupNormConfig:
+class GroupNormConfig(OpConfig):
     """`groups` (G), which divides `channels` (C)."""
 
     groups: int = field(kw_only=False)

@@ -38,6 +38,7 @@ from torch import Tensor
 from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import grouped as kernels
 from funcops.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
@@ -61,7 +62,7 @@ __all__ = [
 
 
 @config
-class GroupedLinearConfig:
+class GroupedLinearConfig(OpConfig):
     """`experts` (E), `in_features` (I) and `out_features` (O), each at least 1; `bias` adds b. `gathered`: rows of x are found
     by an index; `weighted`: the bias counts as often as the row's weight says; `stacked`: whether a leaf holds all experts."""
 

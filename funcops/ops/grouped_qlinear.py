@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import check, require, require_type
 from funcops.formats import QTensor, check_quantized
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
@@ -49,10 +50,11 @@ from funcops.ops.grouped_linear import (
     GroupedLinearParams,
     gradient_of_weights,
     grouped_inputs,
+    grouped_linear,
     grouped_linear_init,
 )
 from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
-from funcops.recipes import Recipe
+from funcops.recipes import LOW_FORMS, Recipe
 from funcops.scaled import Scaled
 from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 
@@ -70,7 +72,7 @@ __all__ = [
 
 
 @config
-class GroupedQLinearConfig:
+class GroupedQLinearConfig(OpConfig):
     """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.recipes`. Raises `ValueError` for sizes that its
     blocks do not divide."""
 
@@ -334,3 +336,13 @@ grouped_qlinear_of_input_bwd = both_halves(grouped_qlinear_of_input, grouped_qli
 def grouped_op_of(recipe: Recipe) -> Op:
     """The op that keeps what the recipe says."""
     return grouped_qlinear_of_input if recipe.keep == "input" else grouped_qlinear
+
+
+def _low(cfg: GroupedLinearConfig, recipe: Recipe) -> tuple[Op, Op, GroupedQLinearConfig]:
+    require(cfg.stacked, "with_recipe", "cfg.stacked", "True (a recipe takes weights as one leaf)", cfg.stacked)
+    sizes = cfg.experts, cfg.in_features, cfg.out_features
+    made = GroupedQLinearConfig(*sizes, recipe, bias=cfg.bias, gathered=cfg.gathered, weighted=cfg.weighted)
+    return grouped_linear, grouped_op_of(recipe), made
+
+
+LOW_FORMS[GroupedLinearConfig] = _low

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
@@ -36,10 +37,11 @@ __all__ = [
 
 
 @config
-class IdentityConfig:
+class IdentityConfig(OpConfig):
     """There is nothing to configure."""
 
     widths = same_width
+    featurewise = True
 
 
 class IdentityResiduals(Residuals, static=("shape", "dtype")):

@@ -18,6 +18,7 @@ from dataclasses import field
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
@@ -38,7 +39,7 @@ __all__ = [
 
 
 @config
-class L2NormConfig:
+class L2NormConfig(OpConfig):
     """`dim`: the size D of the last dimension."""
 
     dim: int = field(kw_only=False)

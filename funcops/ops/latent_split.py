@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import latent_split as kernels
 from funcops.needs import Needs
@@ -46,7 +47,7 @@ __all__ = [
 
 
 @config
-class LatentSplitConfig:
+class LatentSplitConfig(OpConfig):
     """`heads` (N), and the sizes in one: `shared` (S) and `own` (O) of a key, `value` (V)."""
 
     heads: int = field(kw_only=False)

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from funcops.accumulators import accumulate
+from funcops.configs import OpConfig
 from funcops.errors import check, describe, require
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
@@ -55,7 +56,7 @@ __all__ = [
 
 
 @config
-class LayerNormConfig:
+class LayerNormConfig(OpConfig):
     """`dim`: the size, or sizes, of the normalised trailing dimensions; `bias` adds b; `zero_centered_gamma`: 1 + w."""
 
     dim: Any = field(kw_only=False)  # int or tuple of ints, kept as a tuple

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
+from funcops.configs import OpConfig
 from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
@@ -54,7 +55,7 @@ __all__ = [
 
 
 @config
-class LinearConfig:
+class LinearConfig(OpConfig):
     """`in_features` (I) and `out_features` (O), both at least 1; `bias` adds b."""
 
     in_features: int = field(kw_only=False)

@@ -33,6 +33,7 @@ from torch import Tensor
 from funcops import random
 from funcops.accumulators import check_into, takes_sums
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import check, require
 from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
@@ -69,7 +70,7 @@ def check_cap(where: str, cap: float | None) -> None:
 
 
 @config
-class LinearCrossEntropyConfig:
+class LinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V); `softcap` keeps logits within ±c; `chunk_bytes` bounds the logits that exist at a time,
     as if in float32."""
 

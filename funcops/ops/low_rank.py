@@ -25,6 +25,7 @@ torch.Size([2])
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -33,13 +34,15 @@ from torch import Tensor
 
 from funcops import random
 from funcops.accumulators import check_into
+from funcops.configs import OpConfig
 from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
 from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.ops.linear import LinearParams, linear_gradients
+from funcops.ops.linear import LinearConfig, LinearParams, linear_gradients
 from funcops.ops.linear_wgrads import Product
+from funcops.ops.qlinear import QLinearConfig
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
@@ -57,7 +60,7 @@ __all__ = [
 
 
 @config
-class LowRankConfig:
+class LowRankConfig(OpConfig):
     """`in_features` (I), `out_features` (O) and `rank` (R), all at least 1; `scale`: the factor c; `dropout`: the probability with
     which an element of x is dropped, in [0, 1)."""
 
@@ -244,6 +247,18 @@ low_rank_dropout = make_op(
 low_rank_bwd = both_halves(low_rank, low_rank_dgrad, low_rank_wgrad)
 
 
+ADAPTERS: dict[type, Callable[[Any, LowRankConfig], tuple[Op, LowRankConfig]]] = {}
+"""By the class of a linear layer's config, `adapter(cfg, low)`: the op and config of an adapter beside that layer. `low` is the
+config for a layer on one rank. The file of each kind of adapter enters the layers that it serves."""
+
+
 def op_of(cfg: LowRankConfig) -> Op:
     """`low_rank`, or with dropout `low_rank_dropout`."""
     return low_rank_dropout if cfg.dropout else low_rank
+
+
+def _beside(cfg: Any, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
+    return op_of(low), low
+
+
+ADAPTERS |= {LinearConfig: _beside, QLinearConfig: _beside}

@@ -22,6 +22,7 @@ import math
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
@@ -43,10 +44,11 @@ __all__ = [
 
 
 @config
-class ModulateConfig:
+class ModulateConfig(OpConfig):
     """Nothing is to be said."""
 
     widths = same_width
+    featurewise = True
 
 
 class ModulateResiduals(Residuals, static=("inputs", "shape", "dtype")):

@@ -28,6 +28,7 @@ from dataclasses import field
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail, require
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
@@ -59,7 +60,7 @@ def check_sizes(where: str, name: str, sizes: object) -> None:
 
 
 @config
-class PatchifyConfig:
+class PatchifyConfig(OpConfig):
     """`patch`: the sizes of a patch, (16, 16) for a common ViT."""
 
     patch: tuple[int, ...] = field(kw_only=False)
@@ -72,7 +73,7 @@ class PatchifyConfig:
 
 
 @config
-class UnpatchifyConfig:
+class UnpatchifyConfig(OpConfig):
     """`patch`: the sizes of a patch; `grid`: how many there are along each dimension, in the order of `patch`."""
 
     patch: tuple[int, ...] = field(kw_only=False)

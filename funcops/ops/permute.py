@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
 from funcops.needs import Needs
@@ -51,7 +52,7 @@ __all__ = [
 
 
 @config
-class PermuteConfig:
+class PermuteConfig(OpConfig):
     """`experts` (E), by which rows are sorted; `gathered`: they are found by an index, not made."""
 
     experts: int = field(kw_only=False)

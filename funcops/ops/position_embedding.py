@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, check_rows, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.kernels import pointwise
@@ -46,7 +47,7 @@ __all__ = [
 
 
 @config
-class PositionEmbeddingConfig:
+class PositionEmbeddingConfig(OpConfig):
     """`positions` (P), the most there can be, and `dim` (D)."""
 
     positions: int = field(kw_only=False)

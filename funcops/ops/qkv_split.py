@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
 from funcops.needs import Needs
@@ -45,7 +46,7 @@ __all__ = [
 
 
 @config
-class QKVSplitConfig:
+class QKVSplitConfig(OpConfig):
     """`heads` (N) of q, of size `dim` (D); `kv_heads` (M) of k and of v (default: as many); `rope`: how q and k turn,
     if they do."""
 
@@ -73,7 +74,7 @@ class QKVSplitConfig:
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return (self.heads + 2 * (self.kv_heads or self.heads)) * self.dim, None
 
-    def packed(self, width: int) -> tuple[int, ...]:
+    def packed_parts(self, width: int) -> tuple[int, ...]:
         """The sizes of what is side by side in the last dimension of x."""
         heads, kv = self.heads * self.dim, (self.kv_heads or self.heads) * self.dim
         return heads, kv, kv

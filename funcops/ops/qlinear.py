@@ -40,6 +40,7 @@ from torch import Tensor
 from funcops import random
 from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
 from funcops.formats import (
     Format,
@@ -55,8 +56,8 @@ from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
 from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.ops.linear import LinearConfig, LinearParams, linear_init
-from funcops.recipes import Recipe
+from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
+from funcops.recipes import LOW_FORMS, Recipe
 from funcops.scaled import Scaled, bits_of, join_amaxes
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import Aside
@@ -78,7 +79,7 @@ Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of th
 
 
 @config
-class QLinearConfig:
+class QLinearConfig(OpConfig):
     """As `LinearConfig`, with a `recipe` of `funcops.recipes`. Raises `ValueError` for sizes that its blocks do not divide."""
 
     in_features: int = field(kw_only=False)
@@ -463,3 +464,10 @@ def op_of(recipe: Recipe) -> Op:
     (qlinear, qlinear_of_input)
     """
     return qlinear_of_input if recipe.keep == "input" else qlinear
+
+
+def _low(cfg: LinearConfig, recipe: Recipe) -> tuple[Op, Op, QLinearConfig]:
+    return linear, op_of(recipe), QLinearConfig(cfg.in_features, cfg.out_features, recipe, bias=cfg.bias)
+
+
+LOW_FORMS[LinearConfig] = _low

@@ -27,6 +27,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import check, require_type
 from funcops.formats import Format, QTensor, check_quantized, quantize_tensor
 from funcops.needs import Needs
@@ -52,7 +53,7 @@ __all__ = [
 
 
 @config
-class QuantizeConfig:
+class QuantizeConfig(OpConfig):
     """`format`: a `Format`, of y for `quantize` and of x for `dequantize`; by rows."""
 
     widths = same_width

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require
 from funcops.needs import Needs
 from funcops.op import config, dgrad_of, forward, make_op, no_params
@@ -39,7 +40,7 @@ __all__ = [
 
 
 @config
-class ReshapeConfig:
+class ReshapeConfig(OpConfig):
     """`in_shape` and `out_shape`: the trailing sizes before and after, of one product; leading dimensions stay."""
 
     in_shape: tuple[int, ...] = field(kw_only=False)

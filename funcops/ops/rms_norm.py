@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from funcops.accumulators import accumulate
+from funcops.configs import OpConfig
 from funcops.errors import check
 from funcops.kernels import norm as kernels
 from funcops.needs import Needs
@@ -49,7 +50,7 @@ __all__ = [
 
 
 @config
-class RMSNormConfig:
+class RMSNormConfig(OpConfig):
     """`dim`: the size, or sizes, of the normalised trailing dimensions; `zero_centered_gamma` scales by 1 + w."""
 
     dim: Any = field(kw_only=False)  # int or tuple of ints, kept as a tuple

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import check, check_rows, describe, fail, require, require_type
 from funcops.kernels import rope as kernels
 from funcops.needs import Needs
@@ -51,7 +52,7 @@ LAYOUTS = ("blocks", "interleaved", "axial")
 
 
 @config
-class RopeConfig:
+class RopeConfig(OpConfig):
     """`dim`: the head size D; `rotary_dim`: the even part of it that turns (default: all); `scaling`: LinearScaling,
     DynamicScaling, YarnScaling, LongRopeScaling or Llama3Scaling.
 

@@ -54,6 +54,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
@@ -79,7 +80,7 @@ Gradients = tuple[Tensor | None, None, None, Tensor | None]
 
 
 @config
-class RouteConfig:
+class RouteConfig(OpConfig):
     """`experts` (E), of which a token gets `top_k` (K); `score`: "softmax" or "sigmoid"; `normalize`: weights sum to `scale`;
     `bias`: a parameter that is added to the scores for the choice; `groups` of experts, of which the `top_groups` best take part;
     `aux` and `z`: factors of the losses, the first a sequence's where `sequence_wise`; `jitter`: how far a factor of the logits is

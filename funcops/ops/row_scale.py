@@ -25,6 +25,7 @@ from dataclasses import field
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
 from funcops.needs import Needs
@@ -45,10 +46,11 @@ __all__ = [
 
 
 @config
-class RowScaleConfig:
+class RowScaleConfig(OpConfig):
     """`sigmoid`: rows are multiplied by the sigmoid of the gate."""
 
     widths = same_width
+    featurewise = True
 
     sigmoid: bool = field(default=False, kw_only=False)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import pointwise as kernels
 from funcops.needs import Needs
@@ -29,10 +30,11 @@ __all__ = ["ScaleConfig", "ScaleResiduals", "scale", "scale_bwd", "scale_dgrad",
 
 
 @config
-class ScaleConfig:
+class ScaleConfig(OpConfig):
     """`factor`: the constant c, finite."""
 
     widths = same_width
+    featurewise = True
 
     factor: float = field(kw_only=False)
 

@@ -19,6 +19,7 @@ from dataclasses import field
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import softcap as kernels
 from funcops.needs import Needs
@@ -38,10 +39,11 @@ __all__ = [
 
 
 @config
-class SoftcapConfig:
+class SoftcapConfig(OpConfig):
     """`cap`: c, above 0."""
 
     widths = same_width
+    featurewise = True
 
     cap: float = field(kw_only=False)
 

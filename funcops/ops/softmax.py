@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import softmax as kernels
 from funcops.needs import Needs
@@ -34,7 +35,7 @@ __all__ = [
 
 
 @config
-class SoftmaxConfig:
+class SoftmaxConfig(OpConfig):
     """Nothing is to be said."""
 
     widths = same_width

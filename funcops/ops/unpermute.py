@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import routing as kernels
 from funcops.needs import Needs
@@ -42,10 +43,11 @@ __all__ = [
 
 
 @config
-class UnpermuteConfig:
+class UnpermuteConfig(OpConfig):
     """There is nothing to configure."""
 
     widths = same_width
+    featurewise = True
 
 
 class UnpermuteResiduals(Residuals, static=("inputs", "shape", "dtype")):

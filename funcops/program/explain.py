@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.errors import describe, fail, in_html, on_screen, require_device, require_dtype, require_type
+from funcops.configs import Composite
+from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_type
 from funcops.needs import Needs
-from funcops.op import Op
 from funcops.program.lower import Call, Lowered, lower
 from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
-from funcops.program.values import parts_of
 
 
 class Line(NamedTuple):
@@ -79,10 +78,9 @@ def _check_options(where: str, needs: Any, device_type: Any, dtype: Any) -> None
 
 
 def lowered_of(where: str, cfg: Any, needs: Needs) -> Lowered:
-    op = getattr(cfg, "lowered_by", None)
-    if not isinstance(op, Op):
+    if not isinstance(cfg, Composite) or cfg.lowered_by is None:
         fail(where, "cfg", "the config of a chain, a skip or a parallel", describe(cfg), TypeError)
-    return lower(op, cfg, needs)
+    return lower(cfg.lowered_by, cfg, needs)
 
 
 def _outputs(lowered: Lowered) -> tuple[tuple[str, str], ...]:
@@ -131,21 +129,21 @@ def explain(cfg: Any, needs: Needs = Needs.ALL, device_type: str = "cuda", dtype
       backward  bias + act: bias + activation, saves 1 pass and 1 launch
       not bias + activation at bias (forward): the activation keeps the sum
     """
-    if not hasattr(cfg, "with_parts"):
+    if not isinstance(cfg, Composite):
         fail("explain", "cfg", "the config of a combinator", describe(cfg), TypeError)
     _check_options("explain", needs, device_type, dtype)
     found: dict[str, Plan] = {}
 
     def visit(inner: Any, path: str, own: Needs) -> None:
-        if getattr(inner, "lowered_by", None) is not None:
-            found[path] = one = plan(inner, own, device_type, dtype)
-            for line in one.forward:
-                for call in line.calls:
-                    if hasattr(call.cfg, "with_parts"):
-                        visit(call.cfg, f"{path}.{call.path}".strip("."), own and Needs.ALL)
-        elif hasattr(inner, "with_parts"):
-            for name, _, body in parts_of(inner):
-                visit(body, f"{path}.{name}".strip("."), own and Needs.ALL)
+        if not isinstance(inner, Composite):
+            return
+        if inner.lowered_by is None:
+            below = [(name, body) for name, _, body in inner.parts()]
+        else:
+            found[path] = plan(inner, own, device_type, dtype)
+            below = [(call.path, call.cfg) for line in found[path].forward for call in line.calls]
+        for name, body in below:
+            visit(body, join_path(path, name), own and Needs.ALL)
 
     visit(cfg, "", needs)
     return Explained(found)

@@ -11,10 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.accumulators import check_accumulator, check_apart, check_width
 from funcops.backend import tracing
+from funcops.configs import Composite, shapes
 from funcops.errors import FLOATS, check, fail, in_step
 from funcops.needs import Needs
 from funcops.op import Op
-from funcops.program.values import abstract_params, shapes
+from funcops.program.values import abstract_params
 from funcops.residuals.nested import Nested
 from funcops.scaled import unscaled
 from funcops.schema import Donated, Saved
@@ -61,7 +62,7 @@ def _shapes(op: Op, cfg: Any) -> dict[str, tuple[int, ...] | None]:
     """Of params by path; None of those without a gradient."""
     if not torch.compiler.is_dynamo_compiling():
         params = abstract_params(op, cfg)
-    elif hasattr(cfg, "gradient_shapes"):
+    elif isinstance(cfg, Composite):
         id(cfg)  # the tracer guards on it
         return dict(cfg.gradient_shapes())
     else:

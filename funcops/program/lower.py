@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from funcops.errors import join_path
 from funcops.needs import Needs
 from funcops.op import Op
 
@@ -26,7 +27,7 @@ class Place(NamedTuple):
     path: str  # of its steps
 
     def under(self, name: Any) -> str:
-        return f"{self.path}.{name}" if self.path else str(name)
+        return join_path(self.path, name)
 
 
 @dataclasses.dataclass(eq=False)
@@ -156,7 +157,7 @@ class Lowered:
         return {name: value for name, (value, _) in pairs.items()}, [row for _, rows in pairs.values() for row in rows]
 
     def scope(self, place: Place, kind: str, cfg: Any, needs: Needs, classes: tuple[type, type]) -> Scope:
-        found = Scope(len(self.scopes), place, cfg, needs, kind, *classes, getattr(cfg, "ties", ()))
+        found = Scope(len(self.scopes), place, cfg, needs, kind, *classes, cfg.ties)
         self.scopes.append(found)
         if place.scope is not None:
             place.scope.parts[place.name] = found
@@ -171,7 +172,7 @@ class Lowered:
                 given[name] = self.value()
                 self.forward.append(Fold(given[name], extras[name], step.fold))
         place = scope.at(step.name)
-        fuse = getattr(scope.cfg, "fuse", True)
+        fuse = scope.cfg.fuse
         out, gives, back = self.body(step.op, step.cfg, place, needs, main, given, again, len(step.given), fuse)
         return out, dict(zip(step.given, gives, strict=True)), back
 
@@ -182,7 +183,7 @@ class Lowered:
         """An op: its calls where it is a combinator, one otherwise."""
         if op.lower is not None:
             return op.lower(cfg, self, place, needs, main, extras, again)  # type: ignore[no-any-return]
-        labels, names = tuple(extras) if getattr(cfg, "extras", ()) else (), getattr(cfg, "outputs", ())
+        labels, names = tuple(extras) if cfg.extras else (), cfg.outputs
         call = self.call(op, cfg, place, needs, main, tuple(extras.values()), labels, len(names) or gives, fuse, names=names)
         if again is not None:
             fields = op.fields()

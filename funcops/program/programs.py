@@ -158,10 +158,10 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
 
 def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = None) -> Any:
     """`into`, every leaf checked before any is written; a tied path shares its source's accumulator."""
-    if hasattr(cfg, "names"):
+    if cfg.names is not None:
         run.check_names(where, "into", into, cfg)
     check_into_tree(where, into, op, cfg, node, dy)
-    ties = getattr(cfg, "ties", ())
+    ties = cfg.ties
     seen: dict[tuple[str, str], str] = {}
     for path, source in (*[(source, source) for source in {source for _, source in ties}], *ties):
         first = seen.setdefault((source, path.partition(".")[0]), path)

@@ -90,7 +90,7 @@ class Nested(dict):  # type: ignore[type-arg]
 
     def nothing(self) -> Any:
         """dx where there is no gradient at all."""
-        extras = getattr(self.cfg, "extras", ())
+        extras = self.cfg.extras
         return WithExtras(None, dict.fromkeys(extras)) if extras else None
 
     def __missing__(self, name: Any) -> Any:

@@ -22,7 +22,7 @@ from funcops.compose.step import Step, live_inputs
 from funcops.formats import dense
 from funcops.needs import Mask, Needs
 from funcops.op import Op
-from funcops.program.values import abstract_params, parts_of
+from funcops.program.values import abstract_params
 from funcops.schema import AGAIN, DGRAD, WGRAD, Field, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
@@ -210,7 +210,7 @@ def _reads_main(op: Op, cfg: Any, full: Any, needs: Needs) -> Iterator[str]:
 
 def first_parts(cfg: Any) -> Iterator[tuple[Any, Op, Any]]:
     """Name, op and config of the parts whose input is x: of a skip its body, whose name is None."""
-    found = parts_of(cfg)
+    found = cfg.parts()
     if isinstance(cfg, ChainConfig):
         found = found[:1]
     elif isinstance(cfg, RepeatConfig):

@@ -20,7 +20,7 @@ from funcops import (
     value_and_grad,
     vjp,
 )
-from funcops.op import config
+from funcops.op import OpConfig, config
 from funcops.testing import LAWS, Case
 from funcops.trees import paths
 
@@ -67,7 +67,7 @@ def written(params, x, cfg):
 
 
 @config
-class GroupConfig:
+class GroupConfig(OpConfig):
     groups: int = field(kw_only=False)
 
 

@@ -9,13 +9,13 @@ from funcops import nn as fnn
 from funcops.accumulators import accumulate
 from funcops.errors import FLOATS, check
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, wgrad_of
+from funcops.op import OpConfig, config, dgrad_of, forward, make_op, wgrad_of
 from funcops.schema import DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 
 @config
-class GainConfig:
+class GainConfig(OpConfig):
     dim: int = field(kw_only=False)
     factor: float = 1.0
 

@@ -133,6 +133,6 @@ def test_flags_of_experts_without_them_are_named(capsys):
 
 def test_a_recipe_takes_the_experts_and_leaves_their_router(corpus):
     args, run = started(corpus, "--recipe", "fp8_block", "--dtype", "bfloat16")
-    low = {path for path, inner in steps(model_of(args.decoder, args.recipe)) if hasattr(inner, "recipe")}
+    low = {part.path for part in steps(model_of(args.decoder, args.recipe)) if part.cfg.low_recipe is not None}
     assert {"blocks.*.mlp.experts.up", "blocks.*.mlp.experts.down"} < low and not any("gate" in path for path in low)
     assert math.isfinite(run.advance().loss)

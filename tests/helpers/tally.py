@@ -30,13 +30,13 @@ from funcops.accumulators import accumulate
 from funcops.backend import wide
 from funcops.errors import FLOATS, check, describe, fail
 from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import OpConfig, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 
 @config
-class TallyConfig:
+class TallyConfig(OpConfig):
     width: int = field(kw_only=False)
 
     def widths(self, width):

@@ -16,6 +16,7 @@ from torch import Tensor
 from funcops.accumulators import accumulate
 from funcops.adapters.flatten import flatten, gradients, places, unflatten
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
+from funcops.configs import OpConfig
 from funcops.errors import check, describe, fail, require, require_callable, require_type
 from funcops.needs import Needs, check_needs
 from funcops.op import Op, config, dgrad_of, make_op, refuse_autocast
@@ -27,7 +28,7 @@ _autocast_enabled = torch._C._is_any_autocast_enabled
 
 
 @config
-class TorchConfig:
+class TorchConfig(OpConfig):
     """The config of an op that needs none."""
 
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_divides, check_part, check_tensor, require_axis
@@ -46,7 +47,7 @@ __all__ = [
 
 
 @config
-class AllToAllConfig:
+class AllToAllConfig(OpConfig):
     """`axis` of n ranks; `split`: the dimension that they will share out; `cat`: the one that they do."""
 
     axis: Axis = field(kw_only=False)

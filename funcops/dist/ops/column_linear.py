@@ -30,13 +30,13 @@ products: in another order. In the whole backward x is on its way meanwhile, and
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
@@ -45,10 +45,8 @@ from funcops.dist.ring import gathered_products, scattered_products
 from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.needs import Needs
-from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
-from funcops.ops.low_rank import LowRankConfig
-from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [
@@ -65,7 +63,7 @@ __all__ = [
 
 
 @config
-class ColumnLinearConfig:
+class ColumnLinearConfig(OpConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, O a multiple of the size of `axis`; `bias` adds b.
     `sequence_parallel`: x is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring".
     `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is shared out by itself."""
@@ -94,19 +92,6 @@ class ColumnLinearConfig:
         """What the axis shares out, by the name of the leaf."""
         spec = Spec(self.axis.name, 0, parts=self.parts)
         return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
-
-    def with_recipe(self, recipe: Recipe) -> tuple[Op, Op, Any]:
-        """This op, and the one that takes its place in low precision, with its config."""
-        from funcops.dist.ops.column_qlinear import ColumnQLinearConfig, column_op_of
-
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
-
-    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
-        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
-        from funcops.dist.ops.parallel_low_rank import beside
-
-        return beside(self, "column", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.in_features, self.weight_shape[0]

@@ -31,6 +31,7 @@ of all ranks before the update (`funcops.dist.amaxes_over`).
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._linear import check_parts, check_x, init_linear
@@ -53,14 +55,13 @@ from funcops.dist.ops._qlinear import (
     send_columns,
     whole_tiles,
 )
-from funcops.dist.ops.column_linear import ColumnLinearConfig
+from funcops.dist.ops.column_linear import ColumnLinearConfig, column_linear
 from funcops.dist.plain import check_tensor
 from funcops.dist.specs import Spec
 from funcops.formats import QTensor, check_quantized, turned
 from funcops.needs import Needs
 from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
-from funcops.ops.low_rank import LowRankConfig
 from funcops.ops.qlinear import (
     a_tensor,
     check_low_into,
@@ -82,7 +83,7 @@ from funcops.ops.qlinear import (
     scaled_weight,
     y_of,
 )
-from funcops.recipes import Recipe
+from funcops.recipes import LOW_FORMS, Recipe
 from funcops.scaled import Scaled
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
@@ -100,7 +101,7 @@ __all__ = [
 
 
 @config
-class ColumnQLinearConfig:
+class ColumnQLinearConfig(OpConfig):
     """As `ColumnLinearConfig`, with a `recipe` of `funcops.recipes`. `overlap`: "none" or "bulk". Raises `ValueError` for sizes
     that the recipe's blocks do not divide."""
 
@@ -130,12 +131,6 @@ class ColumnQLinearConfig:
     def largest(self, amaxes: Tensor) -> Tensor:
         """The amaxes of whole weights, of those of the parts of the ranks."""
         return comm.largest(amaxes, self.axis)
-
-    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
-        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
-        from funcops.dist.ops.parallel_low_rank import beside
-
-        return beside(self, "column", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.linear.widths(width)
@@ -388,3 +383,11 @@ column_qlinear_of_input = make_op(
 def column_op_of(recipe: Recipe) -> Op:
     """The op that keeps what the recipe says."""
     return column_qlinear_of_input if recipe.keep == "input" else column_qlinear
+
+
+def _low(cfg: ColumnLinearConfig, recipe: Recipe) -> tuple[Op, Op, ColumnQLinearConfig]:
+    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    return column_linear, column_op_of(recipe), ColumnQLinearConfig(**fields, recipe=recipe)
+
+
+LOW_FORMS[ColumnLinearConfig] = _low

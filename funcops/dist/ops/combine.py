@@ -33,6 +33,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._tokens import arrived, start, token_of
@@ -56,7 +57,7 @@ __all__ = [
 
 
 @config
-class CombineConfig:
+class CombineConfig(OpConfig):
     """`axis`: that of `dispatch`."""
 
     axis: Axis = field(kw_only=False)
@@ -65,6 +66,7 @@ class CombineConfig:
         require_axis("CombineConfig", self.axis)
 
     widths = same_width
+    featurewise = True
 
 
 class CombineResiduals(Residuals, static=("inputs", "shape", "dtype")):

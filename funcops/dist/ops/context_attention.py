@@ -47,6 +47,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_tensor, require_axis
@@ -71,7 +72,7 @@ __all__ = [
 
 
 @config
-class ContextAttentionConfig:
+class ContextAttentionConfig(OpConfig):
     """`axis`: its ranks share out the sequence. `scale` defaults to D^(-1/2); `softcap`: what scores stay below. `comm`: "gather"
     or "ring"."""
 

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_tensor, require_axis
@@ -46,7 +47,7 @@ __all__ = [
 
 
 @config
-class CopyToConfig:
+class CopyToConfig(OpConfig):
     """`axis`: over whose ranks the gradient is summed."""
 
     axis: Axis = field(kw_only=False)
@@ -55,6 +56,7 @@ class CopyToConfig:
         require_axis("CopyToConfig", self.axis)
 
     widths = same_width
+    featurewise = True
 
 
 class CopyToResiduals(Residuals, static=("shape", "dtype")):

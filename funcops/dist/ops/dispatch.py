@@ -45,6 +45,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._tokens import arrived, dispatched
@@ -70,7 +71,7 @@ Sent = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @config
-class DispatchConfig:
+class DispatchConfig(OpConfig):
     """`experts` (E), a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that another takes at most; None:
     all."""
 
@@ -82,6 +83,7 @@ class DispatchConfig:
         require_experts("DispatchConfig", self.experts, self.axis, self.capacity)
 
     widths = same_width
+    featurewise = True
 
 
 def require_experts(where: str, experts: int, axis: Any, capacity: float | None) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_part, check_tensor, require_axis
@@ -45,7 +46,7 @@ __all__ = [
 
 
 @config
-class GatherConfig:
+class GatherConfig(OpConfig):
     """`axis` of n ranks; `dim`: the dimension that they share out."""
 
     axis: Axis = field(kw_only=False)

@@ -41,6 +41,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.init import init_part
 from funcops.dist.mesh import Axis
@@ -77,7 +78,7 @@ __all__ = [
 
 
 @config
-class ParallelExpertsConfig:
+class ParallelExpertsConfig(OpConfig):
     """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that
     another takes at most; None: all."""
 

@@ -30,6 +30,7 @@ LoRA: arXiv 2106.09685; shared out as in PEFT's `LoraParallelLinear` (peft/tuner
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import torch
@@ -40,6 +41,10 @@ from funcops.dist import comm
 from funcops.dist.init import init_part
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._linear import check_parts, check_x
+from funcops.dist.ops.column_linear import ColumnLinearConfig
+from funcops.dist.ops.column_qlinear import ColumnQLinearConfig
+from funcops.dist.ops.row_linear import RowLinearConfig
+from funcops.dist.ops.row_qlinear import RowQLinearConfig
 from funcops.dist.plain import check_divides, check_tensor, require_axis, require_shares
 from funcops.dist.specs import Spec
 from funcops.errors import require
@@ -47,7 +52,7 @@ from funcops.kernels import linear as products
 from funcops.kernels import pointwise
 from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.ops.low_rank import LowRankConfig, LowRankParams, gradient_of, low_rank_init
+from funcops.ops.low_rank import ADAPTERS, LowRankConfig, LowRankParams, gradient_of, low_rank_init
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [
@@ -103,13 +108,6 @@ class ParallelLowRankConfig(LowRankConfig):
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.shapes["a"][1], self.shapes["b"][0]
-
-
-def beside(cfg: Any, side: str, low: LowRankConfig) -> tuple[Op, ParallelLowRankConfig]:
-    """The op and config of an adapter beside a layer over an axis."""
-    fields = {f.name: getattr(low, f.name) for f in dataclasses.fields(low)}
-    how = {"axis": cfg.axis, "sequence_parallel": cfg.sequence_parallel, "parts": getattr(cfg, "parts", ())}
-    return parallel_low_rank, ParallelLowRankConfig(**fields, side=side, **how)
 
 
 class ParallelLowRankResiduals(Residuals, static=("dtype",)):
@@ -200,3 +198,14 @@ parallel_low_rank = make_op(
     dgrad=parallel_low_rank_dgrad, wgrad=parallel_low_rank_wgrad,
 )  # fmt: skip
 parallel_low_rank_bwd = both_halves(parallel_low_rank, parallel_low_rank_dgrad, parallel_low_rank_wgrad)
+
+
+def _beside(side: str, cfg: Any, low: LowRankConfig) -> tuple[Op, ParallelLowRankConfig]:
+    fields = {f.name: getattr(low, f.name) for f in dataclasses.fields(low)}
+    parts = cfg.parts if side == "column" else ()
+    made = ParallelLowRankConfig(**fields, side=side, axis=cfg.axis, sequence_parallel=cfg.sequence_parallel, parts=parts)
+    return parallel_low_rank, made
+
+
+ADAPTERS |= dict.fromkeys((ColumnLinearConfig, ColumnQLinearConfig), functools.partial(_beside, "column"))
+ADAPTERS |= dict.fromkeys((RowLinearConfig, RowQLinearConfig), functools.partial(_beside, "row"))

@@ -29,13 +29,13 @@ in the backward, under the products of dx.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._linear import by_ring, check_config, check_params, check_x, init_linear
@@ -45,10 +45,8 @@ from funcops.dist.specs import Spec
 from funcops.kernels import linear as kernels
 from funcops.kernels import pointwise
 from funcops.needs import Needs
-from funcops.op import Op, bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
-from funcops.ops.low_rank import LowRankConfig
-from funcops.recipes import Recipe
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
 __all__ = [
@@ -65,7 +63,7 @@ __all__ = [
 
 
 @config
-class RowLinearConfig:
+class RowLinearConfig(OpConfig):
     """`in_features` (I) and `out_features` (O) of the whole layer, I a multiple of the size of `axis`; `bias` adds b.
     `sequence_parallel`: y is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring"."""
 
@@ -89,19 +87,6 @@ class RowLinearConfig:
     def specs(self) -> dict[str, Spec]:
         """What the axis shares out, by the name of the leaf."""
         return {"weight": Spec(self.axis.name, 1)}
-
-    def with_recipe(self, recipe: Recipe) -> tuple[Op, Op, Any]:
-        """This op, and the one that takes its place in low precision, with its config."""
-        from funcops.dist.ops.row_qlinear import RowQLinearConfig, row_op_of
-
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
-
-    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
-        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
-        from funcops.dist.ops.parallel_low_rank import beside
-
-        return beside(self, "row", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.weight_shape[1], self.out_features

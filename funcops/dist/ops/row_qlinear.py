@@ -31,6 +31,7 @@ and amaxes: see `row_linear`, `column_qlinear`.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._linear import check_x, init_linear
@@ -52,14 +54,13 @@ from funcops.dist.ops._qlinear import (
     send_columns,
     whole_tiles,
 )
-from funcops.dist.ops.row_linear import RowLinearConfig
+from funcops.dist.ops.row_linear import RowLinearConfig, row_linear
 from funcops.dist.plain import check_divides, check_tensor
 from funcops.dist.specs import Spec
 from funcops.formats import QTensor, turned
 from funcops.needs import Needs
 from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearParams
-from funcops.ops.low_rank import LowRankConfig
 from funcops.ops.qlinear import (
     a_tensor,
     check_params,
@@ -79,7 +80,7 @@ from funcops.ops.qlinear import (
     scaled_weight,
     y_of,
 )
-from funcops.recipes import Recipe
+from funcops.recipes import LOW_FORMS, Recipe
 from funcops.scaled import Scaled
 from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 
@@ -97,7 +98,7 @@ __all__ = [
 
 
 @config
-class RowQLinearConfig:
+class RowQLinearConfig(OpConfig):
     """As `RowLinearConfig`, with a `recipe` of `funcops.recipes`. `overlap`: "none" or "bulk", which are one order here.
     Raises `ValueError` for sizes that the recipe's blocks do not divide."""
 
@@ -125,12 +126,6 @@ class RowQLinearConfig:
     def largest(self, amaxes: Tensor) -> Tensor:
         """The amaxes of whole weights, of those of the parts of the ranks."""
         return comm.largest(amaxes, self.axis)
-
-    def low_rank(self, low: LowRankConfig) -> tuple[Op, LowRankConfig]:
-        """The op of an adapter beside this layer, and its config, of `low` over one rank."""
-        from funcops.dist.ops.parallel_low_rank import beside
-
-        return beside(self, "row", low)
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.linear.widths(width)
@@ -312,3 +307,11 @@ row_qlinear_of_input_bwd = both_halves(row_qlinear_of_input, row_qlinear_of_inpu
 def row_op_of(recipe: Recipe) -> Op:
     """The op that keeps what the recipe says."""
     return row_qlinear_of_input if recipe.keep == "input" else row_qlinear
+
+
+def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
+    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
+
+
+LOW_FORMS[RowLinearConfig] = _low

@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing, wide
-from funcops.compose.step import Replace, check_body, extras_of, keys_of, note, outputs_of
-from funcops.compose.widths import Width, follow
+from funcops.compose.step import check_body, note
+from funcops.configs import Composite, Replace, Width
 from funcops.dist.buckets import BUCKET_BYTES, part_shape
 from funcops.dist.data import Reducing, reduce_start
 from funcops.dist.in_flight import finish
@@ -66,7 +66,7 @@ __all__ = [
 
 
 @config
-class ShardedConfig:
+class ShardedConfig(Composite):
     """The body (an op and its config), and the `axis` that shares out its params. `also`: further axes over which gradients are
     summed, and whose ranks have the same shards (HSDP). `dtype`: of the whole params, if not that of the shards, in which gradients
     come. `ordered`, `bucket_bytes`: see `reduce_start`."""
@@ -88,16 +88,17 @@ class ShardedConfig:
         require_dtype("ShardedConfig", self.dtype)
         require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
         require(not self.op.keyed, "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
-        note(self, extras=extras_of(self.cfg), outputs=outputs_of(self.cfg), keys=keys_of(self.cfg))
+        note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
         note(self, like=abstract_params(self.op, self.cfg))
         note(self, constant=tuple(sorted(constant_paths(self.like))))
 
-    extras: ClassVar[tuple[str, ...]]
-    outputs: ClassVar[tuple[str, ...]]
-    keys: ClassVar[tuple[str, ...]]
     like: ClassVar[Any]  # the body's params, by shape alone
     constant: ClassVar[tuple[str, ...]]  # the paths of those that have no gradient
-    as_body: ClassVar[bool] = True  # y is the body's, whatever that is
+
+    @property
+    def gives_by_place(self) -> bool:  # type: ignore[override]
+        """See `OpConfig.gives_by_place`: y is the body's."""
+        return self.cfg.gives_by_place  # type: ignore[no-any-return]
 
     @property
     def fsdp(self) -> Axis:
@@ -110,8 +111,8 @@ class ShardedConfig:
         return (self.cfg,)
 
     def follow(self, where: str, path: str, width: Width | None) -> Width | None:
-        """See `funcops.compose.widths`."""
-        return follow(where, path, self.cfg, width)
+        """See `OpConfig.follow`."""
+        return self.cfg.follow(where, path, width)
 
     def abstract(self) -> Any:
         """See `funcops.program.values.abstract_params`."""

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.configs import OpConfig
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_tensor, require_axis
 from funcops.dist.specs import Ranges, within
@@ -72,11 +73,12 @@ class Shared:
 
 
 @config
-class ShardedDropoutConfig:
+class ShardedDropoutConfig(OpConfig):
     """`p`: the probability of zero, in [0, 1]; `shared`: how the ranks share out x, of a dimension with several the outer first;
     `train=False` is the identity."""
 
     widths = same_width
+    featurewise = True
 
     p: float = field(kw_only=False)
     shared: tuple[Shared, ...]

@@ -23,6 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_tensor, require_axis
@@ -44,7 +45,7 @@ __all__ = [
 
 
 @config
-class ShiftConfig:
+class ShiftConfig(OpConfig):
     """`axis` of n ranks; `by`: how far, negative for the other way."""
 
     axis: Axis = field(kw_only=False)
@@ -54,6 +55,7 @@ class ShiftConfig:
         require_axis("ShiftConfig", self.axis)
 
     widths = same_width
+    featurewise = True
 
 
 class ShiftResiduals(Residuals, static=("shape", "dtype")):

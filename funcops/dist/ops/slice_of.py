@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_divides, check_part, check_tensor, require_axis
@@ -44,7 +45,7 @@ __all__ = [
 
 
 @config
-class SliceOfConfig:
+class SliceOfConfig(OpConfig):
     """`axis` of n ranks; `dim`: the dimension that they will share out."""
 
     axis: Axis = field(kw_only=False)

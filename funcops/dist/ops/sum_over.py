@@ -24,6 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.dist.plain import check_tensor, require_axis
@@ -45,7 +46,7 @@ __all__ = [
 
 
 @config
-class SumOverConfig:
+class SumOverConfig(OpConfig):
     """`axis`: over whose ranks to sum."""
 
     axis: Axis = field(kw_only=False)
@@ -54,6 +55,7 @@ class SumOverConfig:
         require_axis("SumOverConfig", self.axis)
 
     widths = same_width
+    featurewise = True
 
 
 class SumOverResiduals(Residuals, static=("shape", "dtype")):

@@ -30,6 +30,7 @@ from dataclasses import field
 
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist.mesh import Axis
 from funcops.dist.ops._vocab import losses_of_rows, parts_of_rows
 from funcops.dist.plain import check_tensor, require_axis
@@ -52,7 +53,7 @@ __all__ = [
 
 
 @config
-class VocabCrossEntropyConfig:
+class VocabCrossEntropyConfig(OpConfig):
     """`axis`: its ranks share out the classes. `reduction`: "mean" (over the rows that count), "sum" or "none"."""
 
     axis: Axis = field(kw_only=False)

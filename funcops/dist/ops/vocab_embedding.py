@@ -31,6 +31,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.init import init_part
 from funcops.dist.mesh import Axis
@@ -58,7 +59,7 @@ __all__ = [
 
 
 @config
-class VocabEmbeddingConfig:
+class VocabEmbeddingConfig(OpConfig):
     """`num_embeddings` (V) of all ranks, a multiple of the size of `axis`, and `dim` (D); the row `padding_idx` of the whole w gets
     no gradient. `sequence_parallel`: y is shared out along its first dimension."""
 

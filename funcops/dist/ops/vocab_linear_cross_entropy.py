@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
+from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.init import init_part
 from funcops.dist.mesh import Axis
@@ -72,7 +73,7 @@ __all__ = [
 
 
 @config
-class VocabLinearCrossEntropyConfig:
+class VocabLinearCrossEntropyConfig(OpConfig):
     """`in_features` (I) and `vocab` (V) of all ranks, a multiple of the size of `axis`. `sequence_parallel`: x is shared out along
     its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, as if in float32."""
 
