@@ -20,7 +20,7 @@ from docs import examples
 
 ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is no attribute of funcops: to import it takes torch.distributed
 AUTHORS = {
-    "funcops.op": ("make_op", "config", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
+    "funcops.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
     "funcops.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
     "funcops.accumulators": ("accumulate",),
     "funcops.errors": ("check", "FLOATS"),

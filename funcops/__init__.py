@@ -17,8 +17,7 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     mixtures         route, permute, grouped_linear, grouped_qlinear, experts, unpermute
     losses           cross_entropy, linear_cross_entropy
     combinators      chain, repeat, skip, parallel; Step, WithExtras
-Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig)
-Configs              OpConfig, Composite; walk, rewrite (Part)
+Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig); walk, rewrite (Part)
 What is asked for    Needs
 What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
@@ -60,8 +59,6 @@ from funcops.compose.step import Step as Step
 from funcops.compose.walk import Part as Part
 from funcops.compose.walk import rewrite as rewrite
 from funcops.compose.walk import walk as walk
-from funcops.configs import Composite as Composite
-from funcops.configs import OpConfig as OpConfig
 from funcops.errors import BorrowedError as BorrowedError
 from funcops.errors import CaptureError as CaptureError
 from funcops.errors import CheckpointError as CheckpointError
@@ -161,7 +158,7 @@ _ROOMS = [
 # one name a concept; the rest of an operator (LinearConfig, linear_fwd, LinearResiduals) is imported from here all the same
 _OF_AN_OPERATOR = ("_init", "_fwd", "_bwd", "_dgrad", "_wgrad", "Config", "Params", "Residuals", "Pending", "Scaling")
 __all__ = [name for name, value in list(globals().items()) if name[0] != "_" and not isinstance(value, _ModuleType)]
-__all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig", "OpConfig") or not name.endswith(_OF_AN_OPERATOR)]
+__all__ = [name for name in __all__ if name in ("delayed_wgrad", "TorchConfig") or not name.endswith(_OF_AN_OPERATOR)]
 
 
 def __dir__() -> list[str]:

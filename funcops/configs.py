@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from typing_extensions import Self, dataclass_transform
 
-from funcops.errors import fail, require_type
+from funcops.errors import describe, fail, require_type
 from funcops.memo import reading
 from funcops.trees import constant_paths, paths
 
@@ -85,7 +85,8 @@ class OpConfig:
     """The base of an op's config, which is a subclass under the decorator `config`. Generic code asks these hooks of any config;
     override those that the op knows more about.
 
-    >>> from funcops import LinearConfig, OpConfig
+    >>> from funcops import LinearConfig
+    >>> from funcops.op import OpConfig
     >>> cfg = LinearConfig(8, 16)
     >>> isinstance(cfg, OpConfig), cfg.widths(None), cfg.outputs
     (True, (8, 16), ())
@@ -157,14 +158,16 @@ class Composite(OpConfig):
     gives_by_place = False
     ties: Any = ()
     """Pairs of a tied path and its source's path."""
-    names: dict[str, None] | None = None
+    names: dict[str, None] = {}
     """The names of the steps, if params are a dict by name."""
     part: ClassVar[str] = "step"
     """What an error calls a part."""
     lowered_by: ClassVar[Any] = None
     """The op whose `lower` writes the parts as one program; None if the parts run as programs of their own."""
     fsdp: Any = None
-    """The axis over which all params of the parts are sharded; `like` has their whole shapes."""
+    """The axis over which all params of the parts are sharded."""
+    like: Any = None
+    """The params of the parts by shape alone, before that axis shards them."""
 
     def with_parts(self, replace: Replace) -> Self:
         """The config with `replace(name, op, cfg)` for each part's op and config. A part whose name is None has its combinator's
@@ -214,11 +217,21 @@ def with_hooks(config: type) -> type:
     if not issubclass(config, OpConfig):
         name = config.__name__
         warnings.warn(
-            f"{name}: must be a subclass of funcops.OpConfig from version 0.4 on: write class {name}(OpConfig)",
+            f"{name}: must be a subclass of funcops.op.OpConfig from version 0.4 on: write class {name}(OpConfig)",
             DeprecationWarning,
             3,
         )
         for hook, default in vars(OpConfig).items():
             if not hook.startswith("__") and not hasattr(config, hook):
                 setattr(config, hook, default)
+        _hooked.add(config)
     return config
+
+
+_hooked: set[type] = set()  # classes of configs that have the hooks without the base
+
+
+def require_config(where: str, cfg: Any) -> None:
+    """Raise `TypeError` unless `cfg` is the config of an op."""
+    if not isinstance(cfg, OpConfig) and type(cfg) not in _hooked:
+        fail(where, "cfg", "the config of an op (of a DecoderConfig: decoder(cfg))", describe(cfg), TypeError)

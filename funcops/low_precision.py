@@ -18,7 +18,6 @@ state, a dict by path; its amaxes come back with the gradients:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -29,6 +28,7 @@ from funcops import random
 from funcops.backend import wide
 from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
 from funcops.compose.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps, ties
+from funcops.configs import require_config
 from funcops.errors import check, describe, fail, few, in_step, join_path, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
@@ -107,7 +107,7 @@ def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Seq
     """
     where = "with_recipe"
     require_type(where, "recipe", recipe, Recipe)
-    _check_config(where, cfg)
+    require_config(where, cfg)
     known = [name for part in steps(cfg) for name in _names(part)]
     for name, globs in (("only", only), ("skip", skip)):
         check_globs(where, name, globs)
@@ -165,7 +165,7 @@ def quantize_params(
     where = "quantize_params"
     require_dtype(where, dtype)
     require_type(where, "columns", columns, bool)
-    _check_config(where, cfg)
+    require_config(where, cfg)
     work: Any = _cast(params, dtype)
     found = _weights(where, cfg, work)
     _check_state(where, found, state)
@@ -202,7 +202,7 @@ def with_keys(work: T, cfg: Any, key: Tensor) -> T:
     (True, False)
     """
     check("with_keys", "key", key, (2,), torch.int64)
-    _check_config("with_keys", cfg)
+    require_config("with_keys", cfg)
     for path, inner in _low(cfg)[0].items():
         if inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
             own: Any = random.fold_in(key, random.path_id(path))
@@ -218,7 +218,7 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
     any.
 
     At a scale of 1 small values vanish (below 2^-10) and those above the largest saturate. `amaxes`, of `split_amaxes` after one
-    step that is thrown away, start it from measured ones.
+    step that is thrown away, start it from measured ones. Raises `TypeError` for a `cfg` that is not the config of an op.
 
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
     >>> from funcops.low_precision import Fp8Delayed, ScaleState, recipe_init, with_recipe
@@ -229,7 +229,7 @@ def recipe_init(cfg: Any, params: Any, *, amaxes: Mapping[str, Tensor] | None = 
     >>> state["up.weight"].scale, state["up.weight"].history.shape, isinstance(state["up.weight"], ScaleState)
     (tensor([1., 1., 1.]), torch.Size([16, 3]), True)
     """
-    _check_config("recipe_init", cfg)
+    require_config("recipe_init", cfg)
     made: dict[str, ScaleState] = {}
     recipes: dict[str, Fp8Delayed] = {}
     for path, (inner, weight) in _weights("recipe_init", cfg, params).items():
@@ -345,11 +345,6 @@ def _low(cfg: Any) -> tuple[dict[str, QLinearConfig], dict[str, str]]:
         if not torch.compiler.is_dynamo_compiling():
             object.__setattr__(cfg, "_low", found)
     return found  # type: ignore[no-any-return]
-
-
-def _check_config(where: str, cfg: Any) -> None:
-    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
-        fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
 
 
 def _experts(part: Part, low: Callable[..., tuple[Op, Any] | None]) -> tuple[Op, Any]:

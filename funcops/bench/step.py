@@ -99,8 +99,8 @@ def unfused(cfg: Any) -> Any:
     """The config with every chain and parallel in it running step by step."""
     if not isinstance(cfg, Composite):
         return cfg
-    parts = cfg.with_parts(lambda name, op, inner: (op, unfused(inner)))
-    return dataclasses.replace(parts, fuse=False) if hasattr(parts, "fuse") else parts
+    parts: Any = cfg.with_parts(lambda name, op, inner: (op, unfused(inner)))
+    return dataclasses.replace(parts, fuse=False) if "fuse" in {f.name for f in dataclasses.fields(parts)} else parts
 
 
 def torch_step(

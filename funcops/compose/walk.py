@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from funcops.compose.repeat import RepeatConfig
-from funcops.configs import Composite
-from funcops.errors import fail, join_path
+from funcops.configs import Composite, require_config
+from funcops.errors import fail, join_path, require_callable, require_flag, require_type
 from funcops.op import Op
 
 
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> Iterator[Part]:
     """Every part of a config, itself first, combinators before their parts, in the order of the forward. `layers`: see
-    `Part.parts`.
+    `Part.parts`. Raises `TypeError` for a `cfg` that is not the config of an op.
 
     >>> from funcops import ChainConfig, LinearConfig, RepeatConfig, SkipConfig, Step, chain, linear, repeat, skip, walk
     >>> layer = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 8)),))
@@ -53,7 +53,14 @@ def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> I
     >>> [part.path for part in walk(cfg, layers=True) if not part.composite]
     ['layers.0.up', 'layers.1.up']
     """
-    todo = [Part(path, op, cfg)]
+    require_config("walk", cfg)
+    require_flag("walk", layers=layers)
+    require_type("walk", "path", path, str)
+    return _walk(Part(path, op, cfg), layers)
+
+
+def _walk(root: Part, layers: bool) -> Iterator[Part]:
+    todo = [root]
     while todo:
         part = todo.pop()
         yield part
@@ -63,6 +70,7 @@ def walk(cfg: Any, *, op: Any = None, path: str = "", layers: bool = False) -> I
 def rewrite(cfg: Any, fn: Callable[[Part], tuple[Any, Any] | None], *, op: Any = None, path: str = "") -> tuple[Any, Any]:
     """The op and config with parts replaced. `fn(part)` is asked of every part, the config itself first: it returns the `(op, cfg)`
     that takes the part's place, or None to go on with the parts of a combinator, or to leave any other op as it is.
+    Raises `TypeError` for a `cfg` that is not the config of an op, and for an `fn` that is not a function.
 
     >>> from funcops import ActivationConfig, ChainConfig, Step, activation, chain, rewrite
     >>> cfg = ChainConfig(steps=(Step("act", activation, ActivationConfig("relu")),))
@@ -72,6 +80,9 @@ def rewrite(cfg: Any, fn: Callable[[Part], tuple[Any, Any] | None], *, op: Any =
     >>> rewrite(cfg, silu)[1].steps[0].cfg.kind
     'silu'
     """
+    require_config("rewrite", cfg)
+    require_callable("rewrite", fn=fn)
+    require_type("rewrite", "path", path, str)
     made = fn(Part(path, op, cfg))
     if made is not None:
         return made

@@ -38,7 +38,7 @@ def zero3(
     """
     require_type("zero3", "cfg", cfg, ChainConfig)
 
-    options = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
+    options: dict[str, Any] = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
 
     def shard(op: Op, inner: Any) -> tuple[Op, Any]:
         return (sharded, ShardedConfig(op, inner, **options)) if has_params(op, inner) else (op, inner)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step
 from funcops.compose.walk import Part, check_globs, matches
-from funcops.configs import Composite
+from funcops.configs import Composite, require_config
 from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
 from funcops.op import Op
 from funcops.ops.add import AddConfig, add
@@ -47,8 +46,7 @@ def with_lora(
     (['base', 'lora'], torch.Size([2, 8]), ['up', 'down'])
     """
     where = "with_lora"
-    if not dataclasses.is_dataclass(cfg) or isinstance(cfg, type):
-        fail(where, "cfg", "a config of an op", describe(cfg), TypeError)
+    require_config(where, cfg)
     require_count(where, rank=rank)
     check_globs(where, "targets", targets)
     require(len(targets) > 0, where, "targets", "at least one glob", repr(targets))

@@ -158,7 +158,7 @@ def wgrad(op: Op, cls: Any, pending: Any, cfg: Any, into: Any, which: str = "wgr
 
 def accumulators(where: str, op: Op, into: Any, node: Any, cfg: Any, dy: Any = None) -> Any:
     """`into`, every leaf checked before any is written; a tied path shares its source's accumulator."""
-    if cfg.names is not None:
+    if cfg.names:
         run.check_names(where, "into", into, cfg)
     check_into_tree(where, into, op, cfg, node, dy)
     ties = cfg.ties

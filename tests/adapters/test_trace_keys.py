@@ -8,12 +8,12 @@ import torch
 import torch.nn.functional as F
 
 from funcops import Needs, TorchConfig, differentiable, op_from_torch
-from funcops.op import config
+from funcops.op import OpConfig, config
 from funcops.trees import cast, leaves, tree_map_tensors
 
 
 @config
-class Factor:
+class Factor(OpConfig):
     by: object = field(kw_only=False)
 
 

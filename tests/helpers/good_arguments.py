@@ -330,6 +330,7 @@ OP = Row(lambda: {"op": linear})
 ONE = (0,)
 GRAPHED = {"slots": 1, "outputs": "clone", "warmup": 1, "capture_error_mode": "global", "keep_graph": False, "debug": False}
 NO_PATH = {("needs", "Needs(x=False, params=('no.such',))"): "nothing is asked for"}
+ROOT = {("cfg", "IdentityConfig()"): "an op without parts", "op": "handed on as it is", "path": "any text"}
 MODULE = "the module itself says what it takes"
 DEVICES_OWN = {name: "looked at where there is a GPU" for name in ("pool", "stream", "capture_error_mode", "keep_graph")}
 OWN |= DIST | LORA | SCHEDULES | MODELS | {
@@ -353,6 +354,8 @@ OWN |= DIST | LORA | SCHEDULES | MODELS | {
     "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True, "losses": ("loss",), "needs": Needs.ALL}),
     "vjp": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL}),
     "with_policy": Row(lambda: {"op": chain, "policy": "minimal"}),
+    "walk": Row(lambda: {"cfg": CHAIN, "op": chain, "path": "model", "layers": True}, accepts=ROOT),
+    "rewrite": Row(lambda: {"cfg": CHAIN, "fn": lambda part: None, "op": chain, "path": "model"}, accepts=ROOT),
     "fit": Row(lambda: {"op": linear, "cfg": CFG, "x": x(), "budget": 1000, "dtype": torch.float32}, {"budget": ONE},
         {("x", "float32[2, 4]"): "nothing is run"}),
     "plan": Row(lambda: {"cfg": CHAIN, "needs": Needs.ALL, "device_type": "cuda", "dtype": torch.bfloat16}, accepts=NO_PATH),

@@ -85,7 +85,7 @@ class ColumnLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart: ClassVar[bool] = True  # whether a rank has features of its own in y: see `funcops.dist.specs_of`
+    apart = True
 
     @property
     def specs(self) -> dict[str, Spec]:

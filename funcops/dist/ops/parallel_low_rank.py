@@ -83,16 +83,12 @@ class ParallelLowRankConfig(LowRankConfig):
         where = "ParallelLowRankConfig"
         require_axis(where, self.axis)
         require(self.side in ("column", "row"), where, "side", "'column' or 'row'", repr(self.side))
+        object.__setattr__(self, "apart", self.side == "column")
         require(self.dropout == 0.0, where, "dropout", "0 (an adapter over ranks drops nothing of its x)", self.dropout)
         shared = "out_features" if self.side == "column" else "in_features"
         require_shares(where, shared, getattr(self, shared), self.axis)
         check_parts(self)
-        require(not self.parts or self.apart, where, "parts", "() of a row, whose outputs are not shared out", self.parts)
-
-    @property
-    def apart(self) -> bool:
-        """Whether a rank has features of its own in y: see `funcops.dist.specs_of`."""
-        return self.side == "column"
+        require(not self.parts or self.side == "column", where, "parts", "() of a row, whose outputs are not shared out", self.parts)
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:

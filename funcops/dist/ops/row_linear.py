@@ -81,7 +81,7 @@ class RowLinearConfig(OpConfig):
 
     weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
     bias_shape: ClassVar[tuple[int] | None]
-    apart: ClassVar[bool] = False  # whether a rank has features of its own in y: see `funcops.dist.specs_of`
+    apart = False
 
     @property
     def specs(self) -> dict[str, Spec]:

@@ -92,7 +92,6 @@ class ShardedConfig(Composite):
         note(self, like=abstract_params(self.op, self.cfg))
         note(self, constant=tuple(sorted(constant_paths(self.like))))
 
-    like: ClassVar[Any]  # the body's params, by shape alone
     constant: ClassVar[tuple[str, ...]]  # the paths of those that have no gradient
 
     @property
