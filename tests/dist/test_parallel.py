@@ -26,6 +26,7 @@ from funcops import (
     ReshapeConfig,
     RopeConfig,
     SkipConfig,
+    SoftmaxConfig,
     Step,
     WithExtras,
     activation,
@@ -46,6 +47,7 @@ from funcops import (
     repeat,
     reshape,
     skip,
+    softmax,
 )
 from funcops.bench.models import block_config, gpt2_block_config
 from funcops.dist import Mesh
@@ -275,6 +277,9 @@ BAD = {
     "parallel: step norm must be one that takes each feature by itself "
     "(shared out along its 1. dimension from the end), got layer_norm":
         (chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN), BOTH),
+    "parallel: step soft must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got softmax":
+        (chained(UP, ("soft", softmax, SoftmaxConfig()), DOWN), BOTH),
     "parallel: step loss must be one that takes each feature by itself (shared out along its 1. dimension from the end), "
     "got cross_entropy": (
         ChainConfig(steps=(Step(*UP), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)),
