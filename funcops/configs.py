@@ -27,6 +27,7 @@ def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
     annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN."""
     _check_types(cls)
+    _check_hooks(cls)
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     compute = made.__hash__
 
@@ -48,6 +49,19 @@ def config(cls: type[T]) -> type[T]:
 
 def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
     return cls(**fields)
+
+
+def _check_hooks(cls: Any) -> None:
+    """A field may not be called like a hook that it does not override with a default: dataclasses would take the hook for one."""
+    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        if name in vars(OpConfig) and name not in cls.__dict__ and "ClassVar" not in str(annotation):
+            fail(
+                cls.__name__,
+                f"field {name}",
+                "of another name, or have a default (OpConfig has a hook of that name)",
+                "none",
+                TypeError,
+            )
 
 
 _TYPES = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (NoneType,)}
@@ -126,6 +140,9 @@ class OpConfig:
         """The width that x must have; None if any, or not known."""
         return self.widths(None)[0]
 
+    group_dims: tuple[int, ...] = ()
+    """The leading dimension that each param has for the groups of a grouped layer."""
+
     @property
     def low_recipe(self) -> Any:
         """The recipe of an op in low precision; None for any other op."""
@@ -156,6 +173,8 @@ class Composite(OpConfig):
     """The base of a combinator's config: an op that is made of parts, each an op with a config and a name."""
 
     gives_by_place = False
+    members: tuple[Any, ...] = ()
+    """The `Step`s of a combinator whose parts have names."""
     ties: Any = ()
     """Pairs of a tied path and its source's path."""
     names: dict[str, None] = {}

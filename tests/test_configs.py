@@ -100,6 +100,15 @@ def test_a_config_with_the_base_does_not_warn(recwarn):
     assert not recwarn.list and BaseConfig(3.0).widths(4) == (None, None)
 
 
+@pytest.mark.parametrize("hook", [name for name in vars(OpConfig) if not name.startswith("__")])
+def test_a_field_does_not_take_a_hook_for_its_default(hook):
+    body = {"__annotations__": {hook: "tuple"}, "__module__": __name__}
+    with pytest.raises(TypeError, match=rf"^Own: field {hook} must be of another name, or have a default"):
+        config(type("Own", (OpConfig,), dict(body)))
+    made = config(type("Own", (OpConfig,), {**body, hook: field(default=(1,))}))
+    assert getattr(made(), hook) == (1,)
+
+
 @pytest.mark.parametrize("entry", [walk, lambda cfg: rewrite(cfg, lambda part: None)], ids=["walk", "rewrite"])
 @pytest.mark.parametrize("wrong", [None, 3, "x", ActivationConfig, activation, random.key(0)], ids=str)
 def test_what_is_no_config_is_refused(entry, wrong):

@@ -90,6 +90,10 @@ class ChainConfig(Composite):
         self.follow("ChainConfig", "", None)
 
     @property
+    def members(self) -> tuple[Step, ...]:  # type: ignore[override]
+        return self.steps
+
+    @property
     def first_parts(self) -> tuple[Any, ...]:
         """The configs whose x this one's is."""
         return (self.steps[0].cfg,)

@@ -63,6 +63,10 @@ class ParallelConfig(Composite):
         self.follow("ParallelConfig", "", None)
 
     @property
+    def members(self) -> tuple[Step, ...]:  # type: ignore[override]
+        return self.branches
+
+    @property
     def first_parts(self) -> tuple[Any, ...]:
         """The configs whose x this one's is."""
         return tuple(branch.cfg for branch in self.branches)

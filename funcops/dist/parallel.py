@@ -139,7 +139,7 @@ class _Walk:
         if is_adapted(cfg):
             self.adapted |= {join_path(path, one): path for one in (f"{BOTH}.{BASE}", f"{BOTH}.{LORA}")}
         made = cfg.with_parts(part)
-        for step, (here, one) in zip(getattr(cfg, "steps", getattr(cfg, "branches", ())), branches, strict=False):
+        for step, (here, one) in zip(cfg.members, branches, strict=False):
             self.leaves(step, cfg, here, one)
         if type(cfg) is ParallelConfig:
             for here, one in branches:

@@ -93,6 +93,7 @@ class GroupedQLinearConfig(OpConfig):
             require(size % multiple == 0, where, name, f"a multiple of {multiple} ({type(self.recipe).__name__})", size)
         options = dict(bias=self.bias, gathered=self.gathered, weighted=self.weighted)
         object.__setattr__(self, "linear", GroupedLinearConfig(self.experts, self.in_features, self.out_features, **options))
+        object.__setattr__(self, "group_dims", (self.experts,))
 
     linear: ClassVar[GroupedLinearConfig]
     stacked: ClassVar[bool] = True

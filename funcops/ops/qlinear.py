@@ -242,19 +242,14 @@ def check_low_into(
     """The accumulators without those of amaxes, after a check, and db as a gradient of params."""
     sums, db = _sums(where, into, pending.amaxes, cfg, params), None if pending.db is None else pending.db.to(pending.dtype)
     one: Any = a_tensor(x)
-    like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(*of_groups(cfg), *cfg.linear.weight_shape)
+    like: Any = None if x is None else one.new_empty((), dtype=pending.dtype).expand(*cfg.group_dims, *cfg.linear.weight_shape)
     check_into(where, sums, params(like, db))
     return sums, db
 
 
-def of_groups(cfg: Any) -> tuple[int, ...]:
-    """The dimension of groups that each leaf of params has in front, where the config has any."""
-    return (cfg.experts,) if hasattr(cfg, "experts") else ()
-
-
 def check_params(where: str, params: Any, x: Tensor, cfg: Any) -> None:
     """Params beside an x of that dtype and device, and whether this has the formats; of a config with a recipe."""
-    recipe, weight, bias, groups = cfg.recipe, params.weight, params.bias, of_groups(cfg)
+    recipe, weight, bias, groups = cfg.recipe, params.weight, params.bias, cfg.group_dims
     if isinstance(weight, Scaled) != recipe.delayed:
         wanted = (
             "a Scaled weight, as quantize_params(params, cfg, state) makes it" if recipe.delayed else "without scales of its own"
@@ -291,13 +286,13 @@ def _check_quantized(where: str, weight: QWeight, x: Tensor, cfg: Any) -> None:
             "Make the working tree again after an update: quantize_params(params, cfg)"
         )
     if cfg.recipe.stochastic:
-        check(where, "params.weight.key", weight.key, (*of_groups(cfg), 2), torch.int64, x)
+        check(where, "params.weight.key", weight.key, (*cfg.group_dims, 2), torch.int64, x)
     for side in ("row", "col"):
         q = getattr(weight, side)
         if q is None and side == "col":
             continue
         name = f"params.weight.{side}"
-        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x, of_groups(cfg))
+        check_quantized(where, name, q, cfg.recipe.w, side, torch.Size(cfg.linear.weight_shape), x, cfg.group_dims)
         if q.dtype is not x.dtype:
             fail(where, name, f"made of {short(x.dtype)}, as x is", short(q.dtype), TypeError)
 
@@ -438,7 +433,7 @@ def _sums(where: str, into: P, amaxes: Tensor | None, cfg: Any, params: type[P])
     if not isinstance(into.weight, Scaled):
         wanted = "Scaled, with a place for amaxes (funcops.low_precision.gradients_like(work) makes accumulators)"
         fail(where, "into.weight", wanted, describe(into.weight), TypeError)
-    check(where, "into.weight.scale", into.weight.scale, (*of_groups(cfg), 3), torch.uint32, amaxes)
+    check(where, "into.weight.scale", into.weight.scale, (*cfg.group_dims, 3), torch.uint32, amaxes)
     require(into.weight.scale.is_contiguous(), where, "into.weight.scale", "contiguous", "one with other strides")
     return params(into.weight.value, into.bias)
 

@@ -88,7 +88,9 @@ class ParallelLowRankConfig(LowRankConfig):
         shared = "out_features" if self.side == "column" else "in_features"
         require_shares(where, shared, getattr(self, shared), self.axis)
         check_parts(self)
-        require(not self.parts or self.side == "column", where, "parts", "() of a row, whose outputs are not shared out", self.parts)
+        require(
+            not self.parts or self.side == "column", where, "parts", "() of a row, whose outputs are not shared out", self.parts
+        )
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
