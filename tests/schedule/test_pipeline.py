@@ -28,7 +28,17 @@ IN_TURN_OF_FOUR = Schedule.from_csv("0F0,1F0,2F0,3F0,0F1,1F1,3B0,2F1,2I0,3F1,1B0
 IN_TURN = Schedule.from_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1")
 
 
-LINES = {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "outputs": 2, "reduce": 3, "modules": 12}
+LINES = {
+    "gradients": 2 * SCHEDULES,
+    "curve": SCHEDULES - 2,
+    "drawn": 18,
+    "leaves": 18,
+    "tied": 2,
+    "frozen": 1,
+    "outputs": 2,
+    "reduce": 3,
+    "modules": 12,
+}
 
 
 PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["raise"]}

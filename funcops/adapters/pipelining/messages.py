@@ -46,8 +46,10 @@ class Messages:
 
     def start(self, exchange: Exchange) -> None:
         """One batch for all messages of an exchange."""
-        batch = [(self._sent, one, self._leaves(one, self._given.pop(one)), dist.isend) for one in exchange.sends]
-        batch += [(self._coming, one, self._leaves(one), dist.irecv) for one in exchange.receives]
+        batch: list[tuple[dict[Action, Started], Action, Values, Any]] = [
+            *((self._sent, one, self._leaves(one, self._given.pop(one)), dist.isend) for one in exchange.sends),
+            *((self._coming, one, self._leaves(one), dist.irecv) for one in exchange.receives),
+        ]
         peer = {"group": self.group, "group_peer": exchange.peer}
         ops = [[dist.P2POp(op, t, **peer) for t in values if t is not None and t.numel()] for *_, values, op in batch]
         count = sum(map(len, ops))
@@ -55,7 +57,7 @@ class Messages:
         left = iter(works)
         for (into, message, values, _), own in zip(batch, ops, strict=True):
             # where the backend makes one work of a batch, each of its messages waits for all
-            waits = list(itertools.islice(left, len(own))) if len(works) == count else works if own else []
+            waits = list(itertools.islice(left, len(own))) if len(works) == count else works
             into[message] = Started(values, waits)
 
     def take(self, message: Action) -> tuple[Values, bool]:
