@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.simulate import simulate
+from funcops.schedule.simulate import Costs, simulate
 
 
 class Exchange(NamedTuple):
@@ -66,18 +66,18 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     A rank starts to receive before the action that it runs while the message is made: it has memory for what it takes next and for
     the one after.
 
-    >>> from funcops.schedule import Schedule
+    >>> from funcops.schedule import Action, Schedule
     >>> from funcops.schedule.exchange import programs
     >>> first, last = programs(Schedule.from_csv("0F0,0B0\\n1F0,1B0"))
     >>> for step in first.steps:
-    ...     print(step if isinstance(step, Action) else f"to {step.peer}: {step.sends}, from {step.peer}: {step.receives}")
+    ...     print(step if isinstance(step, Action) else [*map(str, step.sends), "|", *map(str, step.receives)])
     ...
     0F0
-    to 1: (Action(stage=0, kind='F', microbatch=0),), from 1: ()
-    to 1: (), from 1: (Action(stage=1, kind='I', microbatch=0),)
+    ['0F0', '|']
+    ['|', '1I0']
     0B0
-    >>> first.arrived
-    {Action(stage=0, kind='B', microbatch=0): (Action(stage=0, kind='F', microbatch=0),)}
+    >>> [(str(action), str(*sent)) for action, sent in first.arrived.items()]
+    [('0B0', '0F0')]
     """
     before = _exchanges(schedule)
     made = []
@@ -94,13 +94,16 @@ def _exchanges(schedule: Schedule) -> list[dict[int, list[Exchange]]]:
     """By rank, the exchanges that come before its i-th action."""
     owner, stages, simulated = schedule.rank_of, schedule.stages, simulate(schedule)
     found: dict[tuple[float, int, int, int], list[tuple[int, int, Action]]] = {}
-    for rank, ends in enumerate(simulated.ends):
-        for i, action in enumerate(schedule.ranks[rank]):
+    for rank, slots in enumerate(simulated.slots):
+        following = (*(action in schedule.together for action in schedule.ranks[rank][1:]), False)
+        for i, (action, start, end) in enumerate(slots):
             reader = reader_of(action, stages)
             if reader is not None and owner[reader] != rank:
+                # a forward beside a backward comes first: its message goes while the other runs
+                time = start + Costs().forward if following[i] else end
                 low, high = sorted((rank, owner[reader]))
                 # neighbours of even ranks, then of odd ones: a row of ranks exchanges in two rounds, not one after another
-                found.setdefault((ends[i], low % 2, low, high), []).append((rank, i, message_of(action)))
+                found.setdefault((time, low % 2, low, high), []).append((rank, i, message_of(action)))
     before: list[dict[int, list[Exchange]]] = [{} for _ in schedule.ranks]
     at = [0] * len(schedule.ranks)
     for time, _, low, high in sorted(found):
