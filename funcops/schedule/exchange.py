@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from funcops.schedule.actions import Action, Schedule
-from funcops.schedule.simulate import Costs, simulate
+from funcops.schedule.simulate import Costs, Simulated, simulate
 
 
 class Exchange(NamedTuple):
@@ -60,15 +60,15 @@ def reader_of(action: Action, stages: int) -> int | None:
     return stage + 1 if kind == "F" else stage - 1
 
 
-def programs(schedule: Schedule) -> tuple[Program, ...]:
-    """The program of each rank.
+def program(schedule: Schedule, rank: int) -> Program:
+    """What a rank does.
 
-    A rank starts to receive before the action that it runs while the message is made: it has memory for what it takes next and for
-    the one after.
+    It starts to receive before the action that it runs while its peer makes the message, so that this comes beside that action: it
+    has memory for a few messages ahead, however many microbatches there are.
 
     >>> from funcops.schedule import Action, Schedule
-    >>> from funcops.schedule.exchange import programs
-    >>> first, last = programs(Schedule.from_csv("0F0,0B0\\n1F0,1B0"))
+    >>> from funcops.schedule.exchange import program
+    >>> first = program(Schedule.from_csv("0F0,0B0\\n1F0,1B0"), rank=0)
     >>> for step in first.steps:
     ...     print(step if isinstance(step, Action) else [*map(str, step.sends), "|", *map(str, step.receives)])
     ...
@@ -79,61 +79,74 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
     >>> [(str(action), str(*sent)) for action, sent in first.arrived.items()]
     [('0B0', '0F0')]
     """
-    before = _exchanges(schedule)
-    made = []
-    for rank, actions in enumerate(schedule.ranks):
-        steps: list[Action | Exchange] = []
-        for i, action in enumerate(actions):
-            steps += [*before[rank].get(i, ()), action]
-        steps += before[rank].get(len(actions), ())
-        made.append(Program(tuple(steps), _arrived(schedule, rank)))
-    return tuple(made)
+    before, actions = _exchanges(schedule, rank), schedule.ranks[rank]
+    steps: list[Action | Exchange] = []
+    for i, action in enumerate(actions):
+        steps += [*before.get(i, ()), action]
+    steps += before.get(len(actions), ())
+    return Program(tuple(steps), _arrived(schedule, rank))
 
 
-def _exchanges(schedule: Schedule) -> list[dict[int, list[Exchange]]]:
-    """By rank, the exchanges that come before its i-th action."""
-    owner, stages, simulated = schedule.rank_of, schedule.stages, simulate(schedule)
-    found: dict[tuple[float, int, int, int], list[tuple[int, int, Action]]] = {}
-    for rank, slots in enumerate(simulated.slots):
-        following = (*(action in schedule.together for action in schedule.ranks[rank][1:]), False)
-        for i, (action, start, end) in enumerate(slots):
-            reader = reader_of(action, stages)
-            if reader is not None and owner[reader] != rank:
-                # a forward beside a backward comes first: its message goes while the other runs
-                time = start + Costs().forward if following[i] else end
-                low, high = sorted((rank, owner[reader]))
-                # neighbours of even ranks, then of odd ones: a row of ranks exchanges in two rounds, not one after another
-                found.setdefault((time, low % 2, low, high), []).append((rank, i, message_of(action)))
-    before: list[dict[int, list[Exchange]]] = [{} for _ in schedule.ranks]
-    at = [0] * len(schedule.ranks)
-    for time, _, low, high in sorted(found):
-        messages = found[time, low % 2, low, high]
-        for rank, peer in ((low, high), (high, low)):
-            sent = [(i, message) for sender, i, message in messages if sender == rank]
-            received = tuple(message for sender, _, message in messages if sender == peer)
-            at[rank] = max([at[rank], *(i + 1 for i, _ in sent)])
-            if received:
-                at[rank] = max(at[rank], bisect_left(simulated.starts[rank], time) - 1)
-            before[rank].setdefault(at[rank], []).append(Exchange(peer, tuple(message for _, message in sent), received))
+def _exchanges(schedule: Schedule, rank: int) -> dict[int, list[Exchange]]:
+    """The exchanges that come before the i-th action."""
+    simulated = simulate(schedule)
+    found = _messages(simulated, rank)
+    before: dict[int, list[Exchange]] = {}
+    at, starts = 0, simulated.starts[rank]
+    for key in sorted(found):
+        time, _, low, high = key
+        sent = [(i, message) for sender, i, message in found[key] if sender == rank]
+        received = tuple(message for sender, _, message in found[key] if sender != rank)
+        at = max([at, *(i + 1 for i, _ in sent)])
+        if received:
+            at = max(at, bisect_left(starts, time) - 1)
+        before.setdefault(at, []).append(Exchange(low + high - rank, tuple(message for _, message in sent), received))
     return before
+
+
+def _messages(simulated: Simulated, rank: int) -> dict[tuple[float, int, int, int], list[tuple[int, int, Action]]]:
+    """What a rank sends or receives, by time and ranks: each message with its sender, and its action's place there."""
+    schedule = simulated.schedule
+    owner, stages = schedule.rank_of, schedule.stages
+    found: dict[tuple[float, int, int, int], list[tuple[int, int, Action]]] = {}
+    for sender in _peers(schedule, rank) | {rank}:
+        actions, starts, ends = schedule.ranks[sender], simulated.starts[sender], simulated.ends[sender]
+        beside = (*(action in schedule.together for action in actions[1:]), False)
+        for i, action in enumerate(actions):
+            reader = reader_of(action, stages)
+            if reader is None or owner[reader] == sender or rank not in (sender, owner[reader]):
+                continue
+            # a forward beside a backward comes first: its message goes while the other runs
+            time = starts[i] + Costs().forward if beside[i] else ends[i]
+            low, high = sorted((sender, owner[reader]))
+            # neighbours of even ranks, then of odd ones: a row of ranks exchanges in two rounds, not one after another
+            found.setdefault((time, low % 2, low, high), []).append((sender, i, message_of(action)))
+    return found
+
+
+def _peers(schedule: Schedule, rank: int) -> set[int]:
+    """The ranks of the stages before and after those of a rank."""
+    owner = schedule.rank_of
+    near = {stage + by for stage, one in owner.items() if one == rank for by in (-1, 1)}
+    return {owner[stage] for stage in near if stage in owner} - {rank}
 
 
 def _arrived(schedule: Schedule, rank: int) -> dict[Action, tuple[Action, ...]]:
     owner, stages = schedule.rank_of, schedule.stages
-    place = {message_of(action): i for actions in schedule.ranks for i, action in enumerate(actions)}
+    place = {message_of(action): i for peer in _peers(schedule, rank) for i, action in enumerate(schedule.ranks[peer])}
     under_way: dict[int, list[tuple[int, Action]]] = {}
     found = {}
     for action in schedule.ranks[rank]:
         message = taken_by(action, stages)
         if message is not None and owner[message.stage] != rank:
-            peer = owner[message.stage]
+            peer, given = owner[message.stage], place[message]
             waiting = under_way.get(peer, [])
-            known = tuple(sent for read, sent in waiting if read <= place[message])
+            known = tuple(sent for read, sent in waiting if read <= given)
             if known:
                 found[action] = known
-                under_way[peer] = [one for one in waiting if one[0] > place[message]]
+                under_way[peer] = [one for one in waiting if one[0] > given]
         reader = reader_of(action, stages)
         if reader is not None and owner[reader] != rank:
-            read = place[message_of(action)._replace(stage=reader)]
-            under_way.setdefault(owner[reader], []).append((read, message_of(action)))
+            sent = message_of(action)
+            under_way.setdefault(owner[reader], []).append((place[sent._replace(stage=reader)], sent))
     return found

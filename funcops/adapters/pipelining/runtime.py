@@ -6,7 +6,7 @@ from typing import Protocol
 
 from funcops.adapters.pipelining.messages import Messages, Values
 from funcops.schedule import Action, Schedule
-from funcops.schedule.exchange import Exchange, message_of, programs, reader_of, taken_by
+from funcops.schedule.exchange import Exchange, message_of, program, reader_of, taken_by
 
 
 class Work(Protocol):
@@ -25,7 +25,7 @@ class Runtime:
     def __init__(self, schedule: Schedule, rank: int, messages: Messages) -> None:
         self.messages, self.owner, self.rank, self.count = messages, schedule.rank_of, rank, schedule.stages
         self.stages = tuple(sorted(stage for stage, owner in self.owner.items() if owner == rank))
-        self.program = programs(schedule)[rank]
+        self.program = program(schedule, rank)
 
     def step(self, work: Work) -> None:
         """All actions of this rank, once."""
