@@ -8,6 +8,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from funcops import differentiable
 from funcops import nn as fnn
+from funcops.adapters.autograd.outputs import owned
 from funcops.testing.laws import float_like
 from funcops.trees import tensors, tree_map_tensors
 
@@ -132,3 +133,15 @@ def test_a_large_output_that_was_written_to_is_kept_as_it_is_now():
         linear(write(norm(x))).square().sum().backward()
         found.append(linear.weight.grad.clone())
     assert torch.equal(*found)
+
+
+def test_what_is_kept_of_an_outputs_memory_counts_its_writes():
+    base, x = torch.zeros(4, 3), torch.zeros(6)
+    y, seen = base.view(12), x.view(2, 3)
+    outputs, other = [y, seen], torch.zeros(2)
+    kept = owned(outputs, [y, base, base[1], other], [x])
+    assert outputs[1] is seen and outputs[0] is not y and not outputs[0]._is_view()
+    before = [t._version for t in kept]
+    outputs[0].add_(1)
+    assert [t._version - v for t, v in zip(kept, before, strict=True)] == [1, 1, 1, 0]
+    assert kept[0] is outputs[0] and kept[2].eq(1).all() and base.eq(1).all(), "the memory is one"

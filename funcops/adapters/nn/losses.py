@@ -31,9 +31,10 @@ class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
 
     op, values = cross_entropy, ("label_smoothing", "ignore_index", "reduction")
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._options()
+    complete = True
+
+    def other_way(self) -> Any:
+        return None if self.weight is None else self.plain
 
     def _options(self) -> CrossEntropyConfig:
         return CrossEntropyConfig(**{name: getattr(self, name) for name in self.values})
