@@ -250,7 +250,8 @@ def test_what_every_call_would_refuse_is_refused_when_made():
 
 
 def test_a_module_whose_call_is_more_than_its_op_has_no_functional_form():
-    for module in (fnn.LayerNorm(D, elementwise_affine=False), fnn.ReLU(inplace=True), fnn.Softmax(0), fnn.CrossEntropyLoss(torch.ones(3))):
+    weighted = fnn.CrossEntropyLoss(torch.ones(3))
+    for module in (fnn.LayerNorm(D, elementwise_affine=False), fnn.ReLU(inplace=True), fnn.Softmax(0), fnn.GLU(0), weighted):
         with pytest.raises(ValueError, match="functional: module must be one whose call is its op"):
             fnn.functional(module)
     assert fnn.functional(fnn.Softmax(-1))[0] is funcops.softmax
