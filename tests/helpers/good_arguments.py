@@ -397,8 +397,8 @@ OWN |= DIST | LORA | SCHEDULES | MODELS | {
         {"sizes": ((), ONE), "capacity": ONE}),
     "nn.GLU": Row(lambda: {"dim": -1, "kind": "glu", "gate": "second"}),
     "nn.SwiGLU": Row(lambda: {"gate": "first"}),
-    "nn.LinearCrossEntropyLoss": Row(lambda: {"in_features": 4, "num_classes": 4, "ignore_index": -100, "reduction": "mean",
-        "label_smoothing": 0.1,
+    "nn.LinearCrossEntropyLoss": Row(lambda: {"in_features": 4, "num_classes": 4, "out_features": (2,), "bias": False,
+        "weight": None, "ignore_index": -100, "reduction": "mean", "label_smoothing": 0.1, "options": None,
         "device": "cpu", "dtype": torch.float32}, {"in_features": ONE, "num_classes": ONE},
         {("ignore_index", "-1"): "no class has it"}),
     "nn.from_torch": Row(lambda: {

@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from funcops.adapters.autocast import any_autocast, without_autocast
 from funcops.adapters.autograd import delayed, recompute
 from funcops.adapters.autograd.first_order import first_order
+from funcops.adapters.autograd.outputs import owned
 from funcops.adapters.autograd.recompute import large, left_out
 from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
@@ -81,8 +82,14 @@ class _Node(Function):
         slots: Any = bound.slots
         if slots is None:
             slots = bound.made(params, residuals)
+        single = isinstance(y, Tensor)
+        outputs: list[Any] = [y] if single else []
+        bound.y_shape = shape = None if single else flatten(y, outputs)
+        views = y._is_view() if single else any([t._is_view() for t in outputs])
         if slots:
             found = slots.take(residuals)
+            if views:
+                found = owned(outputs, found, leaves)
             if type(x) is Tensor and x.numel() >= recompute.FEW:
                 found, again = left_out(x, found)
             try:
@@ -93,18 +100,14 @@ class _Node(Function):
         if not slots:
             kept: list[Tensor] = []
             residuals = flatten(residuals, kept)
-            ctx.save_for_backward(*kept)
-        if recipe is not None and again is None:  # what is made of what was left out would be computed twice over
-            recompute.note(y, op, recipe)
+            ctx.save_for_backward(*(owned(outputs, kept, leaves) if views else kept))
+        if single and recipe is not None and again is None:  # what is made of what was left out would be computed twice over
+            recompute.note(outputs[0], op, recipe)
         if _ddp._active_ddp_module is not None:
             ctx.synced = delayed.synced()
-        if isinstance(y, Tensor):
-            bound.y_shape = None
-            ctx.call = bound, params, residuals, bool(slots), again, None
-            return y
-        outputs: list[Tensor] = []
-        bound.y_shape = shape = flatten(y, outputs)
         ctx.call = bound, params, residuals, bool(slots), again, shape
+        if single:
+            return outputs[0]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*[t for t in outputs if not able(t)])
         return tuple(outputs)

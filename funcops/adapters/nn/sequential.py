@@ -163,14 +163,16 @@ class Cached:
             self.same = same_modules(fields)
 
 
-FORWARDS = (OpModule.forward, Dropout.forward)
-
-
 def _joins(module: Any) -> bool:
-    """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op."""
-    if not isinstance(module, OpModule) or type(module).forward not in FORWARDS:
+    """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op. One that writes
+    to its x may, where that is an earlier step's y, which nobody else has."""
+    if not isinstance(module, OpModule) or type(module).forward is not type(module)._of_step:
         return False
-    return untouched(module, module.fields)
+    return untouched(module, module.fields) and (_in_place(module) or module.other_way() is None)
+
+
+def _in_place(module: Any) -> bool:
+    return getattr(module, "inplace", False) is True
 
 
 def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
@@ -187,7 +189,7 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
     for i, (name, module) in enumerate(modules.items()):
         if joins[i] and isinstance(module, Dropout) and module.rests():
             continue  # it gives x itself
-        if joins[i]:
+        if joins[i] and (joined or not _in_place(module)):
             joined.append((f"m{i}", module))  # a module's name need not be an identifier
         else:
             close()
