@@ -8,15 +8,16 @@ their marks by the source that `mark_source` writes, all others by `Versions`.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcops.errors import DonatedError, StaleResidualError, stale
+from funcops.errors import DonatedError, StaleResidualError, describe, short, stale
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
 STALE = -1  # the mark of a copy of what was stale: no version is below 0
@@ -92,6 +93,11 @@ def version(t: Any) -> Any:
         return None
 
 
+def mark_of(t: Any) -> Any:
+    """The mark of a tensor as it is now."""
+    return version(t)
+
+
 def mark_source(tensor: str, tree: bool, name: str = "") -> str:
     """`versions` of an expression as source, where that is a tensor or None (a `tree`: anything): faster by a call. `name`: a local
     for what takes long to evaluate."""
@@ -132,7 +138,7 @@ class Versions:
 
 def marks_of(node: Any) -> tuple[Any, ...] | None:
     """The marks of a node of which some tensors have no version; None where none has one."""
-    found = tuple([versions(getattr(node, name), version) for name in node.guarded])
+    found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
     return found if any([mark is not None for mark in _flat(found)]) else None
 
 
@@ -146,7 +152,8 @@ def post_init(self: Any, moved: Aside | None) -> None:
 
 def stale_path(node: Any) -> str | None:
     """The path of a leaf that was written to since it was marked."""
-    for name, mark in zip(node.guarded, node._marks, strict=True):
+    marks = node._marks.marks if type(node._marks) is Unlike else node._marks
+    for name, mark in zip(node.guarded, marks, strict=True) if type(marks) is tuple else ():
         value = getattr(node, name)
         if mark != versions(value, version):
             found = [i for i, (t, before) in enumerate(_pairs(value, mark)) if before != version(t)]
@@ -178,22 +185,95 @@ def _storage(t: Tensor) -> int | None:
         return None
 
 
-class Missing(NamedTuple):
-    """Stands for the marks of a node that lacks what its backward reads: the first such path, the marks that it would have, and how
-    many leaves of each field the forward left out."""
+class Form(NamedTuple):
+    """What a backward expects of a kept tensor, or of what stands for one in fewer bits: then `parts` are those of its tensors."""
+
+    dtype: torch.dtype
+    shape: Any
+    device: torch.device
+    parts: tuple[Form, ...] = ()
+
+    @staticmethod
+    def of(t: Any) -> Form:
+        if isinstance(t, Tensor):
+            return Form(t.dtype, t.shape, t.device)
+        return Form(t.dtype, t.shape, t.device, tuple([Form.of(part) for part in tensors(t)]))
+
+    def fits(self, other: Form) -> bool:
+        """Sizes that a tracer left open fit any: to compare them would fix them. A tensor fits what stands for it."""
+        if other.dtype is not self.dtype or other.device != self.device or len(other.shape) != len(self.shape):
+            return False
+        if any([type(a) is type(b) is int and a != b for a, b in zip(self.shape, other.shape, strict=True)]):
+            return False
+        return len(self.parts) != len(other.parts) or all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
+
+    def said(self, other: Form) -> str:
+        """What sets it apart from another."""
+        if self[:3] == other[:3]:
+            return next((a.said(b) for a, b in zip(self.parts, other.parts, strict=True) if not a.fits(b)), "")
+        return f"{short(self.dtype)}{list(self.shape)}{f' on {self.device}' if self.device != other.device else ''}"
+
+
+def _stands_for_a_tensor(node: Any) -> bool:
+    kind = type(node)
+    return kind in FIELDS and hasattr(kind, "shape") and hasattr(kind, "dtype") and hasattr(kind, "device")
+
+
+def _kept(value: Any) -> dict[str, Any]:
+    """The leaves of a field that are not None, by path; what stands for a tensor is one."""
+    if isinstance(value, Tensor):
+        return {"": value}
+    return {} if value is None else {p: v for p, v in paths(value, is_leaf=_stands_for_a_tensor).items() if v is not None}
+
+
+def _form(leaf: Any) -> Form | None:
+    try:
+        return Form.of(leaf) if isinstance(leaf, Tensor) or _stands_for_a_tensor(leaf) else None
+    except AttributeError:  # of what stands for a tensor and lacks its codes
+        return None
+
+
+class Unlike(NamedTuple):
+    """Stands for the marks of a node of which a leaf is not of the form that the forward gave it: what its backward says, the marks
+    that it would have, and what it was made of."""
 
     path: str
+    expected: str
+    got: str
+    error: type[Exception]
     marks: Any
-    holes: dict[str, int]
+    before: Moved
+
+
+_BACK = "Put back what the forward kept, with funcops.trees.replace, or run the forward again"
+
+
+class Known(NamedTuple):
+    """A tensor (held weakly) and its mark, and whether it had been written to by the time that its node was walked over."""
+
+    ref: Any
+    mark: Any
+    stale: bool
+
+    @staticmethod
+    def of(t: Tensor, mark: Any) -> Known:
+        return Known(weakref.ref(t), mark, bool(version(t) != mark))
+
+    def written(self) -> bool:
+        """Whether it was written to; of one that is gone, before the walk."""
+        return self.stale or ((t := self.ref()) is not None and bool(version(t) != self.mark))
 
 
 class Moved(NamedTuple):
-    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked
-    (by identity; none is kept alive), and how many leaves of each field were None.
-    One that was given away has no leaves to walk over."""
+    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: by field, what is known of
+    its guarded tensors, and the forms and the number of leaves that are None as the forward left them. `others`: tensors that an
+    edit put away, which keep their marks where they come back. No tensor is kept alive.
+    A node that was given away has no leaves to walk over."""
 
-    marks: list[tuple[Any, Any]]
+    known: dict[str, list[Known]]
+    forms: dict[str, list[Form | None]]
     holes: dict[str, int]
+    others: tuple[Known, ...] = ()
 
     @staticmethod
     def of(node: Any) -> Aside:
@@ -202,30 +282,83 @@ class Moved(NamedTuple):
         marks = node._marks
         if isinstance(marks, Gone):
             marks._refuse()
-        holes = {name: _holes(getattr(node, name)) for name in node.fields}
-        if type(marks) is Missing:
-            marks, holes = marks.marks, marks.holes
-        found = [] if marks is None else [p for n, m in zip(node.guarded, marks, strict=True) for p in _pairs(getattr(node, n), m)]
-        return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes))
+        forms: dict[str, list[Form | None]] = {}
+        holes, others = {}, ()
+        if type(marks) is Unlike:
+            before, marks = marks.before, marks.marks
+            forms, holes = before.forms, before.holes
+            others = (*before.others, *[one for own in before.known.values() for one in own])
+        else:
+            for name in node.fields:
+                value = getattr(node, name)
+                forms[name], holes[name] = [_form(leaf) for leaf in _kept(value).values()], _holes(value)
+        known = {}
+        for name, mark in zip(node.guarded, marks or (), strict=False):
+            known[name] = [Known.of(*pair) for pair in _pairs(getattr(node, name), mark)]
+        return Aside(Moved(known, forms, holes, others))
+
+    def edited(self, names: Iterable[str]) -> Moved:
+        """For a node that gets other values in these fields: what is not made of the tensors that were there is fresh."""
+        gone = [one for name in names for one in self.known.get(name, ())]
+        known = {name: [] if name in names else own for name, own in self.known.items()}
+        return self._replace(known=known, others=(*self.others, *gone))
 
     def to(self, node: Any) -> None:
-        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own,
-        as it is now."""
-        alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
-        known = {id(t): mark for t, mark in alive}
+        """Mark the new node. A tensor that is the very same, or a view of it, keeps its mark. Any other is a copy, or made in some
+        other way, of what was in its place: it is stale where that is, and fresh as it is now where that is fresh."""
+        every = [*self.others, *[one for own in self.known.values() for one in own]]
+        alive = [(t, one.mark) for one in every if (t := one.ref()) is not None]
+        same = {id(t): mark for t, mark in alive}
         views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}
 
-        def read(t: Any) -> Any:
-            now = version(t)
-            return known[id(t)] if id(t) in known else views.get((_storage(t), now), now)
+        def marks(name: str) -> Any:
+            value, sources = getattr(node, name), self.known.get(name, [])
+            stale = [one.written() for one in sources]
+            if len(sources) != len(tensors(value)):  # taken apart, or packed: there are no places to go by
+                turn = itertools.repeat(any(stale))
+            else:
+                turn = iter(stale)  # type: ignore[assignment]
 
-        if known:
-            node._marks = tuple([versions(getattr(node, name), read) for name in node.guarded])
-        for name, before in self.holes.items():
-            if _holes(getattr(node, name)) > before and node.fields[name].wanted(node.needs):
-                path = next(p for p, value in paths(getattr(node, name)).items() if value is None)
-                node._marks = Missing(f"{name}.{path}" if path else name, node._marks, self.holes)
-                return
+            def read(t: Any) -> Any:
+                copied = STALE if next(turn) else mark_of(t)
+                return same[id(t)] if id(t) in same else views.get((_storage(t), version(t)), copied)
+
+            return versions(value, read)
+
+        if any([one.mark is not None for one in every]):
+            found = tuple([marks(name) for name in node.guarded])
+            node._marks = found if any([mark is not None for mark in _flat(found)]) else None
+        self._compare(node)
+
+    def _compare(self, node: Any) -> None:
+        """Note the first leaf that is missing, or not of the form that the forward gave it."""
+        for name, field in node.fields.items():
+            if name not in self.forms:
+                continue
+            value, wanted = getattr(node, name), field.wanted(node.needs)
+            if wanted and _holes(value) > self.holes[name]:
+                path = next(p for p, leaf in paths(value).items() if leaf is None)
+                said: Any = (path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError)
+            elif not (said := _unlike(_kept(value), self.forms[name])):
+                continue
+            node._marks = Unlike(f"{name}.{said[0]}" if said[0] else name, *said[1:], node._marks, self)
+            return
+
+
+def _unlike(found: dict[str, Any], forms: list[Form | None]) -> tuple[str, str, str, type[Exception]] | None:
+    """The path of the first leaf that has not its form, what it must be, what it is, and the error to raise."""
+    if not found or not forms:
+        return None
+    if len(found) != len(forms):
+        return "", f"{len(forms)} tensors, as the forward kept them", f"{len(found)}. {_BACK}", TypeError
+    for (path, leaf), form in zip(found.items(), forms, strict=True):
+        got = _form(leaf)
+        if form is None or (got is not None and form.fits(got)):
+            continue
+        error = TypeError if got is None or got.dtype is not form.dtype else ValueError
+        expected, said = (form.said(form), describe(leaf)) if got is None else (form.said(got), got.said(form))
+        return path, f"{expected}, as the forward kept it", f"{said}. {_BACK}", error
+    return None
 
 
 _NOTHING = Aside()

@@ -16,10 +16,10 @@ import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, apart, describe, fail, stale
-from funcops.marks import STALE, Gone, Missing, Moved, mark_source, marks_of, post_init, stale_path, version, versions
+from funcops.marks import STALE, Gone, Moved, Unlike, mark_source, marks_of, post_init, stale_path, version, versions
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.trees import register, register_node, show, static
+from funcops.trees import Aside, register, register_node, show, static
 
 T = TypeVar("T")
 
@@ -129,8 +129,10 @@ class Saved:
     """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields.
 
     A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
-    mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value of its own, fresh as it is then; a
-    deep or pickled copy of a stale node stays stale. What a node lacks of what the one it was made of had, is missed by name.
+    mapped, rebuilt of its leaves, edited, copied, given away. A copy of what is fresh is a value of its own, fresh as it is then;
+    a copy of what is stale is stale, however it was made: by a map over the tree, deep, pickled, cast there and back. What `replace`
+    puts in a field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is
+    named by the backward that would read it.
     Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
     `needs` and repr stay; what is assigned to a field nobody reads.
     Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
@@ -149,7 +151,7 @@ class Saved:
     inputs: Inputs
     fresh: Callable[[], bool]
     twin: Callable[[], Any]  # a node of the same leaves and marks
-    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Missing
+    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Unlike
 
     __post_init__ = post_init
 
@@ -213,16 +215,16 @@ class Saved:
     def stale(self) -> str | None:
         """The path of a leaf that was written to since it was marked."""
         self.unused("stale")
-        return stale_path(self) if type(self._marks) is tuple else None
+        return stale_path(self)
 
     def complain(self, where: str) -> None:
         """Say why this node is not fresh."""
         self.unused(where)
-        if type(self._marks) is Missing:
-            path = self._marks.path
-            shape = self.fields[path.partition(".")[0]].shape
-            fail(where, f"{self.kind}.{path}", f"a tensor ({shape}), as the forward kept it", None, TypeError)
-        path = self.stale() or self.guarded[0]
+        path = self.stale()
+        if path is None and type(self._marks) is Unlike:
+            path, expected, got, error = self._marks[:4]
+            fail(where, f"{self.kind}.{path}", expected, got, error)
+        path = path or self.guarded[0]
         alias = self.fields[path.partition(".")[0]].alias or "an input"
         stale(where, f"{self.kind}.{path}", hint=_CLONE, aliases=alias)
 
@@ -237,22 +239,25 @@ class Saved:
         return _copied, (type(self), *self._parts("pickle", lambda value: value))
 
     def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """Of what a copy is made: fields, statics, the fields that are stale, and what is missing."""
+        """Of what a copy is made: fields, statics, the fields that are stale, and which leaf is not as the forward kept it."""
         self.unused(where)
         given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
         given |= {name: value_of(given[name]) for name in self.fields}
-        marks = self._marks if type(self._marks) is tuple else ()
+        unlike = self._marks if type(self._marks) is Unlike else None
+        marks = unlike.marks if unlike else self._marks
         now = [versions(getattr(self, name), version) for name in self.guarded]
-        stale = [name for name, mark, new in zip(self.guarded, marks, now, strict=False) if mark != new]
-        return given, stale, tuple(self._marks) if type(self._marks) is Missing else None
+        stale = [name for name, mark, new in zip(self.guarded, marks or (), now, strict=False) if mark != new]
+        return given, stale, unlike and (*unlike[:4], Moved({}, unlike.before.forms, unlike.before.holes))
 
 
-def _copied(cls: Any, given: dict[str, Any], stale: list[str], missing: Any) -> Any:
+def _copied(cls: Any, given: dict[str, Any], stale: list[str], unlike: Any) -> Any:
     made = cls(**given)
-    if type(made._marks) is tuple:
-        made._marks = tuple([STALE if name in stale else mark for name, mark in zip(cls.guarded, made._marks, strict=True)])
-    if missing is not None:
-        made._marks = Missing(missing[0], made._marks, missing[2])
+    if stale:
+        marks = made._marks or (None,) * len(cls.guarded)
+        every = zip(cls.guarded, marks, strict=True)
+        made._marks = tuple([versions(given[name], lambda _: STALE) if name in stale else mark for name, mark in every])
+    if unlike is not None:
+        made._marks = Unlike(*unlike[:4], made._marks, unlike[4])
     return made
 
 
@@ -375,9 +380,17 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
-    made._moved = property(Moved.of)
+    made._moved, made.__replace__ = property(Moved.of), _edited
     register(made, aside="_moved")
     return made
+
+
+def _edited(node: Any, **changes: Any) -> Any:
+    """`replace`: a node with other values in some fields, which are what the caller says, and no copies of what was there."""
+    moved = Moved.of(node)
+    if moved.value is not None:
+        moved = Aside(moved.value.edited(changes))
+    return dataclasses.replace(node, **{"_moved": moved, **changes})
 
 
 _SOURCE = """

@@ -129,15 +129,19 @@ def test_marks_are_no_part_of_a_structure_and_keep_nothing_alive():
 def test_a_structure_takes_other_leaves_as_they_are():
     _, x, dy, kept = fresh()
     spec = structure(kept)
-    x.add_(1)
     weight, other = torch.randn(3, 4), torch.randn(2, 4)
     made = unflatten(spec, [other, weight])
     assert torch.equal(linear_bwd(made, dy, CFG)[1], dy @ weight)
     other.add_(1)
     with pytest.raises(StaleResidualError):
         linear_bwd(made, dy, CFG)
+    x.add_(1)
     with pytest.raises(StaleResidualError):
         linear_bwd(with_leaves(kept, [x, weight]), dy, CFG)
+    with pytest.raises(StaleResidualError):  # nobody can tell whether that was made of x before the write or since
+        linear_bwd(unflatten(spec, [x.clone(), weight]), dy, CFG)
+    del x, kept
+    linear_bwd(unflatten(spec, [other, weight]), dy, CFG)
 
 
 def test_inference_tensors_beside_others():

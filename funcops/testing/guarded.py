@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +14,20 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from funcops.errors import StaleResidualError
+from funcops.errors import FLOATS, StaleResidualError
 from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.residuals.policy import Offload
 from funcops.residuals.put_away import fetch, stow
 from funcops.testing.case import Case
 from funcops.trees import flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
+
+
+def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Every tensor exchanged, one after the other."""
+    for path, leaf in paths(tree).items():
+        tree = put(tree, path, fn(leaf)) if isinstance(leaf, Tensor) else tree
+    return tree
 
 
 def _rebuilt(tree: Any) -> Any:
@@ -55,11 +64,26 @@ MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object; but 
     "detach": lambda tree: tree_map_tensors(torch.detach, tree),  # another object, the same memory
     "donate": lambda tree: donate(tree_map(lambda t: t, tree)),
 }
+
+
+def _cast_back(tree: Any) -> Any:
+    """Every tensor cast to a dtype that holds its values, and back."""
+    there = tree_map_tensors(lambda t: t.to(torch.complex128 if t.dtype is torch.float64 else torch.float64), tree)
+    return tree_map_tensors(lambda t, like: (t.real if t.is_complex() else t).to(like.dtype, copy=True), there, tree)
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "clone": lambda tree: tree_map_tensors(torch.clone, tree),
+    "times one": lambda tree: tree_map_tensors(lambda t: t * 1 if t.dtype in FLOATS else t.clone(), tree),
+    "a cast there and back": _cast_back,
+    "replace by clones": lambda tree: _replaced(tree, torch.clone),
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),
     "torch.save": _saved_and_loaded,
+}
+HALVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {  # of a copy: between them others may write
+    "flatten": (flatten, lambda found, spec: unflatten(spec, found)),
+    "torch's flatten": (torch_pytree.tree_flatten, torch_pytree.tree_unflatten),
 }
 UNPICKLED = (pickle.PicklingError, AttributeError)  # of a class or a config that no module holds by name
 
@@ -121,8 +145,12 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
     held = [one for one in made if any([t is leaf for t in tensors(one.tree)])]
     copies = {name: copied for name, copied in COPIES.items() if name != "torch.save"}  # which is pickle
     rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, copies)) for one in held]
+    halves = [{name: take(one.tree) for name, (take, _) in HALVES.items()} for one in held]
+    pairs = list(itertools.permutations(_SHARE + _COPY, 2))
+    drawn = random.Random(f"{case} {path}").sample(pairs, DRAWN)
+    between = [{pair: (MOVES | COPIES)[pair[0]](one.tree) for pair in drawn} for one in held]
     leaf.add_(0)
-    for one, want, moved, copied in rows:
+    for (one, want, moved, copied), taken, first in zip(rows, halves, between, strict=True):
         what = f"{one.kind} after a write to {path}"
         _stale(one.run, one.tree, what)
         for name, tree in moved.items():
@@ -133,8 +161,23 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
             place = [t is leaf for t in tensors(one.tree)].index(True)
             tensors(tree)[place].add_(0)
             _stale(one.run, tree, f"{what}, and to its copy by {name}")
-        for name in [*moved, *(name for name in copied if name != "clone")]:  # a clone is a value of its own
+        for name in [name for name in (*moved, *copied) if name != "replace by clones"]:  # which says what the fields are to be
             _stale(_then((MOVES | COPIES)[name], one.run), one.tree, f"{what}, moved by {name} since")
+        for name, (found, spec) in taken.items():
+            again = HALVES[name][1](tree_map_tensors(torch.clone, found), spec)
+            _stale(one.run, again, f"{what}, between {name} and a copy of its leaves")
+        for (a, b), tree in first.items():
+            move = (MOVES | COPIES)[b]
+            if a in _SHARE:
+                _stale(_then(move, one.run), tree, f"{what}, moved by {a} before and by {b} since")
+            else:
+                _same(one.run(move(tree)), want, f"{what}, copied by {a} before and moved by {b} since")
+            _stale(_then((MOVES | COPIES)[a], _then(move, one.run)), one.tree, f"{what}, moved by {a} and by {b} since")
+
+
+_SHARE = ("tree_map", "replace", "flatten", "torch's flatten", "detach", "copy.copy")
+_COPY = ("clone", "times one", "a cast there and back", "copy.deepcopy")
+DRAWN = 6  # pairs of moves, for each input that is written to
 
 
 def _then(move: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
