@@ -21,6 +21,7 @@ from funcops.errors import DonatedError, StaleResidualError, describe, short, st
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
 STALE = -1  # the mark of a copy of what was stale: no version is below 0
+IDLE = False  # in place of the marks of residuals without fields, of whose x no gradient is asked
 
 
 class Gone:
@@ -136,10 +137,14 @@ class Versions:
             stale(where, f"{what}.{path}" if path else what, by, hint, error=error)
 
 
-def marks_of(node: Any) -> tuple[Any, ...] | None:
-    """The marks of a node of which some tensors have no version; None where none has one."""
+def marks_of(node: Any) -> Any:
+    """The marks of a node of which some tensors have no version; None where none has one, IDLE where nothing is kept and no gradient of
+    x asked."""
     found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
-    return found if any([mark is not None for mark in _flat(found)]) else None
+    if any([mark is not None for mark in _flat(found)]):
+        return found
+    idle = node.kind == "residuals" and not node.needs.x and not node.needs.again
+    return IDLE if idle and all([getattr(node, name) is None for name in node.fields]) else None
 
 
 def post_init(self: Any, moved: Aside | None) -> None:
@@ -207,9 +212,14 @@ class Form(NamedTuple):
             return False
         return len(self.parts) != len(other.parts) or all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
 
+    def at(self, other: Form) -> Form:
+        """The same in the dtype of another, and on its device."""
+        parts = tuple([part._replace(device=other.device) for part in self.parts])
+        return Form(other.dtype, self.shape, other.device, parts)
+
     def said(self, other: Form) -> str:
         """What sets it apart from another."""
-        if self[:3] == other[:3]:
+        if self[:3] == other[:3] and self.parts:
             return next((a.said(b) for a, b in zip(self.parts, other.parts, strict=True) if not a.fits(b)), "")
         return f"{short(self.dtype)}{list(self.shape)}{f' on {self.device}' if self.device != other.device else ''}"
 
@@ -331,33 +341,41 @@ class Moved(NamedTuple):
         self._compare(node)
 
     def _compare(self, node: Any) -> None:
-        """Note the first leaf that is missing, or not of the form that the forward gave it."""
-        for name, field in node.fields.items():
-            if name not in self.forms:
-                continue
-            value, wanted = getattr(node, name), field.wanted(node.needs)
-            if wanted and _holes(value) > self.holes[name]:
-                path = next(p for p, leaf in paths(value).items() if leaf is None)
-                said: Any = (path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError)
-            elif not (said := _unlike(_kept(value), self.forms[name])):
-                continue
-            node._marks = Unlike(f"{name}.{said[0]}" if said[0] else name, *said[1:], node._marks, self)
-            return
+        """Note the first leaf that is missing, or not of the form that the forward gave it. All of a node may be cast, or go to
+        another device, together: its backward is then that of what came of it."""
+        rows, found = [], None
+        for name, forms in self.forms.items():
+            value, field = getattr(node, name), node.fields[name]
+            if field.wanted(node.needs) and _holes(value) > self.holes[name]:
+                path = _joined(name, next(p for p, leaf in paths(value).items() if leaf is None))
+                found = path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError
+                break
+            leaves = _kept(value)
+            if leaves and forms and len(leaves) != len(forms):
+                found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
+                break
+            rows += [(_joined(name, path), form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False) if form]
+        found = found or _unlike(rows)
+        if found:
+            node._marks = Unlike(*found, node._marks, self)
 
 
-def _unlike(found: dict[str, Any], forms: list[Form | None]) -> tuple[str, str, str, type[Exception]] | None:
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name
+
+
+def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:
     """The path of the first leaf that has not its form, what it must be, what it is, and the error to raise."""
-    if not found or not forms:
-        return None
-    if len(found) != len(forms):
-        return "", f"{len(forms)} tensors, as the forward kept them", f"{len(found)}. {_BACK}", TypeError
-    for (path, leaf), form in zip(found.items(), forms, strict=True):
+    pairs = [(form, got) for _, form, leaf in rows if (got := _form(leaf))]
+    dtypes, devices = ({(getattr(a, of), getattr(b, of)) for a, b in pairs} for of in ("dtype", "device"))
+    together = len(dtypes) == len({a for a, _ in dtypes}) and len(devices) == len({a for a, _ in devices})
+    for path, form, leaf in rows:
         got = _form(leaf)
-        if form is None or (got is not None and form.fits(got)):
-            continue
-        error = TypeError if got is None or got.dtype is not form.dtype else ValueError
-        expected, said = (form.said(form), describe(leaf)) if got is None else (form.said(got), got.said(form))
-        return path, f"{expected}, as the forward kept it", f"{said}. {_BACK}", error
+        wanted = form if got is None or not together else form.at(got)
+        if got is None or not wanted.fits(got):
+            error = TypeError if got is None or got.dtype is not form.dtype else ValueError
+            expected, said = (form.said(form), describe(leaf)) if got is None else (form.said(got), got.said(form))
+            return path, f"{expected}, as the forward kept it", f"{said}. {_BACK}", error
     return None
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from funcops import random
 from funcops.configs import config as config
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
+from funcops.marks import IDLE
 from funcops.needs import Needs, check_needs
 from funcops.schema import Field, open_node
 from funcops.signatures import (
@@ -183,6 +184,7 @@ def make_op(
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
     init = init or _no_params(name, config)
     if wgrad is None:
+        dgrad.alone = True  # what it gives is dx: without that there is nothing to compute
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
@@ -279,12 +281,13 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
             if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg)
             node = open_node(where, node, node_class, cfg)
-            result = (node.nothing(), None) if dy is None else fn(node, dy, cfg)
+            nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
+            result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
             if node is not residuals:
                 node.empty()
             return result
 
-        dgrad.opens = node_class  # type: ignore[attr-defined]
+        dgrad.opens, dgrad.alone = node_class, False  # type: ignore[attr-defined]
         return with_raw(dgrad, fn)
 
     return decorate
@@ -425,7 +428,7 @@ def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
         if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
             return None, raw_dgrad(node, dy, cfg)[0]
         node = open_node(where, node, node_class, cfg)
-        dx = node.nothing() if dy is None else raw_dgrad(node, dy, cfg)[0]
+        dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
         if node is not residuals:
             node.empty()
         return None, dx

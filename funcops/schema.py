@@ -16,7 +16,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, apart, describe, fail, stale
-from funcops.marks import STALE, Gone, Moved, Unlike, mark_source, marks_of, post_init, stale_path, version, versions
+from funcops.marks import IDLE, STALE, Gone, Moved, Unlike, mark_source, marks_of, post_init, stale_path, version, versions
 from funcops.memo import remember
 from funcops.needs import Needs
 from funcops.trees import Aside, register, register_node, show, static
@@ -151,7 +151,7 @@ class Saved:
     inputs: Inputs
     fresh: Callable[[], bool]
     twin: Callable[[], Any]  # a node of the same leaves and marks
-    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Unlike
+    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Unlike; IDLE
 
     __post_init__ = post_init
 
@@ -218,8 +218,10 @@ class Saved:
         return stale_path(self)
 
     def complain(self, where: str) -> None:
-        """Say why this node is not fresh."""
+        """Say why this node is not fresh; nothing of one that is idle, which only takes the longer way through its backward."""
         self.unused(where)
+        if self._marks is IDLE:
+            return
         path = self.stale()
         if path is None and type(self._marks) is Unlike:
             path, expected, got, error = self._marks[:4]
@@ -402,6 +404,13 @@ def keep(cfg, needs{parameters}):
         if drop is None:
             return None
         {drops}
+        if len(drop) >= {idle} and not needs.x and not needs.again:
+            self = object.__new__(cls)
+            {assigns}
+            self.cfg = cfg
+            self.needs = needs
+            self._marks = IDLE
+            return self
     compiling = is_compiling()
     self = object.__new__(cls) if compiling else new(cls)
     {assigns}
@@ -453,6 +462,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         parameters="".join(f", {n}=None" for n in names),
         plain=lines("{n} = None", [n for n, field in cls.fields.items() if not field.wanted(Needs.ALL)]),
         drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
+        idle=len(cls.fields) if cls.kind == "residuals" else len(names) + 1,
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
         reads=lines("{n} = self.{n}", cls.guarded),
@@ -461,7 +471,7 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     scope: dict[str, Any] = dict(
         is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted
     )
-    scope.update(cls=cls, dropped={}, versions=versions, marks_of=marks_of)
+    scope.update(cls=cls, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
     exec(source, scope)
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 

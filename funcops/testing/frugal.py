@@ -86,11 +86,15 @@ def _declared(field: Field) -> str:
 
 
 def masks(params: Any, x: Any) -> Iterator[Needs]:
-    """Each gradient alone, all but the last, and each side alone. A bare x is asked for as True, a part of it by its path."""
+    """Each gradient alone, all but the last, each side alone, and each part of x beside all params: of every op, also where a side
+    has no gradient. A bare x is asked for as True, a part of it by its path."""
     given = {"x": {p for p, t in paths(x).items() if _float(t)}, "params": {p for p, t in paths(params).items() if _float(t)}}
     every = [(side, path) for side, found in given.items() for path in sorted(found)]
     wanted = [{one} for one in every] + [set(every[:-1])] + [{one for one in every if one[0] == side} for side in given]
-    found = dict.fromkeys(Needs(**{side: _mask(asked, side, given[side]) for side in given}) for asked in wanted)
+    asked = [{side: _mask(one, side, given[side]) for side in given} for one in wanted]
+    asked += [{"x": True, "params": False}, {"x": False, "params": True}]
+    asked += [{"x": one["x"], "params": True} for one in asked if one["x"] is not False]
+    found = dict.fromkeys(Needs(**one) for one in asked)
     return (needs for needs in found if needs and needs is not Needs.ALL)
 
 
