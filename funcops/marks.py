@@ -8,6 +8,7 @@ their marks by the source that `mark_source` writes, all others by `Versions`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import operator
 import weakref
@@ -138,8 +139,8 @@ class Versions:
 
 
 def marks_of(node: Any) -> Any:
-    """The marks of a node of which some tensors have no version; None where none has one, IDLE where nothing is kept and no gradient of
-    x asked."""
+    """The marks of a node of which some tensors have no version; None where none has one, IDLE where nothing is kept and no
+    gradient of x asked."""
     found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
     if any([mark is not None for mark in _flat(found)]):
         return found
@@ -153,6 +154,12 @@ def post_init(self: Any, moved: Aside | None) -> None:
     self._marks = None if compiling else marks_of(self)
     if not compiling and moved is not None and moved.value is not None:
         moved.value.to(self)
+
+
+def still(node: Any) -> bool:
+    """Whether a node may be used whose marks are not a tuple."""
+    marks = node._marks
+    return marks is None or (type(marks) is Unlike and not marks.expected and stale_path(node) is None)
 
 
 def stale_path(node: Any) -> str | None:
@@ -212,10 +219,9 @@ class Form(NamedTuple):
             return False
         return len(self.parts) != len(other.parts) or all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
 
-    def at(self, other: Form) -> Form:
-        """The same in the dtype of another, and on its device."""
-        parts = tuple([part._replace(device=other.device) for part in self.parts])
-        return Form(other.dtype, self.shape, other.device, parts)
+    def at(self, dtype: torch.dtype, device: torch.device) -> Form:
+        """The same in a dtype, on a device."""
+        return Form(dtype, self.shape, device, tuple([part._replace(device=device) for part in self.parts]))
 
     def said(self, other: Form) -> str:
         """What sets it apart from another."""
@@ -244,8 +250,8 @@ def _form(leaf: Any) -> Form | None:
 
 
 class Unlike(NamedTuple):
-    """Stands for the marks of a node of which a leaf is not of the form that the forward gave it: what its backward says, the marks
-    that it would have, and what it was made of."""
+    """Stands for the marks of a node of which a leaf is not of the form that the forward gave it: what its backward says (nothing,
+    where all leaves were cast or moved together), the marks that it would have, and what it was made of."""
 
     path: str
     expected: str
@@ -293,7 +299,8 @@ class Moved(NamedTuple):
         if isinstance(marks, Gone):
             marks._refuse()
         forms: dict[str, list[Form | None]] = {}
-        holes, others = {}, ()
+        holes: dict[str, int] = {}
+        others: tuple[Known, ...] = ()
         if type(marks) is Unlike:
             before, marks = marks.before, marks.marks
             forms, holes = before.forms, before.holes
@@ -343,7 +350,8 @@ class Moved(NamedTuple):
     def _compare(self, node: Any) -> None:
         """Note the first leaf that is missing, or not of the form that the forward gave it. All of a node may be cast, or go to
         another device, together: its backward is then that of what came of it."""
-        rows, found = [], None
+        rows: list[tuple[str, Form, Any]] = []
+        found: tuple[str, str, str, type[Exception]] | None = None
         for name, forms in self.forms.items():
             value, field = getattr(node, name), node.fields[name]
             if field.wanted(node.needs) and _holes(value) > self.holes[name]:
@@ -356,8 +364,8 @@ class Moved(NamedTuple):
                 break
             rows += [(_joined(name, path), form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False) if form]
         found = found or _unlike(rows)
-        if found:
-            node._marks = Unlike(*found, node._marks, self)
+        if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
+            node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)
 
 
 def _joined(name: str, path: str) -> str:
@@ -366,17 +374,47 @@ def _joined(name: str, path: str) -> str:
 
 def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:
     """The path of the first leaf that has not its form, what it must be, what it is, and the error to raise."""
-    pairs = [(form, got) for _, form, leaf in rows if (got := _form(leaf))]
-    dtypes, devices = ({(getattr(a, of), getattr(b, of)) for a, b in pairs} for of in ("dtype", "device"))
-    together = len(dtypes) == len({a for a, _ in dtypes}) and len(devices) == len({a for a, _ in devices})
+    plain = [(form, leaf) for _, form, leaf in rows if isinstance(leaf, Tensor) and form.dtype.is_floating_point and not form.parts]
+    cast = len({leaf.dtype for _, leaf in plain}) == 1 and all([leaf.is_floating_point() for _, leaf in plain])
+    moved = len({got.device for _, _, leaf in rows if (got := _form(leaf))}) == 1
     for path, form, leaf in rows:
         got = _form(leaf)
-        wanted = form if got is None or not together else form.at(got)
+        wanted = form
+        if got is not None:
+            own = cast and form.dtype.is_floating_point and not form.parts
+            wanted = form.at(got.dtype if own else form.dtype, got.device if moved else form.device)
         if got is None or not wanted.fits(got):
             error = TypeError if got is None or got.dtype is not form.dtype else ValueError
             expected, said = (form.said(form), describe(leaf)) if got is None else (form.said(got), got.said(form))
             return path, f"{expected}, as the forward kept it", f"{said}. {_BACK}", error
     return None
+
+
+def edited(node: Any, **changes: Any) -> Any:
+    """`replace`: a node with other values in some fields, which are what the caller says, and no copies of what was there."""
+    moved = Moved.of(node)
+    if moved.value is not None:
+        moved = Aside(moved.value.edited(changes))
+    return dataclasses.replace(node, **{"_moved": moved, **changes})
+
+
+def told(node: Any) -> tuple[Any, ...]:
+    """What a deep copy of a node, or a pickle, must be told: its fields that are stale, and which leaf is not of its form."""
+    unlike = node._marks if type(node._marks) is Unlike else None
+    marks = unlike.marks if unlike else node._marks
+    now = [versions(getattr(node, name), version) for name in node.guarded]
+    stale = [name for name, mark, new in zip(node.guarded, marks or (), now, strict=False) if mark != new]
+    return stale, unlike and (*unlike[:4], Moved({}, unlike.before.forms, unlike.before.holes))
+
+
+def heard(node: Any, stale: list[str], unlike: Any) -> None:
+    """Mark a copy with that."""
+    if stale:
+        every = zip(node.guarded, node._marks or (None,) * len(node.guarded), strict=True)
+        node._marks = tuple([versions(getattr(node, n), lambda _: STALE) if n in stale else mark for n, mark in every])
+    if unlike is not None:
+        path, expected, got, error, before = unlike
+        node._marks = Unlike(path, expected, got, error, node._marks, before)
 
 
 _NOTHING = Aside()

@@ -16,10 +16,25 @@ import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, apart, describe, fail, stale
-from funcops.marks import IDLE, STALE, Gone, Moved, Unlike, mark_source, marks_of, post_init, stale_path, version, versions
+from funcops.marks import (
+    IDLE,
+    Gone,
+    Moved,
+    Unlike,
+    edited,
+    heard,
+    mark_of,
+    mark_source,
+    marks_of,
+    post_init,
+    stale_path,
+    still,
+    told,
+    versions,
+)
 from funcops.memo import remember
 from funcops.needs import Needs
-from funcops.trees import Aside, register, register_node, show, static
+from funcops.trees import register, register_node, show, static
 
 T = TypeVar("T")
 
@@ -130,9 +145,9 @@ class Saved:
 
     A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
     mapped, rebuilt of its leaves, edited, copied, given away. A copy of what is fresh is a value of its own, fresh as it is then;
-    a copy of what is stale is stale, however it was made: by a map over the tree, deep, pickled, cast there and back. What `replace`
-    puts in a field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is
-    named by the backward that would read it.
+    a copy of what is stale is stale, however it was made: by a map, deep, pickled, cast there and back. What `replace` puts in a
+    field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is named by
+    the backward that would read it.
     Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
     `needs` and repr stay; what is assigned to a field nobody reads.
     Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
@@ -197,9 +212,11 @@ class Saved:
         self.unused("set")
         for name, value in changes.items():
             setattr(self, name, value)
-        if type(self._marks) is tuple:
-            pairs = zip(self.guarded, self._marks, strict=True)
-            self._marks = tuple([versions(changes[name], version) if name in changes else mark for name, mark in pairs])
+        marks = self._marks
+        if type(own := marks.marks if type(marks) is Unlike else marks) is tuple:
+            pairs = zip(self.guarded, own, strict=True)
+            own = tuple([versions(changes[name], mark_of) if name in changes else mark for name, mark in pairs])
+            self._marks = marks._replace(marks=own) if type(marks) is Unlike else own
 
     def empty(self) -> None:
         """Drop every leaf."""
@@ -241,25 +258,15 @@ class Saved:
         return _copied, (type(self), *self._parts("pickle", lambda value: value))
 
     def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """Of what a copy is made: fields, statics, the fields that are stale, and which leaf is not as the forward kept it."""
+        """Of what a copy is made: fields, statics, and what its marks must say."""
         self.unused(where)
         given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
-        given |= {name: value_of(given[name]) for name in self.fields}
-        unlike = self._marks if type(self._marks) is Unlike else None
-        marks = unlike.marks if unlike else self._marks
-        now = [versions(getattr(self, name), version) for name in self.guarded]
-        stale = [name for name, mark, new in zip(self.guarded, marks or (), now, strict=False) if mark != new]
-        return given, stale, unlike and (*unlike[:4], Moved({}, unlike.before.forms, unlike.before.holes))
+        return given | {name: value_of(given[name]) for name in self.fields}, *told(self)
 
 
-def _copied(cls: Any, given: dict[str, Any], stale: list[str], unlike: Any) -> Any:
+def _copied(cls: Any, given: dict[str, Any], *said: Any) -> Any:
     made = cls(**given)
-    if stale:
-        marks = made._marks or (None,) * len(cls.guarded)
-        every = zip(cls.guarded, marks, strict=True)
-        made._marks = tuple([versions(given[name], lambda _: STALE) if name in stale else mark for name, mark in every])
-    if unlike is not None:
-        made._marks = Unlike(*unlike[:4], made._marks, unlike[4])
+    heard(made, *said)
     return made
 
 
@@ -382,17 +389,9 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
-    made._moved, made.__replace__ = property(Moved.of), _edited
+    made._moved, made.__replace__ = property(Moved.of), edited
     register(made, aside="_moved")
     return made
-
-
-def _edited(node: Any, **changes: Any) -> Any:
-    """`replace`: a node with other values in some fields, which are what the caller says, and no copies of what was there."""
-    moved = Moved.of(node)
-    if moved.value is not None:
-        moved = Aside(moved.value.edited(changes))
-    return dataclasses.replace(node, **{"_moved": moved, **changes})
 
 
 _SOURCE = """
@@ -436,7 +435,7 @@ def twin(self):
 def fresh(self):
     marks = self._marks
     if type(marks) is not tuple:
-        return marks is None
+        return marks is None or still(self)
     if is_compiling():
         return True
     try:
@@ -468,10 +467,8 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         reads=lines("{n} = self.{n}", cls.guarded),
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
-    scope: dict[str, Any] = dict(
-        is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted
-    )
-    scope.update(cls=cls, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE)
+    scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
+    scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE, still=still)
     exec(source, scope)
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 

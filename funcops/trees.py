@@ -218,7 +218,7 @@ def replace(node: T, **changes: Any) -> T:
     for name in changes:
         if name not in known:
             fail("replace", "changes", f"of fields among {', '.join(known)}", repr(name))
-    own = getattr(type(node), "__replace__", dataclasses.replace)
+    own: Any = getattr(type(node), "__replace__", dataclasses.replace)
     return own(node, **changes)  # type: ignore[no-any-return]
 
 

@@ -19,8 +19,9 @@ from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.residuals.policy import Offload
 from funcops.residuals.put_away import fetch, stow
+from funcops.schema import Saved
 from funcops.testing.case import Case
-from funcops.trees import flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
+from funcops.trees import at, flatten, leaves, paths, put, replace, stands_for_one, tensors, tree_map, tree_map_tensors, unflatten
 
 
 def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -131,6 +132,7 @@ def law_guarded(case: Case, dtype: torch.dtype) -> None:
         for name, tree in _moved(one, MOVES | COPIES).items():
             _same(one.run(tree), want, f"{one.kind} moved by {name}")
         _missing(one)
+        _remade(one)
     shared = {id(t) for one in _forward(case, params, x, dy) for t in tensors(one.tree)}
     for i, (path, t) in enumerate(paths({"params": params, "x": x, "dy": dy}).items()):
         if id(t) in shared:
@@ -196,6 +198,46 @@ def _missing(one: _Waiting) -> None:
                 assert said, f"{one.kind} without {path}: {error!r} does not say what must be there"
             else:
                 raise AssertionError(f"{one.kind} without {path}, moved by {name}, went through without an error")
+
+
+def _cast(t: Tensor) -> Tensor:
+    if not t.is_floating_point():
+        return t.to(torch.int16)  # an index, offsets, codes: none of them is a float
+    return t.to(torch.float32 if t.dtype is torch.float64 else torch.float64)
+
+
+REMADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "of another shape": lambda t: t.new_zeros((*t.shape[:-1], t.shape[-1] + 1) if t.dim() else (1,)),
+    "of a dimension more": lambda t: t.unsqueeze(0),
+    "of another dtype": _cast,
+    "on another device": lambda t: t.to("meta"),
+}
+
+
+def _all_together(tree: Any, path: str) -> bool:
+    """Whether the node that holds this path is as one that was cast to a dtype, or moved to a device, as a whole."""
+    while not isinstance(tree, Saved):
+        tree, path = at(tree, path.partition(".")[0]), path.partition(".")[2]
+    plain = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
+    if at(tree, path).is_meta:
+        return len({t.device for t in tensors(tree)}) == 1
+    return at(tree, path).is_floating_point() and len({t.dtype for t in plain if t.is_floating_point()}) <= 1
+
+
+def _remade(one: _Waiting) -> None:
+    """Each tensor exchanged for one that the backward cannot read must be named, with what the forward kept and what came."""
+    for path, leaf in paths(one.tree).items():
+        for name, change in REMADE.items() if isinstance(leaf, Tensor) else ():
+            made = put(one.tree, path, change(leaf))
+            if name not in ("of another shape", "of a dimension more") and _all_together(made, path):
+                continue
+            try:
+                one.run(made)
+            except Exception as error:
+                said = isinstance(error, (TypeError, ValueError)) and "must be" in str(error) and "got" in str(error)
+                assert said, f"{one.kind} with {path} {name}: {error!r} does not say what must be there"
+            else:
+                raise AssertionError(f"{one.kind} with {path} {name} went through without an error")
 
 
 def _stale(run: Callable[[Any], Any], tree: Any, what: str) -> None:
