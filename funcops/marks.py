@@ -2,7 +2,8 @@
 and how that goes along with a tree.
 
 A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
-a NumPy array or a raw pointer, goes unnoticed here as it does in autograd. Nobody else here reads a version: nodes ask for
+a NumPy array or a raw pointer, goes unnoticed here as it does in autograd; but where `sampling` says so (`funcops.checking`) a mark
+is a version and a sample of the values. Nobody else here reads a version: nodes ask for
 their marks by the source that `mark_source` writes, all others by `Versions`.
 """
 
@@ -95,9 +96,67 @@ def version(t: Any) -> Any:
         return None
 
 
+NODES: weakref.WeakSet[Any] = weakref.WeakSet()  # every class of residuals and pendings
+on_new: list[Callable[[Any], None]] = []  # called with each that is made since
+
+
+def announce(cls: Any) -> None:
+    """Make a class of nodes known."""
+    NODES.add(cls)
+    for each in on_new:
+        each(cls)
+
+
+SAMPLE = 1024  # elements of a tensor that a mark remembers, spread evenly: all of one that has no more
+sampling: Callable[[], bool] = bool  # whether marks are samples, too: no; `funcops.checking` puts its own here
+
+
 def mark_of(t: Any) -> Any:
     """The mark of a tensor as it is now."""
-    return version(t)
+    now = version(t)
+    return Sampled(now, t) if now is not None and sampling() and _sample(t) is not None else now
+
+
+class Sampled(int):
+    """A version, with a sample of the tensor that has it (held weakly): equal to that version while the values are as they were."""
+
+    ref: Callable[[], Any]
+    bits: Any
+
+    def __new__(cls, now: int, t: Tensor) -> Sampled:
+        made = super().__new__(cls, now)
+        made.ref, made.bits = weakref.ref(t), _sample(t)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return int.__eq__(self, other) is True and self.holds()  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+    def holds(self) -> bool:
+        t = self.ref()
+        bits = None if t is None else _sample(t)
+        return bits is None or (bits.shape == self.bits.shape and torch.equal(bits, self.bits))
+
+
+def _sample(t: Tensor) -> Tensor | None:
+    """The bits of a sample of a tensor; None of what is no plain tensor with values to look at."""
+    known = type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta and t.layout is torch.strided
+    if not known or torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return None
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.no_grad():
+        every, size = t.detach(), t.numel()
+        if size > SAMPLE:
+            place = torch.arange(SAMPLE, device=t.device) * size // SAMPLE
+            found = every[torch.unravel_index(place, t.shape)]
+        else:
+            found = every.reshape(-1)
+        return found.clone().view(torch.uint8)
 
 
 def mark_source(tensor: str, tree: bool, name: str = "") -> str:

@@ -21,6 +21,7 @@ from funcops.marks import (
     Gone,
     Moved,
     Unlike,
+    announce,
     edited,
     heard,
     mark_of,
@@ -153,7 +154,7 @@ class Saved:
     Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
     """
 
-    __slots__ = ()
+    __slots__ = ("_noted",)  # what `funcops.checking` knows of the call that made it, where that is on
     fields: ClassVar[dict[str, Field]] = {}
     guarded: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
@@ -391,6 +392,7 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
     made._moved, made.__replace__ = property(Moved.of), edited
     register(made, aside="_moved")
+    announce(made)
     return made
 
 
