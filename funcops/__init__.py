@@ -19,8 +19,8 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig)
 What is asked for    Needs
-What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
-Checks               checking
+What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger,
+                     checking
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from funcops import marks
 from funcops.backend import select, tracing
-from funcops.errors import describe, fail, short
+from funcops.errors import describe, fail, require_flag, short
 from funcops.marks import Versions
 from funcops.schema import Donated, Saved
 from funcops.trees import at, has, leaves, paths, same_structure, stands_for_one, structure, tensors, tree_map
@@ -47,9 +47,10 @@ def when_switched(switch: Callable[[bool], None]) -> None:
         switch(True)
 
 
-@contextlib.contextmanager
-def checking(on: bool = True) -> Iterator[None]:
-    """Check every call of an op in the block, as FUNCOPS_CHECK=1 does in the whole program; with `on=False` none.
+def checking(on: bool = True) -> contextlib.AbstractContextManager[None]:
+    """A block in which every call of an op is checked, as FUNCOPS_CHECK=1 does in the whole program; with `on=False` none is. See
+    the module for what that is. Raises `TypeError` where `on` is no bool, at once; in the block, beside what ops raise,
+    `RuntimeError` for an op that breaks a law.
 
     >>> import torch
     >>> from funcops import SoftcapConfig, StaleResidualError, checking, softcap
@@ -65,8 +66,12 @@ def checking(on: bool = True) -> Iterator[None]:
     tensor([2., 2., 2.])
     softcap_bwd: residuals.x must be as the forward left it
     """
-    if type(on) is not bool:
-        fail("checking", "on", "a bool", describe(on), TypeError)
+    require_flag("checking", on=on)
+    return _checking(on)
+
+
+@contextlib.contextmanager
+def _checking(on: bool) -> Iterator[None]:
     _count(on)
     token = _on.set(on)
     try:

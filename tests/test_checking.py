@@ -37,7 +37,10 @@ from funcops.testing.checks import float_like, same_bits
 from funcops.testing.guarded import MOVES
 from funcops.trees import paths, tensors, tree_map_tensors
 
-CASES = [(case, case.dtypes[i % len(case.dtypes)]) for i, case in enumerate(case for m in MODULES.values() for case in m.CASES)]
+CASES = [  # the first of each op in the first tier
+    pytest.param(case, case.dtypes[i % len(case.dtypes)], marks=() if case in FIRST else pytest.mark.slow)
+    for i, case in enumerate(case for m in MODULES.values() for case in m.CASES)
+]
 CFG = LinearConfig(4, 3)
 
 
@@ -211,6 +214,7 @@ def test_a_fault_of_an_op_is_named(fault):
                 getattr(faulty, half)(faulty.fwd(None, x.clone(), TorchConfig())[1], dy.clone(), TorchConfig())
 
 
+@pytest.mark.slow
 def test_the_environment_opens_a_block_around_the_program():
     code = (
         "import torch; from funcops import SoftcapConfig, softcap; x, cfg = torch.ones(3), SoftcapConfig(30.0)\n"
@@ -223,6 +227,7 @@ def test_the_environment_opens_a_block_around_the_program():
         assert run.returncode and said in run.stderr, run.stderr
 
 
+@pytest.mark.turns("case")
 @pytest.mark.parametrize("case", FIRST, ids=str)
 def test_moves_take_samples_along(case):
     params, x = case.make(case.dtypes[0])
