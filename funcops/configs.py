@@ -19,8 +19,8 @@ LARGEST = torch.finfo(torch.float32).max
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
-    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN, and for a
-    float that is infinite in float32, in which kernels compute: of any other they make what is finite."""
+    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN, and
+    for a float that float32, in which kernels compute, has no number for."""
     _check_types(cls)
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     compute = made.__hash__

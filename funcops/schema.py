@@ -151,7 +151,7 @@ class Saved:
     the backward that would read it.
     Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
     `needs` and repr stay; what is assigned to a field nobody reads.
-    Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
+    Writes through `tensor.data` or NumPy are not counted by torch: `funcops.checking` notices them, and nobody else.
     """
 
     __slots__ = ("_noted",)  # what `funcops.checking` knows of the call that made it, where that is on

@@ -1,4 +1,4 @@
-"""Each number of each public config, at the ends of its range: what is made of it works, with finite results, or making it raises."""
+"""Each number of each public config, at the ends of its range: it makes what works, with finite results, or raises when made."""
 
 import dataclasses
 
