@@ -367,7 +367,10 @@ class Moved(NamedTuple):
         else:
             for name in node.fields:
                 value = getattr(node, name)
-                forms[name], holes[name] = [_form(leaf) for leaf in _kept(value).values()], _holes(value)
+                if type(value) is Tensor:
+                    forms[name], holes[name] = [Form(value.dtype, value.shape, value.device)], 0
+                else:
+                    forms[name], holes[name] = [_form(leaf) for leaf in _kept(value).values()], _holes(value)
         known = {}
         for name, mark in zip(node.guarded, marks or (), strict=False):
             known[name] = [Known.of(*pair) for pair in _pairs(getattr(node, name), mark)]
@@ -385,7 +388,12 @@ class Moved(NamedTuple):
         every = [*self.others, *[one for own in self.known.values() for one in own]]
         alive = [(t, one.mark) for one in every if (t := one.ref()) is not None]
         same = {id(t): mark for t, mark in alive}
-        views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}
+        views: dict[Any, Any] = {}
+
+        def of_a_view(t: Any, otherwise: Any) -> Any:
+            if not views:
+                views.update({(storage, version(one)): mark for one, mark in alive if (storage := _storage(one)) is not None})
+            return views.get((_storage(t), version(t)), otherwise)
 
         def marks(name: str) -> Any:
             value, sources = getattr(node, name), self.known.get(name, [])
@@ -396,8 +404,8 @@ class Moved(NamedTuple):
                 turn = iter(stale)  # type: ignore[assignment]
 
             def read(t: Any) -> Any:
-                copied = STALE if next(turn) else mark_of(t)
-                return same[id(t)] if id(t) in same else views.get((_storage(t), version(t)), copied)
+                copied = next(turn)
+                return same[id(t)] if id(t) in same else of_a_view(t, STALE if copied else mark_of(t))
 
             return versions(value, read)
 
@@ -409,6 +417,8 @@ class Moved(NamedTuple):
     def _compare(self, node: Any) -> None:
         """Note the first leaf that is missing, or not of the form that the forward gave it. All of a node may be cast, or go to
         another device, together: its backward is then that of what came of it."""
+        if all([_as_before(getattr(node, name), forms) for name, forms in self.forms.items()]):
+            return
         rows: list[tuple[str, Form, Any]] = []
         found: tuple[str, str, str, type[Exception]] | None = None
         for name, forms in self.forms.items():
@@ -425,6 +435,13 @@ class Moved(NamedTuple):
         found = found or _unlike(rows)
         if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
             node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)
+
+
+def _as_before(value: Any, forms: list[Form | None]) -> bool:
+    """Whether it is plain to see that a field has the form that it had."""
+    if type(value) is not Tensor or len(forms) != 1 or (form := forms[0]) is None:
+        return value is None and not forms
+    return value.dtype is form.dtype and value.shape == form.shape and value.device == form.device
 
 
 def _joined(name: str, path: str) -> str:
