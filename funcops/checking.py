@@ -28,7 +28,7 @@ from torch import Tensor
 
 from funcops import marks
 from funcops.backend import select, tracing
-from funcops.errors import describe, fail, require_flag, short
+from funcops.errors import DonatedError, describe, fail, require_flag, short
 from funcops.marks import Versions
 from funcops.schema import Donated, Saved
 from funcops.trees import at, has, leaves, paths, same_structure, stands_for_one, structure, tensors, tree_map
@@ -173,7 +173,10 @@ def _backward(kind: str, where: str, call: Any, kept: Any, *args: Any, **options
     noted, dy = getattr(node, "_noted", None), None if kind == "wgrad" else args[0]
     if noted is not None and dy is not None:
         _as_y(where, dy, noted.y)
-    before = Versions.of({"dy": dy} if type(kept) is Donated else {"dy": dy, "kept": kept})
+    try:
+        before = Versions.of({"dy": dy} if type(kept) is Donated else {"dy": dy, "kept": kept})
+    except DonatedError:  # which the call says in its own words
+        before = Versions.of({"dy": dy})
     found = call(kept, *args, **options)
     _left(where, before, "what was given", "backward")
     if noted is not None:

@@ -10,6 +10,7 @@ import torch
 from test_laws import FIRST, MODULES
 
 from funcops import (
+    DonatedError,
     LinearConfig,
     Needs,
     QLinearConfig,
@@ -115,6 +116,14 @@ def test_without_it_torch_counts_and_nothing_else_does():
         with pytest.raises(StaleResidualError):
             run(found)
     assert [on for on, _ in found] == [False] * 3
+
+
+def test_what_was_given_away_is_refused_in_the_same_words():
+    with checking():
+        kept = linear_fwd(linear.init(CFG, key=random.key(0)), torch.ones(2, 4), CFG)[1]
+        linear_bwd(donate(kept), torch.ones(2, 3), CFG)
+        with pytest.raises(DonatedError, match="linear_bwd: residuals must be unused, got"):
+            linear_bwd(kept, torch.ones(2, 3), CFG)
 
 
 def test_where_no_block_is_open_nothing_is_exchanged():
