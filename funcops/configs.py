@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, TypeVar
 
+import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import fail, require_type
 
 T = TypeVar("T")
 NoneType = type(None)
+LARGEST = torch.finfo(torch.float32).max
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def config(cls: type[T]) -> type[T]:
     """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
-    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN."""
+    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN, and
+    for a float that float32, in which kernels compute, has no number for."""
     _check_types(cls)
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     compute = made.__hash__
@@ -59,6 +63,8 @@ def _check_types(cls: Any) -> None:
             require_type(type(self).__name__, name, value, *types)
             if value != value:
                 fail(type(self).__name__, name, "a number", value)
+            if float in types and value is not None and LARGEST < abs(value) < math.inf:
+                fail(type(self).__name__, name, f"at most {LARGEST:.3g} in size, as float32 is", value)
         if given is not None:
             given(self)
 

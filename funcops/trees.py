@@ -218,7 +218,8 @@ def replace(node: T, **changes: Any) -> T:
     for name in changes:
         if name not in known:
             fail("replace", "changes", f"of fields among {', '.join(known)}", repr(name))
-    return dataclasses.replace(node, **changes)  # type: ignore[type-var]
+    own: Any = getattr(type(node), "__replace__", dataclasses.replace)
+    return own(node, **changes)  # type: ignore[no-any-return]
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:

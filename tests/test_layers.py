@@ -18,6 +18,7 @@ LAYERS = (
     "kernels",
     "accumulators",
     "configs",
+    "checking",
     "op",
     "formats",
     "scaled",

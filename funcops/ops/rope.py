@@ -70,6 +70,8 @@ class RopeConfig:
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)
         require(0 < self.theta < math.inf, "RopeConfig", "theta", "above 0, and finite", self.theta)
+        least = 1e-30  # an angle, up to 1 / theta, must be finite in float32
+        require(self.theta >= least, "RopeConfig", "theta", f"at least {least}", self.theta)
         r = self.rotary_dim if self.rotary_dim is not None else self.dim
         object.__setattr__(self, "rotating", r)
         object.__setattr__(self, "table_size", 3 * r)

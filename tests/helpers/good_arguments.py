@@ -349,6 +349,7 @@ OWN |= DIST | LORA | SCHEDULES | MODELS | {
     **{name: Row(lambda: {}) for name in ("Drop", "Offload", "Recompute", "Save", "TorchConfig", "delayed_wgrad")},
     **{name: OP for name in ("differentiable",)},
     "backend": Row(lambda: {"name": "torch"}),
+    "checking": Row(lambda: {"on": True}),
     "remat": Row(lambda: {"op": linear, "offload": True}),
     "value_and_grad": Row(lambda: {"op": linear, "x": True, "has_aux": True, "losses": ("loss",), "needs": Needs.ALL}),
     "vjp": Row(lambda: {"op": linear, "params": params(), "x": x(), "cfg": CFG, "needs": Needs.ALL}),
