@@ -178,8 +178,9 @@ def generate(
 def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> None:
     """A rope that depends on the longest sequence turns all tokens by one function if they stay within its original context, or,
     with LongRoPE's two, if the prompt is already beyond. Otherwise cached keys would have turned by another."""
-    known = cfg.rope.known_to if cfg.rope is not None else None
-    if known is None or longest <= known or (prompt > known and isinstance(cfg.rope.scaling, LongRopeScaling)):
+    rope = cfg.rope
+    known = rope.known_to if rope is not None else None
+    if rope is None or known is None or longest <= known or (prompt > known and isinstance(rope.scaling, LongRopeScaling)):
         return
     wanted = f"of a rope that knows the longest sequence, as one goes beyond {known} positions: from_hf(..., length={longest})"
     fail(where, "cfg", wanted, f"no length, with a prompt of {prompt} and {longest} in the end")
@@ -205,7 +206,8 @@ def _stream(
     placed: Any, cfg: DecoderConfig, ids: Tensor, tokens: int, key: Tensor | None, sampling: SamplingConfig,
     lengths: Tensor | None, cache: Cache, model: ChainConfig | None,
 ) -> Iterator[Tensor]:  # fmt: skip
-    last, length = None, cache.context
+    last: Any = None
+    length = cache.context
     for start in range(0, ids.shape[1], cache.chunk):
         part = ids[:, start : start + cache.chunk]
         counts = None if lengths is None else (lengths - start).clamp(0, part.shape[1])

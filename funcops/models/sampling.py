@@ -49,7 +49,6 @@ def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
 
     >>> import torch
     >>> from funcops import random
-    from funcops.backend.declare import watched
     >>> from funcops.models import SamplingConfig, sample
     >>> logits = torch.tensor([[0.0, 3.0, 3.0]])
     >>> sample(logits, None, SamplingConfig()), sample(logits, random.key(0), SamplingConfig(temperature=1.0, top_k=1))
