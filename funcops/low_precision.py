@@ -489,5 +489,6 @@ def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
     a = history.amax(-2) if recipe.algorithm == "max" else amax
     largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])
-    scale = (largest / a * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
+    limits = torch.finfo(torch.float32)
+    scale = (largest / a * 2.0**-recipe.margin).clamp(limits.tiny, limits.max)
     return ScaleState(torch.where(ran, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))

@@ -30,6 +30,7 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import field
 from typing import Any, ClassVar
@@ -135,6 +136,19 @@ class RopeConfig:
             return torch.stack([found[axis, ..., i] for i, axis in enumerate(turn_by)], -1)
         of_axes = torch.split(found, list(self.sections), -1)
         return torch.cat([part[axis] for axis, part in enumerate(of_axes)], -1)
+
+    @property
+    def known_to(self) -> int | None:
+        """The longest sequence for which this turns as it says. Beyond, its scaling depends on a `length` that it lacks. None if
+        any."""
+        scaling: Any = self.scaling
+        return scaling.original_context if getattr(scaling, "length", 0) is None else None
+
+    def at_length(self, longest: int) -> RopeConfig:
+        """The config for sequences of up to `longest` positions, if its scaling depends on that and lacks it."""
+        if self.known_to is None:
+            return self
+        return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, length=longest))  # type: ignore[type-var]
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.dim, self.dim
