@@ -4,8 +4,8 @@
     python tests/newest.py .newest --torch 2.11.0           that one
     python tests/newest.py .newest --beside .venv           all but torch and Triton is read from that environment, not installed
 
-Every other package has the version of `constraints.txt`. Where the index does not answer, or the disk has too little room, nothing is
-installed, one line says why, and the exit status is 75: another attempt may succeed. What is already there is kept.
+Every other package has the version of `constraints.txt`. Where the index does not answer, or the disk has too little room,
+one line says why, and the exit status is 75: another attempt may succeed. What is already there is kept.
 """
 
 import argparse

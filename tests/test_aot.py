@@ -106,7 +106,7 @@ def built(launched, target):
     found["races"] += [f"{row['kernel']} {row['config']} {target}: {race}" for race in seen]
     return row
 
-known = {row.hash for row in read(table)}  # of any Triton: what is built here is held to limits, and compared where it is the table's
+known = {row.hash for row in read(table)}  # of any Triton; what is built is held to limits, and compared where it is the table's
 draw = random.Random(seed)
 found = {"targets": chosen, "compiler": COMPILER}
 found |= {"planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": [], "recipes": []}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-PUBLIC_TRITON = {"language", "knobs", "testing"}
+TRITON = {"runtime", "backends", "compiler", "tools", "errors", "_C"}  # all but language, knobs and testing
 OF_PYTHON = {"_replace", "_asdict", "_fields", "_make", "_getframe", "_field_defaults", "_missing_", "_value_"}
 PRIVATE = re.compile(r"_(?!_)[A-Za-z]\w*")
 WRITTEN = re.compile(r"\b(torch(?:\.\w+)*\.)?(?<=\.)(_(?!_)[A-Za-z]\w*)")
@@ -85,14 +85,13 @@ class _Uses(ast.NodeVisitor):
         return None if first is None else ".".join([first, *reversed(names)])
 
     def _dotted(self, name):
-        """Up to its first private part, and the next where that is a module of private ones."""
+        name = name.removesuffix(".default")  # an operator's overload
         parts = name.split(".")
-        if parts[0] == "triton" and len(parts) > 1 and parts[1] not in PUBLIC_TRITON and parts[1] in _MODULES:
+        if parts[0] == "triton" and len(parts) > 1 and parts[1] in TRITON:
             self.found.add(".".join(parts[:4]))
         if parts[0] != "torch":
             return
-        first = next((i for i, part in enumerate(parts) if PRIVATE.fullmatch(part)), None)
-        if first is not None:
+        if any(PRIVATE.fullmatch(part) for part in parts):
             self.found.add(name)
 
     def visit_Attribute(self, node):
@@ -118,6 +117,3 @@ class _Uses(ast.NodeVisitor):
     def _bare(self, name):
         if name not in self.own and name not in OF_PYTHON and not hasattr(builtins, name):
             self.found.add("." + name)
-
-
-_MODULES = {"runtime", "backends", "compiler", "tools", "_C", "errors"}
