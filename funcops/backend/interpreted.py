@@ -1,8 +1,10 @@
-"""A mend of Triton's interpreter, which every kernel that it runs needs from Triton 3.8 on.
+"""Two mends of Triton's interpreter, which kernels that it runs need.
 
 The interpreter gives the result of a comparison the dtype of what was compared. As a block of one scalar's comparison
 (`(columns < n) & (row >= 0)`) it then holds int32 or int64 in place of bool, which loads and stores refuse as a mask:
-"mask has unsupported dtype". Here a block made of a bool is a block of bools.
+"mask has unsupported dtype" (seen with Triton 3.9). Here a block made of a bool is a block of bools.
+
+Triton 3.6 takes a scalar's value from an array of one element in a way that NumPy 2.4 refuses; here as later Tritons do.
 """
 
 from __future__ import annotations
@@ -30,3 +32,10 @@ def mend() -> None:
         return handle
 
     kind.create_splat = create_splat
+    patch = interpreter._patch_lang_tensor
+
+    def patch_lang_tensor(tensor: Any, *args: Any) -> None:
+        patch(tensor, *args)  # which notes what was there, to be restored
+        tensor.__index__ = lambda self: int(self.handle.data.squeeze())
+
+    interpreter._patch_lang_tensor = patch_lang_tensor

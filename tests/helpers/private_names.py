@@ -1,4 +1,4 @@
-"""Every private name of torch and Triton that the package uses, with what makes it safe: one list, held by `tests/test_private_uses.py`.
+"""Every private name of torch and Triton that the package uses, and why: one list, held by `tests/test_private_uses.py`.
 
 A line is NAME: why no public name does, or which check stands in front of it. A name that begins with a dot is an attribute of a
 value; `OWNERS` says whose, so that a torch without it is noticed by name.
@@ -17,7 +17,9 @@ HOOKS = "no public way to ask whether a module or tensor has hooks, which decide
 MODULE = "torch.nn documents the dictionaries for subclasses; named_parameters and named_modules cost a generator a call"
 BENCH = "a measurement of torch.compile's kernels, not of the package; a test of the bench fails by name, no call of a user's does"
 INTERPRETER = "Triton has no public interpreter: `make newest` tries each release"
-TRITON = "documented for those who launch by hand; test_launch compares with Triton's own launches, `make newest` tries each release"
+TRITON = (
+    "documented for those who launch by hand; test_launch compares with Triton's own launches, `make newest` tries each release"
+)
 PIPELINING = "checked by name when funcops.adapters.pipelining is imported"
 
 NAMES = {
@@ -46,7 +48,7 @@ NAMES = {
     "._exchange_device": BENCH,
     "._maybe_exchange_device": BENCH,
     "torch.Tensor._make_subclass": "documented in torch's notes on subclasses as the way to wrap without a copy",
-    "torch.UntypedStorage._new_with_weak_ptr": "a storage by its weak reference: no public name; a recording keeps nothing alive by it",
+    "torch.UntypedStorage._new_with_weak_ptr": "a storage by its weak reference: no public name; nothing is kept alive by it",
 }
 
 
@@ -67,12 +69,22 @@ _under("torch.ops.", "_c10d_functional", C10D)
 _under("torch.distributed.", "_functional_collectives distributed_c10d._resolve_process_group", C10D)
 _under("torch._C.", "_is_any_autocast_enabled _len_torch_dispatch_stack _get_dispatch_stack_at _get_tracing_state", HOST)
 _under("torch._C.", "_functorch.maybe_current_level _nn.silu _cuda_getCurrentRawStream", HOST)
-_under("torch._C.", "_dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device", "whether autocast knows an operator: no public name")
+_under(
+    "torch._C.",
+    "_dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device",
+    "whether autocast knows an operator: no public name",
+)
 _under("torch._C.", "_current_graph_task_id", "which backward runs now: no public name; tests nest two")
 _under("torch._C.", "DisableTorchFunctionSubclass", "torch.overrides' own way past a subclass, documented there")
 _under("torch._C.", "_functions.DelayedError", "the node with which torch's once_differentiable refuses a second derivative")
-_under("torch._C.", "_cuda_endAllocateToPool _cuda_releasePool", "mends a capture that raised; takes a pool id of two numbers on every torch")
-_under("torch._subclasses.", "FakeTensor functional_tensor.FunctionalTensor fake_tensor.FakeTensor fake_tensor.FakeTensorMode", FAKE)
+_under(
+    "torch._C.",
+    "_cuda_endAllocateToPool _cuda_releasePool",
+    "mends a capture that raised; takes a pool id of two numbers on every torch",
+)
+_under(
+    "torch._subclasses.", "FakeTensor functional_tensor.FunctionalTensor fake_tensor.FakeTensor fake_tensor.FakeTensorMode", FAKE
+)
 _under("torch._subclasses.fake_tensor.", "DataDependentOutputException DynamicOutputShapeException", FAKE)
 _under("torch._ops.", "OpOverload", "the class of an operator's overload: torch.ops gives its values, and no public name of it")
 _under("torch.utils._python_dispatch.", "TorchDispatchMode is_traceable_wrapper_subclass", MODE)
@@ -92,8 +104,10 @@ _under("torch._inductor.runtime.", "triton_heuristics.GridExpr.from_meta", BENCH
 _under("torch.distributed.pipelining._backward.", "stage_backward_input stage_backward_weight", BENCH)
 _under("triton.runtime.", "driver driver._active driver.active jit.JITFunction", TRITON)
 _under("triton.", "backends.compiler.GPUTarget tools.tensor_descriptor.TensorDescriptor", TRITON)
-_under("triton.runtime.interpreter", " .InterpretedFunction .InterpreterBuilder .ReduceOps .TensorHandle ._implicit_cvt", INTERPRETER)
-_under("triton.runtime.interpreter.", "_patch_lang interpreter_builder interpreter_semantic", INTERPRETER)
+_under(
+    "triton.runtime.interpreter", " .InterpretedFunction .InterpreterBuilder .ReduceOps .TensorHandle ._implicit_cvt", INTERPRETER
+)
+_under("triton.runtime.interpreter.", "_patch_lang _patch_lang_tensor interpreter_builder interpreter_semantic", INTERPRETER)
 _under("triton.runtime.", "interpreter", INTERPRETER)
 
 # of the adapter of pipelining alone
@@ -101,6 +115,6 @@ _under("._", "Action PipelineScheduleRuntime comp_type_to_function_map n_microba
 _under("._", "retrieve_recv_activations retrieve_recv_grads step_microbatches wait_batch_p2p", PIPELINING)
 _under("torch.distributed.pipelining.schedules.", "_Action.from_str _PipelineScheduleRuntime _wait_batch_p2p", PIPELINING)
 
-# Texts and attributes that only look so: ours, put on an object of torch's; the ends of names; and fields of Hugging Face's configs.
+# Texts and attributes that only look so: ours on an object of torch's, the ends of names, and fields of Hugging Face's configs.
 NOT_TORCH = set("._cast_of ._cfg ._in_step ._start ._values ._desc ._ptr ._name ._proj ._scale_inv ._softcapping".split())
 NOT_TORCH |= set("._name_or_path ._sliding_window_pattern ._experts_implementation".split())
