@@ -26,7 +26,7 @@ def masked(x_ptr, y_ptr, n, last, WIDE: tl.constexpr, FIRST: tl.constexpr, OP: t
         tl.store(y_ptr + j * BLOCK + i, 7.0, mask=(i == n) & one)
 
 
-@pytest.mark.parametrize("wide, first, op", itertools.product((False, True), (False, True), ("<", ">=", "==")))
+@pytest.mark.parametrize("wide, first, op", [*itertools.product((False, True), (False, True), ("<", ">=", "=="))])
 def test_a_scalar_comparison_masks_a_block(wide, first, op):
     x, y = torch.randn(8), torch.zeros(3, 8)
     launcher(masked)(3, 1, 1, x, y, 5, 1, wide, first, op, 8)
