@@ -23,6 +23,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
 DRAWN = 4  # for each target
+PINNED = "triton " + re.search(r"^triton==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]  # the table's compiler
 NUMBERS = itertools.count()
 OF_EXPERTS = ("grouped.product", "grouped.wgrad", "experts.up", "experts.down_dgrad")
 PROGRAM = """
@@ -105,7 +106,7 @@ def built(launched, target):
     found["races"] += [f"{row['kernel']} {row['config']} {target}: {race}" for race in seen]
     return row
 
-known = {row.hash for row in read(table) if row.compiler == COMPILER}
+known = {row.hash for row in read(table)}  # of any Triton; what is built is held to limits, and compared where it is the table's
 draw = random.Random(seed)
 found = {"targets": chosen, "compiler": COMPILER}
 found |= {"planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": [], "recipes": []}
@@ -253,7 +254,7 @@ def test_what_was_drawn_is_as_the_table_says(found):
 
 def test_the_committed_table_is_of_these_kernels(found):
     table = [row for row in rows() if row["target"] in found["targets"]]
-    missing, over = wrong_rows(found["planned"], table, found["compiler"])
+    missing, over = wrong_rows(found["planned"], table, PINNED)  # the hashes are of sources and launches: the same for every Triton
     assert not missing and not over, (
         f"{TABLE.name} lacks {len(missing)} rows and has {len(over)} too many; `make aot` mends it: {missing[:3]} {over[:3]}"
     )
@@ -317,7 +318,7 @@ def test_products_of_codes_are_those_of_tensor_cores():
 
 def test_a_table_that_is_not_of_these_kernels_is_seen():
     table = rows()
-    compiler = table[0]["compiler"]
+    compiler = PINNED
     planned = [tuple(row[name] for name in ("hash", "kernel", "config", "target")) for row in table]
     assert wrong_rows(planned, table, compiler) == ([], [])
     draw = random.Random(0)

@@ -43,7 +43,7 @@ def is_on(kind: str) -> bool:
 
 
 def _available(kind: str) -> bool:
-    return torch._C._is_autocast_available(kind)
+    return torch.amp.is_autocast_available(kind)
 
 
 # torch.compiler.assume_constant_result sets this and imports the compiler. The tracer of torch 2.11 knows neither this function nor
