@@ -35,6 +35,7 @@ from funcops.checking import refuse_autocast as refuse_autocast
 from funcops.configs import config as config
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
 from funcops.marks import IDLE
+from funcops.names import exact
 from funcops.needs import Needs, check_needs
 from funcops.schema import Field, open_node
 from funcops.signatures import (
@@ -184,6 +185,7 @@ def make_op(
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
+    name = exact(name)
     init = init or _no_params(name, config)
     if wgrad is None:
         dgrad.alone = True  # what it gives is dx: without that there is nothing to compute

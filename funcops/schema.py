@@ -33,7 +33,7 @@ from funcops.marks import (
     told,
     versions,
 )
-from funcops.memo import remember
+from funcops.memo import equal, remember
 from funcops.needs import Needs
 from funcops.trees import register, register_node, show, static
 
@@ -398,10 +398,11 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
 
 _SOURCE = """
 def keep(cfg, needs{parameters}):
+    compiling = is_compiling()
     if needs is ALL:
         {plain}
     else:
-        drop = dropped[needs] if needs in dropped else unwanted(cls, needs, dropped)
+        drop = dropped[needs] if not compiling and needs in dropped else unwanted(cls, needs, dropped)
         if drop is None:
             return None
         {drops}
@@ -412,7 +413,6 @@ def keep(cfg, needs{parameters}):
             self.needs = needs
             self._marks = IDLE
             return self
-    compiling = is_compiling()
     self = object.__new__(cls) if compiling else new(cls)
     {assigns}
     self.cfg = cfg
@@ -476,7 +476,8 @@ def _write_methods(cls: Any) -> dict[str, Any]:
 
 
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...] | None:
-    """The fields that `needs` does not ask for; None where nothing at all will be asked for."""
+    """The fields that `needs` does not ask for; None where nothing at all will be asked for. A tracer, which would guard on all
+    that the memo holds, computes them."""
     asked = needs.params if cls.kind == "pending" else needs
     found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
     return remember(memo, needs, found)
@@ -492,7 +493,7 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
         fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
     if not node.fresh():
         node.complain(where)
-    if node.cfg is not cfg and node.cfg != cfg:
+    if node.cfg is not cfg and not equal(node.cfg, cfg):
         expected, got = apart(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
     return node

@@ -18,6 +18,7 @@ from funcops.adapters.autocast import FLOAT32, LOWER, any_autocast, casts, is_on
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
 from funcops.errors import FLOATS, describe, fail
+from funcops.names import exact
 from funcops.op import Op
 from funcops.trees import tensors, tree_map_tensors
 
@@ -106,6 +107,9 @@ class OpModule(Prepared):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for names in ("values", "fields"):
+            if names in cls.__dict__:
+                setattr(cls, names, exact(cls.__dict__[names]))
         if not is_rule(cls.autocast):
             known = '"", "lower", "float32" or an operator of torch ("aten::layer_norm")'
             fail(cls.__name__, "autocast", known, repr(cls.autocast))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,6 +17,7 @@ from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
 from funcops.errors import require
+from funcops.memo import reading
 from funcops.program.rules import FEW
 from funcops.trees import WithExtras
 
@@ -122,10 +124,21 @@ class Sequential(Prepared, nn.Sequential):
 
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
+        if _compiling():
+            self._looked_through_while_tracing()
         cached = self.__dict__.get("_cached")
         if cached is None or _compiling() or cached.same is None or not cached.same(self._modules, cached.before):
             cached = self._looked_through(cached)
         return cached.groups  # type: ignore[no-any-return]
+
+    def _looked_through_while_tracing(self) -> bool:
+        """Make the groups where they are others: a tracer cannot make a config, but finds one."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError), reading():  # it comes upon the error itself
+            self._looked_through(self.__dict__.get("_cached"))
+        return True
+
+    # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it.
+    _looked_through_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _looked_through(self, cached: Any) -> Any:
         """Each module looked at by itself."""
