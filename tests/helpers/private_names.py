@@ -12,6 +12,7 @@ FUSED = "public as torch.optim.*(fused=True) alone, which needs .grad; kernels a
 FLASH = "scaled_dot_product_attention does not give the logsumexp, which a backward by hand reads; tested against the formula"
 HOST = "public only by a slower way, and on the path of every call"
 DYNAMO = "torch.compiler.assume_constant_result sets it, and imports the compiler, most of the time of an import"
+FUNCTORCH = "no public way to ask whether a tensor is one of torch.func's; tests try every entry of torch.func"
 C10D = "no public operator that a compiler may trace; tests run each on threads and on processes"
 HOOKS = "no public way to ask whether a module or tensor has hooks, which decides whether a layer may be skipped"
 MODULE = "torch.nn documents the dictionaries for subclasses; named_parameters and named_modules cost a generator a call"
@@ -20,10 +21,12 @@ INTERPRETER = "Triton has no public interpreter: `make newest` tries each releas
 TRITON = (
     "documented for those who launch by hand; test_launch compares with Triton's own launches, `make newest` tries each release"
 )
-PIPELINING = "checked by name when funcops.adapters.pipelining is imported"
 
 NAMES = {
     "._dynamo_marked_constant": DYNAMO,
+    "torch._dynamo": "its config of floats, read once a compiler runs: torch.compiler has no public name for one",
+    "._current_level": "whether torch.autograd.forward_ad is on: no public name; a layer under it would lose tangents in silence",
+    "._load_from_state_dict": "the hook that torch.nn documents for subclasses with older state dicts",
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
     "._is_view": "whether a tensor is a view: no public name; tests/dist tries views and their bases",
@@ -69,6 +72,8 @@ _under("torch.ops.", "_c10d_functional", C10D)
 _under("torch.distributed.", "_functional_collectives distributed_c10d._resolve_process_group", C10D)
 _under("torch._C.", "_is_any_autocast_enabled _len_torch_dispatch_stack _get_dispatch_stack_at _get_tracing_state", HOST)
 _under("torch._C.", "_functorch.maybe_current_level _nn.silu _cuda_getCurrentRawStream", HOST)
+_under("torch._C._functorch.", "is_batchedtensor is_legacy_batchedtensor is_functorch_wrapped_tensor", FUNCTORCH)
+_under("torch._C._functorch.", "peek_interpreter_stack", FUNCTORCH)
 _under(
     "torch._C.",
     "_dispatch_has_kernel_for_dispatch_key _dispatch_key_for_device",
@@ -109,11 +114,6 @@ _under(
 )
 _under("triton.runtime.interpreter.", "_patch_lang _patch_lang_tensor interpreter_builder interpreter_semantic", INTERPRETER)
 _under("triton.runtime.", "interpreter", INTERPRETER)
-
-# of the adapter of pipelining alone
-_under("._", "Action PipelineScheduleRuntime comp_type_to_function_map n_microbatches prepare_schedule_with_comms", PIPELINING)
-_under("._", "retrieve_recv_activations retrieve_recv_grads step_microbatches wait_batch_p2p", PIPELINING)
-_under("torch.distributed.pipelining.schedules.", "_Action.from_str _PipelineScheduleRuntime _wait_batch_p2p", PIPELINING)
 
 # Texts and attributes that only look so: ours on an object of torch's, the ends of names, and fields of Hugging Face's configs.
 NOT_TORCH = set("._cast_of ._cfg ._in_step ._start ._values ._desc ._ptr ._name ._proj ._scale_inv ._softcapping".split())

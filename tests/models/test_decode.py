@@ -334,7 +334,7 @@ ODD_ROWS = {
     "-inf": [-torch.inf, 0.0, -torch.inf], "all -inf": [-torch.inf] * 3, "both": [torch.inf, -torch.inf, 0.0],
     "nan and inf": [torch.nan, torch.inf, 0.0], "huge": [3e38, -3e38, 3e38], "equal": [1.0, 1.0, 1.0], "one": [2.0],
 }  # fmt: skip
-TEMPERATURES = (0.0, 5e-324, 1e-300, 1e-30, 1.0, 1e30, 1e300)
+TEMPERATURES = (0.0, 5e-324, 1e-300, 1e-30, 1.0, 1e30, 3e38)
 FILTERS = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.9}, {"top_p": 1e-300})
 
 
