@@ -308,7 +308,8 @@ def _keys(path: tuple[Any, ...], key: Tensor, plan: _Plan, groups: int | None) -
     if not plan.stochastic:
         return [(None, None)] * (groups or 1)
     own: Any = random.fold_in(key, random.path_id(below(".".join(map(str, path)), "weight")))
-    return [tuple(random.split(one, 2)) for one in ([own] if groups is None else random.split(own, groups))]
+    pairs = [random.split(one, 2) for one in ([own] if groups is None else random.split(own, groups))]
+    return [(rows, columns) for rows, columns in pairs]
 
 
 def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _Plan, key: Tensor) -> LinearErrors:
