@@ -99,15 +99,18 @@ def in_forks(tree: run.Tree, tasks: Sequence[dict[str, Any]]) -> Iterable[dict[s
     command = [sys.executable, "-m", "pytest", "-p", "mutants.forked", *FIRST_TIER]
     silent, env = subprocess.DEVNULL, environment(tree) | {"FAULTS": str(path)}
     with subprocess.Popen(command, cwd=tree.folder, env=env, stdout=silent, stderr=silent) as process, open(answers) as said:
-        rest = ""
+        rest, count = "", 0
         while True:
             ended = process.poll() is not None
             *lines, rest = (rest + said.read()).split("\n")
             yield from map(json.loads, lines)
+            count += len(lines)
             if ended and not lines:
-                return
+                break
             if not lines:
                 time.sleep(0.5)
+    if count < len(tasks):
+        raise SystemExit(f"drawn: pytest must judge {len(tasks)} faults in forks, got {count}, and exit code {process.returncode}")
 
 
 def in_a_process(tree: run.Tree, fault: draw.Drawn, tests: Sequence[str], cpu: float, seconds: dict[str, float]) -> dict[str, Any]:

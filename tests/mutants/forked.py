@@ -78,7 +78,7 @@ class Forked:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_finish(self) -> None:  # before conftest.py hides them from the collector
         for one in gc.get_objects():
-            if isinstance(one, FunctionType):
+            if type(one) is FunctionType:  # not by asking the object, which may warn
                 self.functions.setdefault(one.__code__.co_filename, []).append(one)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -91,13 +91,12 @@ class Forked:
         mine = by_place(compile(path.read_text(), str(path), "exec", dont_inherit=True))
         theirs = by_place(compile(text, str(path), "exec", dont_inherit=True))
         functions = self.functions.get(str(path), [])
-        if mine.keys() != theirs.keys():
-            return False
-        other = {key for key, code in mine.items() if leaves(code) != leaves(theirs[key])}
+        other = {key for key in mine.keys() & theirs.keys() if leaves(mine[key]) != leaves(theirs[key])}
         if any(not mine[key].co_flags & inspect.CO_OPTIMIZED for key in other) or not other:
             return False
         swapped = set()
-        for key, code in theirs.items():
+        for key in mine.keys() & theirs.keys():
+            code = theirs[key]
             if code != mine[key] and code.co_flags & inspect.CO_OPTIMIZED:
                 for one in functions:
                     if one.__code__ == mine[key]:
