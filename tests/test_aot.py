@@ -434,3 +434,19 @@ def test_a_kernel_that_spills_is_seen(found):
     assert found["greedy"]["spills"] > 0 and found["greedy"]["matrix"] == ""
     with pytest.raises(AssertionError):
         within_limits(found["greedy"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
+    """Registers are counted, spilled ones are of four bytes, vectors' and scalars', and of instructions each is one."""
+    from funcops.backend.aot import _read_amd
+
+    drawn = random.Random(seed)
+    registers, vector, scalar = (drawn.randrange(1, 512) for _ in range(3))
+    opcodes = drawn.choices(["v_add_f32", "s_waitcnt", "v_mfma_f32_32x32x8_bf16", "global_load_dwordx4"], k=drawn.randrange(1, 30))
+    code = "".join(f"\t{opcode} v0, v1\n" for opcode in opcodes)
+    counts = {"sgpr_count": 7, "sgpr_spill_count": scalar, "vgpr_count": registers, "vgpr_spill_count": vector}
+    said = "".join(f"    .{name}:     {count}\n" for name, count in counts.items())
+    assert _read_amd({"amdgcn": f"kernel:\n; %bb.0:\n{code}.Lfunc_end0:\n{said}"}) == (
+        registers, 4 * (vector + scalar), set(opcodes), len(opcodes)
+    )  # fmt: skip

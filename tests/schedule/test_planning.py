@@ -311,7 +311,7 @@ def test_a_window_is_counted(window):
     assert faster < 0 if (window or SMALL.seq) < SMALL.seq else faster == 0
 
 
-@pytest.mark.slow
+@pytest.mark.turns("sizes")
 @pytest.mark.parametrize("sizes", [(64, 3, 4, 2, 96, 128), (48, 5, 3, 3, 80, 50), (32, 2, 4, 1, 64, 64)])
 def test_a_decoder_of_ours_is_counted(sizes):
     """Its params, and what a layer keeps, are those of a forward of it; so is what is said of one described by its sizes."""
