@@ -78,6 +78,12 @@ def around(text: str, line: int) -> tuple[int, int]:
     return max((one for one in found if one[0] <= line <= one[1]), default=(line, line))
 
 
+def read_as_source(text: str, line: int) -> bool:
+    """Whether the function around the line is a kernel, whose source Triton reads: a fork's code does not reach it."""
+    functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef) and n.lineno <= line <= (n.end_lineno or 0)]
+    return any("jit" in ast.unparse(decorator) for function in functions for decorator in function.decorator_list)
+
+
 def measure(tree: run.Tree, out: str) -> None:
     command = [sys.executable, "-m", "pytest", "-p", "mutants.forked", *FIRST_TIER]
     code = subprocess.run(command, cwd=tree.folder, env=environment(tree) | {"MEASURE": str(Path(out).resolve())}).returncode
@@ -172,7 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     answers = {i: {"outcome": "equivalent", "test": why} for i, why in known(faults).items()}
     if args.again:
         before = {one["fault"]: one for one in map(json.loads, out.read_text().splitlines())}
-        answers |= {i: before[str(f)] for i, f in enumerate(faults) if str(f) in before and before[str(f)]["outcome"] == "failed"}
+        answers |= {i: before[str(f)] for i, f in enumerate(faults) if str(f) in before and i not in answers}
+        answers = {i: one for i, one in answers.items() if one["outcome"] != "passed" or one["how"] == FORK}
     with tempfile.TemporaryDirectory(prefix="drawn-") as folder:
         tree = run.Tree(Path(folder))
         measured = args.measured or str(Path(folder) / "first")
@@ -186,27 +193,26 @@ def judge(
     tree: run.Tree, faults: Sequence[draw.Drawn], answers: dict[int, dict[str, Any]], measured: Measured, cpu: float, out: Path
 ) -> None:
     """Adds what became of each fault to the answers and, as they end, to a file."""
-    todo = [i for i in range(len(faults)) if i not in answers]
-    tests = {i: measured.chosen(faults[i], around((run.ROOT / faults[i].file).read_text(), faults[i].line)) for i in todo}
-    tasks = [{"index": i, "file": faults[i].file, "text": faults[i].text, "tests": tests[i], "cpu": cpu} for i in tests]
+    texts = {fault.file: (run.ROOT / fault.file).read_text() for fault in faults}
+    todo = [i for i in range(len(faults)) if answers.get(i, {}).get("outcome") not in ("failed", "equivalent")]
+    tests = {i: measured.chosen(faults[i], around(texts[faults[i].file], faults[i].line)) for i in todo}
+    forked = [i for i in todo if i not in answers and not read_as_source(texts[faults[i].file], faults[i].line)]
+    tasks = [{"index": i, "file": faults[i].file, "text": faults[i].text, "tests": tests[i], "cpu": cpu} for i in forked]
     with open(out, "w") as said:
 
-        def write(i: int, how: str) -> None:
-            said.write(json.dumps({"fault": str(faults[i]), "how": how} | answers[i]) + "\n")
+        def write(i: int, how: str, answer: dict[str, Any]) -> None:
+            answers[i] = {"fault": str(faults[i]), "how": how} | answer
+            said.write(json.dumps(answers[i]) + "\n")
             said.flush()
-            print(f"{answers[i]['outcome']:10} {how:8} {faults[i]}  {answers[i]['test']}"[:200], flush=True)
+            print(f"{answer['outcome'][:10]:10} {how:8} {faults[i]}  {answer['test']}"[:200], flush=True)
 
-        for i in list(answers):
-            write(i, "before")
+        for i, answer in list(answers.items()):
+            write(i, "before", answer)
         for answer in in_forks(tree, tasks) if tasks else ():
-            i = answer.pop("index")
-            answers[i] = answer
-            if answer["outcome"] == "failed":
-                write(i, FORK)
+            write(answer.pop("index"), FORK, answer)
         for i in sorted(todo, key=lambda i: answers.get(i, {}).get("outcome") == "passed"):
             if answers.get(i, {}).get("outcome") != "failed":
-                answers[i] = in_a_process(tree, faults[i], tests[i], cpu, measured.seconds)
-                write(i, PROCESS)
+                write(i, PROCESS, in_a_process(tree, faults[i], tests[i], cpu, measured.seconds))
 
 
 def print_totals(faults: Sequence[draw.Drawn], answers: dict[int, dict[str, Any]]) -> float:
