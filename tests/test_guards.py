@@ -9,11 +9,15 @@ from funcops import (
     ExpertsConfig,
     GLUConfig,
     LatentSplitConfig,
+    Ledger,
     LinearConfig,
     LinearParams,
     ModulateConfig,
+    Needs,
     ParallelConfig,
     PermuteConfig,
+    QLinearConfig,
+    RepeatConfig,
     RouteConfig,
     RouteParams,
     SkipConfig,
@@ -28,17 +32,20 @@ from funcops import (
     modulate,
     parallel,
     permute,
+    qlinear,
     random,
+    repeat,
     route,
     skip,
     trees,
 )
 from funcops.compose.expert_steps import ExpertStepsConfig
-from funcops.low_precision import Format, quantize_tensor
+from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
 from funcops.op import make_op
 from funcops.ops.low_rank import LowRankConfig, low_rank_dropout_fwd, low_rank_init
-from funcops.schedule import Schedule, one_f_one_b
+from funcops.schedule import Collective, Costs, Schedule, one_f_one_b
+from funcops.schedule.stage import Stage
 from funcops.testing import Placed, run_ranks
 
 X, ROW, SCALAR = torch.ones(3, 4), torch.ones(4), torch.ones(())
@@ -49,6 +56,9 @@ TWO = ChainConfig(
     steps=(Step("a", linear, LINEAR), Step("b", linear, LinearConfig(4, 4, bias=False))), ties=(("b.weight", "a.weight"),)
 )
 BRANCHES = ParallelConfig(branches=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
+TWO_STAGES = ChainConfig(steps=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
+LAYERS = RepeatConfig(linear, LINEAR, 2)
+LOW = QLinearConfig(4, 4, recipe=Fp8Current(), bias=False)
 ROUTED = RouteConfig(4, 2)
 SPLIT = LatentSplitConfig(2, shared=2, own=3, value=1)
 LOW_RANK = LowRankConfig(4, 4, rank=2, dropout=0.5)
@@ -171,6 +181,22 @@ GUARDS = {
     "Placed.split": (
         lambda t: Placed("shard").split(t, 2), torch.ones(4), torch.ones(3), ValueError,
         "check_dist: a tensor must be of a size along dimension 0 that 2 divides, got [3]",
+    ),
+    "costs": (
+        lambda one: Costs(collectives=(one,)), Collective("all_gather", "tp", 1.0), "all_gather", TypeError,
+        "Costs: collectives.0 must be Collective",
+    ),
+    "qlinear's bias": (
+        lambda bias: qlinear.fwd(LinearParams(torch.ones(4, 4), bias), X, LOW), None, ROW, ValueError,
+        "qlinear_fwd: params.bias must be None (cfg.bias is False)",
+    ),
+    "the config of a repeat's bwd": (
+        lambda cfg: repeat.bwd(repeat.fwd((WEIGHT, WEIGHT), X, LAYERS)[1], X, cfg), LAYERS, LINEAR, TypeError,
+        "repeat_bwd: cfg must be RepeatConfig, got LinearConfig",
+    ),
+    "into of a stage": (
+        lambda into: Stage(TWO_STAGES, 1, WEIGHT, Ledger(), Needs.ALL, into, count=1), trees.tree_map(torch.zeros_like, WEIGHT),
+        {"weight": X}, ValueError, "stage 1: into must be a tree with the paths of params: weight, bias, got a difference at bias",
     ),
     "finish": (finished, None, X, TypeError, "finish: into must be None (these are no sums of reduce_start)"),
 }  # fmt: skip
