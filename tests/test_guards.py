@@ -8,6 +8,7 @@ from funcops import (
     ChainConfig,
     ExpertsConfig,
     GLUConfig,
+    GradModeError,
     LatentSplitConfig,
     Ledger,
     LinearConfig,
@@ -16,12 +17,15 @@ from funcops import (
     Needs,
     ParallelConfig,
     PermuteConfig,
+    QKVSplitConfig,
     QLinearConfig,
     RepeatConfig,
     RouteConfig,
     RouteParams,
+    RopeConfig,
     SkipConfig,
     Step,
+    TorchConfig,
     WithExtras,
     activation,
     chain,
@@ -30,16 +34,18 @@ from funcops import (
     latent_split,
     linear,
     modulate,
+    op_from_torch,
     parallel,
     permute,
     qlinear,
     random,
     repeat,
+    rope,
     route,
     skip,
     trees,
 )
-from funcops.compose.expert_steps import ExpertStepsConfig
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
 from funcops.op import make_op
@@ -61,6 +67,8 @@ LAYERS = RepeatConfig(linear, LINEAR, 2)
 LOW = QLinearConfig(4, 4, recipe=Fp8Current(), bias=False)
 ROUTED = RouteConfig(4, 2)
 SPLIT = LatentSplitConfig(2, shared=2, own=3, value=1)
+STEPS = ExpertStepsConfig(plain_experts(ExpertsConfig(4, dim=8, hidden=16)))
+ROUTED_X = torch.ones(3, 2), torch.ones(3, 8), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
 LOW_RANK = LowRankConfig(4, 4, rank=2, dropout=0.5)
 
 
@@ -115,6 +123,10 @@ def scheduled(kind):
         [action._replace(kind=kind if action.kind == "F" else action.kind) for action in one] for one in one_f_one_b(1, 2).ranks
     ]
     return Schedule("mine", tuple(map(tuple, ranks)))
+
+
+def from_torch(x):
+    return op_from_torch(lambda params, x, cfg: x * 2).fwd(None, x, TorchConfig())
 
 
 def on_two(fn):
@@ -197,6 +209,21 @@ GUARDS = {
     "into of a stage": (
         lambda into: Stage(TWO_STAGES, 1, WEIGHT, Ledger(), Needs.ALL, into, count=1), trees.tree_map(torch.zeros_like, WEIGHT),
         {"weight": X}, ValueError, "stage 1: into must be a tree with the paths of params: weight, bias, got a difference at bias",
+    ),
+    "qkv_split over ranks": (
+        lambda kv: QKVSplitConfig(4, 8, kv_heads=kv).shared_out(1, 2), 2, 1, ValueError,
+        "QKVSplitConfig: kv_heads must be a number that 2 ranks can share out, got 1",
+    ),
+    "op_from_torch's x": (
+        from_torch, X, X.clone().requires_grad_(), GradModeError, "x must",
+    ),
+    "rope's x": (
+        lambda t: rope.fwd(None, (t, torch.arange(3)), RopeConfig(4)), torch.ones(3, 2, 4), torch.ones(3, 2, 4).requires_grad_(),
+        GradModeError, "rope_fwd: x.0",
+    ),
+    "the config of expert steps": (
+        lambda cfg: expert_steps.fwd(expert_steps.init(STEPS, key=random.key(0)), ROUTED_X, cfg), STEPS, LINEAR, TypeError,
+        "expert_steps_fwd: cfg must be ExpertStepsConfig, got LinearConfig",
     ),
     "finish": (finished, None, X, TypeError, "finish: into must be None (these are no sums of reduce_start)"),
 }  # fmt: skip
