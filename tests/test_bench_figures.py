@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from funcops.bench import device, kernels, measure, memory, overhead, residuals, step
+from funcops import RouteConfig, RouteParams, route
+from funcops.bench import device, kernels, measure, memory, overhead, plain_moe, residuals, step
 from funcops.bench.device import CudaTimer, Replay
 from funcops.bench.models import Sizes
 from funcops.bench.samples import Sample, direct
@@ -456,3 +457,15 @@ def test_low_precision_is_measured_beside_the_rest(monkeypatch):
     monkeypatch.setattr(overhead, "_measure_modules", lambda name, ours, theirs: [name, ours is not theirs])
     monkeypatch.setattr(overhead, "_low_precision", lambda: ["low"])
     assert overhead.run() == ["a", "a", "b", "b", "m", True, "low"]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (2, 1), (4, 2), (4, 3)])
+def test_plain_routing_chooses_as_ours_does(score, groups, top_groups):
+    """What a mixture is compared with chooses the same experts, of the best groups alone, by the same weights."""
+    options = dict(score=score, scale=2.0, groups=groups, top_groups=top_groups)
+    logits = torch.randn(33, 8, generator=torch.Generator().manual_seed(groups))
+    weights, counts, _ = plain_moe.routed(logits, None, plain_moe.Router(8, 2, **options))
+    (ours, indices, load, _), _ = route.fwd(RouteParams(), logits, RouteConfig(8, 2, **options))
+    assert_close(weights, torch.zeros(33, 8).scatter(1, indices.long(), ours), dtype=torch.float32)
+    assert counts.tolist() == load.tolist()

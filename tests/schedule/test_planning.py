@@ -364,3 +364,10 @@ def test_sixteen_thousand_gpus_are_planned_with_little_simulated(monkeypatch):
     assert len(plan.rows) == 10 and plan.counted > 10_000 and len(plan.refused) > 100
     assert sum(seen) < 500_000 and len(seen) < 100
     assert plan.best.time < predict(llama, published.PUBLISHED[5].layout).time * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("batch", [4, 8, 12])
+def test_a_prediction_counts_the_tokens_of_a_step(batch):
+    found = predict(dataclasses.replace(SMALL, batch=batch), Layout(pp=1), "H100")
+    assert found.tokens_per_second * found.time == pytest.approx(batch * SMALL.seq)
+    assert f"{found.flops * found.layout.gpus * found.time:.6e}" == f"{found.model.flops:.6e}"
