@@ -152,7 +152,7 @@ def failing(tree: run.Tree, tests: Sequence[str]) -> str:
             ran = subprocess.run(command, cwd=tree.folder, env=environment(tree), capture_output=True, text=True, timeout=600)
         except subprocess.TimeoutExpired:
             return "no end"
-        absent = set(re.findall(r"^ERROR: not found: .*?(tests/.*)$", ran.stderr, re.M)) & set(chosen)
+        absent = set(re.findall(r"^ERROR: not found: .*?(tests/.*)$", ran.stdout + ran.stderr, re.M)) & set(chosen)
         if not absent:  # of a fault a test may get another name
             failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", ran.stdout, re.M)
             return "" if ran.returncode == 0 else failed[1] if failed else f"exit code {ran.returncode}"
