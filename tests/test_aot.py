@@ -11,6 +11,7 @@ import json
 import os
 import random
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -435,3 +436,34 @@ def test_a_kernel_that_spills_is_seen(found):
     assert found["greedy"]["spills"] > 0 and found["greedy"]["matrix"] == ""
     with pytest.raises(AssertionError):
         within_limits(found["greedy"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
+    """Registers are counted, spilled ones are of four bytes, vectors' and scalars', and of instructions each is one."""
+    from funcops.backend.aot import _read_amd
+
+    drawn = random.Random(seed)
+    registers, vector, scalar = (drawn.randrange(1, 512) for _ in range(3))
+    opcodes = drawn.choices(["v_add_f32", "s_waitcnt", "v_mfma_f32_32x32x8_bf16", "global_load_dwordx4"], k=drawn.randrange(1, 30))
+    code = "".join(f"\t{opcode} v0, v1\n" for opcode in opcodes)
+    counts = {"sgpr_count": 7, "sgpr_spill_count": scalar, "vgpr_count": registers, "vgpr_spill_count": vector}
+    said = "".join(f"    .{name}:     {count}\n" for name, count in counts.items())
+    assert _read_amd({"amdgcn": f"kernel:\n; %bb.0:\n{code}.Lfunc_end0:\n{said}"}) == (
+        registers, 4 * (vector + scalar), set(opcodes), len(opcodes)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_code_is_the_executable_sections_of_a_file(seed):
+    """Of a 64-bit ELF file made here: its header says where its sections' headers lie, of which size and how many."""
+    from funcops.backend.aot import _code_bytes
+
+    drawn = random.Random(seed)
+    sections = [(drawn.randrange(8), drawn.randrange(1, 1 << 20)) for _ in range(drawn.randrange(1, 9))]  # flags and size
+    before, entry = drawn.randrange(64, 200), 64 + 8 * drawn.randrange(2)
+    head = bytearray(drawn.randbytes(before))
+    struct.pack_into("<Q", head, 40, before)
+    struct.pack_into("<HH", head, 58, entry, len(sections))
+    table = b"".join(struct.pack("<IIQQQQ", 7, 1, flags, 9, 11, size) + drawn.randbytes(entry - 40) for flags, size in sections)
+    assert _code_bytes(bytes(head) + table + drawn.randbytes(64)) == sum(size for flags, size in sections if flags & 4)
