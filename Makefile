@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train train-parallel test test-rest test-all interpreters gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants docs release-check clean
+.PHONY: help train train-parallel test test-rest test-all interpreters newest newest-part gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants docs release-check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -12,6 +12,8 @@ help:
 	@echo "make test    set up, then run the first tier: a test of every op, law, adapter and example (ARGS=... for pytest's)"
 	@echo "make test-all   both tiers: all tests that need no GPU; make test-rest: those marked slow alone"
 	@echo "make interpreters   import everything and run tests/test_tiny.py on each Python, 3.10 to 3.13, that the machine has"
+	@echo "make newest  both tiers with the newest torch and Triton that pip finds, in $(NEWEST), 6 GB (VERSION=2.11.0 for that torch)"
+	@echo "make newest-part   one test in ten of the first tier, drawn by SEED, with the packages of $(VENV) beside that torch and Triton"
 	@echo "make gpu-smoke   what only a device can tell, each in its own process, within a minute, in PYTHON's own environment"
 	@echo "make gpu     that, the tests and the kernel benchmark that need a GPU, in PYTHON's own environment, within ten minutes"
 	@echo "make aot     set up, then compile the Triton kernels whose source changed, and write docs/benchmarks/aot.csv"
@@ -20,7 +22,7 @@ help:
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
 	@echo "make docs    build the site, of docs/, the docstrings and the notebooks, into site/: strict, any warning fails"
 	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has (ARGS=--here for one)"
-	@echo "make clean   remove the environments; all that these install is in $(VENV) and .interpreters, and each says how much before"
+	@echo "make clean   remove the environments; all that these install is in $(VENV), $(NEWEST), $(NEWEST)-part and .interpreters, and each says how much before"
 
 PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
@@ -51,7 +53,8 @@ train-parallel: $(VENV)/.ready  # heads that two ranks can share out; a thread a
 
 unexport PYTHONDONTWRITEBYTECODE  # some hundred processes would each compile the library's sources again
 
-PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -q -n 2 --dist worksteal
+PYTEST_OF = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -q -n 2 --dist worksteal
+PYTEST = $(call PYTEST_OF,$(VENV))
 
 test: $(VENV)/.test  # tests/opinfo, all of the second tier, takes seconds to import
 	$(PYTEST) --ignore tests/opinfo -m "not gpu and not slow" $(ARGS)
@@ -64,6 +67,18 @@ test-all: $(VENV)/.test
 
 interpreters: $(VENV)/.test
 	$(PY) tests/interpreters.py $(ARGS)
+
+NEWEST ?= .newest
+VERSION ?=
+SEED ?= $(shell git rev-parse --short HEAD)
+
+newest: $(VENV)/.ready  # whose pip installs
+	$(PY) tests/newest.py $(NEWEST) --torch "$(VERSION)"
+	$(call PYTEST_OF,$(NEWEST)) -m "not gpu" $(ARGS)
+
+newest-part: $(VENV)/.test
+	$(PY) tests/newest.py $(NEWEST)-part --torch "$(VERSION)" --beside $(VENV)
+	$(call PYTEST_OF,$(NEWEST)-part) --ignore tests/opinfo -m "not gpu and not slow" -p drawn_part --part 10 --seed "$(SEED)" $(ARGS)
 
 DEVICE = env -u TRITON_INTERPRET
 # Each target's time, in seconds, is its own and is kept from outside, too: ten minutes in all. A bench says where there is no device.
@@ -127,4 +142,4 @@ docs: $(VENV)/.docs
 	$(PY) tests/built_site.py
 
 clean:
-	rm -rf $(VENV) .interpreters site
+	rm -rf $(VENV) $(NEWEST) $(NEWEST)-part .interpreters site

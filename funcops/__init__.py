@@ -19,7 +19,8 @@ NAME_wgrad (NAME.config, NAME.init, NAME.fwd and so on: `dir` shows one name a c
     combinators      chain, repeat, skip, parallel; Step, WithExtras
 Ops of ops           Op, remat, with_policy, op_from_torch (TorchConfig); walk, rewrite (Part)
 What is asked for    Needs
-What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger
+What is kept         report, diff, quantization_report, donate, stow, fetch, Ledger,
+                     checking
 Policies             fit (Fitted), Policy, POLICIES; Save, Recompute, Offload, Compress, Drop
 Gradients            value_and_grad, vjp, differentiable, delayed_wgrad, batch_wgrads
 Kernels              backend, explain, plan, register_fusion, unregister_fusion (Rule, Saving)
@@ -50,6 +51,7 @@ from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
 from funcops.adapters.from_function import op_from_torch as op_from_torch
 from funcops.backend import backend as backend
+from funcops.checking import checking as checking
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
 from funcops.compose.parallel import *

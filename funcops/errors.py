@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from funcops.names import join_path
+
 Shape = tuple["int | str | EllipsisType", ...]
 Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
@@ -156,13 +158,6 @@ def stale(
     of = f" (it aliases {aliases})" if aliases else ""
     end = f". {hint}" if hint else ""
     raise error(f"{where}: {what} must be as the {by} left it, got a tensor that was written to since{of}{end}")
-
-
-def join_path(path: str, name: object) -> str:
-    """The path of a part below `path`. A part whose name is None, as the body of a skip, has its combinator's path."""
-    if name is None or name == "":
-        return path
-    return f"{path}.{name}" if path else str(name)
 
 
 def in_step(error: Exception, name: object) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from funcops.errors import FLOATS, check, describe, fail, require, require_type
 from funcops.kernels import quantize as kernels
-from funcops.marks import counts_writes, version
+from funcops.marks import counts_writes, mark_of, version
 from funcops.op import config
 from funcops.trees import Aside, leaf, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
 
@@ -227,7 +227,7 @@ class QWeight:
     def made_of(self, weight: Tensor) -> QWeight:
         """Note what it was made of, as it is now."""
         if not torch.compiler.is_compiling():  # a graph's weights have no count of writes
-            self.source = Aside((weakref.ref(weight), version(weight)))
+            self.source = Aside((weakref.ref(weight), mark_of(weight)))
         return self
 
     def stale(self) -> bool:

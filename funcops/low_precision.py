@@ -29,7 +29,7 @@ from funcops.backend import wide
 from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
 from funcops.compose.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps, ties
 from funcops.configs import require_config
-from funcops.errors import check, describe, fail, few, in_step, join_path, require, require_callable, require_dtype, require_type
+from funcops.errors import check, describe, fail, few, in_step, require, require_callable, require_dtype, require_type
 from funcops.formats import (
     Format,
     QTensor,
@@ -41,6 +41,7 @@ from funcops.formats import (
     zero_gradient,
 )
 from funcops.kernels.quantize import ELEMENTS, amax
+from funcops.names import join_path
 from funcops.op import Op
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.qlinear import QLinearConfig, op_of, scaled_tensor
@@ -456,5 +457,6 @@ def _updated(state: ScaleState, amax: Tensor, recipe: Fp8Delayed) -> ScaleState:
     history = torch.cat((amax.unsqueeze(-2), state.history[..., :-1, :]), -2)
     a = history.amax(-2) if recipe.algorithm == "max" else amax
     largest = amax.new_tensor([ELEMENTS[e].largest for e in (recipe.fwd, recipe.fwd, recipe.bwd)])
-    scale = (largest / a * 2.0**-recipe.margin).clamp(max=torch.finfo(torch.float32).max)
+    limits = torch.finfo(torch.float32)
+    scale = (largest / a * 2.0**-recipe.margin).clamp(limits.tiny, limits.max)
     return ScaleState(torch.where(ran, scale, state.scale), torch.where(ran.unsqueeze(-2), history, state.history))

@@ -2,24 +2,28 @@
 and how that goes along with a tree.
 
 A mark is a tensor's version, as torch counts writes to it and its views. A write that torch does not count, through `tensor.data`,
-a NumPy array or a raw pointer, goes unnoticed here as it does in autograd. Nobody else here reads a version: nodes ask for
+a NumPy array or a raw pointer, goes unnoticed here as it does in autograd; but where `sampling` says so (`funcops.checking`) a mark
+is a version and a sample of the values. Nobody else here reads a version: nodes ask for
 their marks by the source that `mark_source` writes, all others by `Versions`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcops.errors import DonatedError, StaleResidualError, stale
+from funcops.errors import DonatedError, StaleResidualError, describe, short, stale
 from funcops.trees import FIELDS, Aside, leaves, paths, tensors
 
 STALE = -1  # the mark of a copy of what was stale: no version is below 0
+IDLE = False  # in place of the marks of residuals without fields, of whose x no gradient is asked
 
 
 class Gone:
@@ -92,6 +96,69 @@ def version(t: Any) -> Any:
         return None
 
 
+NODES: weakref.WeakSet[Any] = weakref.WeakSet()  # every class of residuals and pendings
+on_new: list[Callable[[Any], None]] = []  # called with each that is made since
+
+
+def announce(cls: Any) -> None:
+    """Make a class of nodes known."""
+    NODES.add(cls)
+    for each in on_new:
+        each(cls)
+
+
+SAMPLE = 1024  # elements of a tensor that a mark remembers, spread evenly: all of one that has no more
+sampling: Callable[[], bool] = bool  # whether marks are samples, too: no; `funcops.checking` puts its own here
+
+
+def mark_of(t: Any) -> Any:
+    """The mark of a tensor as it is now."""
+    now = version(t)
+    return Sampled(now, t) if now is not None and sampling() and _sample(t) is not None else now
+
+
+class Sampled(int):
+    """A version, with a sample of the tensor that has it (held weakly): equal to that version while the values are as they were."""
+
+    ref: Callable[[], Any]
+    bits: Any
+
+    def __new__(cls, now: int, t: Tensor) -> Sampled:
+        made = super().__new__(cls, now)
+        made.ref, made.bits = weakref.ref(t), _sample(t)
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        return int.__eq__(self, other) is True and self.holds()  # type: ignore[arg-type]
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = int.__hash__
+
+    def holds(self) -> bool:
+        t = self.ref()
+        bits = None if t is None else _sample(t)
+        return bits is None or (bits.shape == self.bits.shape and torch.equal(bits, self.bits))
+
+
+def _sample(t: Tensor) -> Tensor | None:
+    """The bits of a sample of a tensor; None of what is no plain tensor with values to look at."""
+    known = type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta and t.layout is torch.strided
+    if not known or torch._C._len_torch_dispatch_stack() or torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return None
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    with torch.no_grad():
+        every, size = t.detach(), t.numel()
+        if size > SAMPLE:
+            place = torch.arange(SAMPLE, device=t.device) * size // SAMPLE
+            found = every[torch.unravel_index(place, t.shape)]
+        else:
+            found = every.reshape(-1)
+        return found.clone().view(torch.uint8)
+
+
 def mark_source(tensor: str, tree: bool, name: str = "") -> str:
     """`versions` of an expression as source, where that is a tensor or None (a `tree`: anything): faster by a call. `name`: a local
     for what takes long to evaluate."""
@@ -130,10 +197,14 @@ class Versions:
             stale(where, f"{what}.{path}" if path else what, by, hint, error=error)
 
 
-def marks_of(node: Any) -> tuple[Any, ...] | None:
-    """The marks of a node of which some tensors have no version; None where none has one."""
-    found = tuple([versions(getattr(node, name), version) for name in node.guarded])
-    return found if any([mark is not None for mark in _flat(found)]) else None
+def marks_of(node: Any) -> Any:
+    """The marks of a node of which some tensors have no version; None where none has one, IDLE where nothing is kept and no
+    gradient of x asked."""
+    found = tuple([versions(getattr(node, name), mark_of) for name in node.guarded])
+    if any([mark is not None for mark in _flat(found)]):
+        return found
+    idle = node.kind == "residuals" and not node.needs.x and not node.needs.again
+    return IDLE if idle and all([getattr(node, name) is None for name in node.fields]) else None
 
 
 def post_init(self: Any, moved: Aside | None) -> None:
@@ -144,9 +215,16 @@ def post_init(self: Any, moved: Aside | None) -> None:
         moved.value.to(self)
 
 
+def still(node: Any) -> bool:
+    """Whether a node may be used whose marks are not a tuple."""
+    marks = node._marks
+    return marks is None or (type(marks) is Unlike and not marks.expected and stale_path(node) is None)
+
+
 def stale_path(node: Any) -> str | None:
     """The path of a leaf that was written to since it was marked."""
-    for name, mark in zip(node.guarded, node._marks, strict=True):
+    marks = node._marks.marks if type(node._marks) is Unlike else node._marks
+    for name, mark in zip(node.guarded, marks, strict=True) if type(marks) is tuple else ():
         value = getattr(node, name)
         if mark != versions(value, version):
             found = [i for i, (t, before) in enumerate(_pairs(value, mark)) if before != version(t)]
@@ -178,22 +256,99 @@ def _storage(t: Tensor) -> int | None:
         return None
 
 
-class Missing(NamedTuple):
-    """Stands for the marks of a node that lacks what its backward reads: the first such path, the marks that it would have, and how
-    many leaves of each field the forward left out."""
+class Form(NamedTuple):
+    """What a backward expects of a kept tensor, or of what stands for one in fewer bits: then `parts` are those of its tensors."""
+
+    dtype: torch.dtype
+    shape: Any
+    device: torch.device
+    parts: tuple[Form, ...] = ()
+
+    @staticmethod
+    def of(t: Any) -> Form:
+        if isinstance(t, Tensor):
+            return Form(t.dtype, t.shape, t.device)
+        return Form(t.dtype, t.shape, t.device, tuple([Form.of(part) for part in tensors(t)]))
+
+    def fits(self, other: Form) -> bool:
+        """Sizes that a tracer left open fit any: to compare them would fix them. A tensor fits what stands for it."""
+        if other.dtype is not self.dtype or other.device != self.device or len(other.shape) != len(self.shape):
+            return False
+        if any([type(a) is type(b) is int and a != b for a, b in zip(self.shape, other.shape, strict=True)]):
+            return False
+        return len(self.parts) != len(other.parts) or all([a.fits(b) for a, b in zip(self.parts, other.parts, strict=True)])
+
+    def at(self, dtype: torch.dtype, device: torch.device) -> Form:
+        """The same in a dtype, on a device."""
+        return Form(dtype, self.shape, device, tuple([part._replace(device=device) for part in self.parts]))
+
+    def said(self, other: Form) -> str:
+        """What sets it apart from another."""
+        if self[:3] == other[:3] and self.parts:
+            return next((a.said(b) for a, b in zip(self.parts, other.parts, strict=True) if not a.fits(b)), "")
+        return f"{short(self.dtype)}{list(self.shape)}{f' on {self.device}' if self.device != other.device else ''}"
+
+
+def _stands_for_a_tensor(node: Any) -> bool:
+    kind = type(node)
+    return kind in FIELDS and hasattr(kind, "shape") and hasattr(kind, "dtype") and hasattr(kind, "device")
+
+
+def _kept(value: Any) -> dict[str, Any]:
+    """The leaves of a field that are not None, by path; what stands for a tensor is one."""
+    if isinstance(value, Tensor):
+        return {"": value}
+    return {} if value is None else {p: v for p, v in paths(value, is_leaf=_stands_for_a_tensor).items() if v is not None}
+
+
+def _form(leaf: Any) -> Form | None:
+    try:
+        return Form.of(leaf) if isinstance(leaf, Tensor) or _stands_for_a_tensor(leaf) else None
+    except AttributeError:  # of what stands for a tensor and lacks its codes
+        return None
+
+
+class Unlike(NamedTuple):
+    """Stands for the marks of a node of which a leaf is not of the form that the forward gave it: what its backward says (nothing,
+    where all leaves were cast or moved together), the marks that it would have, and what it was made of."""
 
     path: str
+    expected: str
+    got: str
+    error: type[Exception]
     marks: Any
-    holes: dict[str, int]
+    before: Moved
+
+
+_BACK = "Put back what the forward kept, with funcops.trees.replace, or run the forward again"
+
+
+class Known(NamedTuple):
+    """A tensor (held weakly) and its mark, and whether it had been written to by the time that its node was walked over."""
+
+    ref: Any
+    mark: Any
+    stale: bool
+
+    @staticmethod
+    def of(t: Tensor, mark: Any) -> Known:
+        return Known(weakref.ref(t), mark, bool(version(t) != mark))
+
+    def written(self) -> bool:
+        """Whether it was written to; of one that is gone, before the walk."""
+        return self.stale or ((t := self.ref()) is not None and bool(version(t) != self.mark))
 
 
 class Moved(NamedTuple):
-    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: how its tensors were marked
-    (by identity; none is kept alive), and how many leaves of each field were None.
-    One that was given away has no leaves to walk over."""
+    """What a node hands to one that is made of its leaves, by a walk over a tree, `replace` or a copy: by field, what is known of
+    its guarded tensors, and the forms and the number of leaves that are None as the forward left them. `others`: tensors that an
+    edit put away, which keep their marks where they come back. No tensor is kept alive.
+    A node that was given away has no leaves to walk over."""
 
-    marks: list[tuple[Any, Any]]
+    known: dict[str, list[Known]]
+    forms: dict[str, list[Form | None]]
     holes: dict[str, int]
+    others: tuple[Known, ...] = ()
 
     @staticmethod
     def of(node: Any) -> Aside:
@@ -202,30 +357,140 @@ class Moved(NamedTuple):
         marks = node._marks
         if isinstance(marks, Gone):
             marks._refuse()
-        holes = {name: _holes(getattr(node, name)) for name in node.fields}
-        if type(marks) is Missing:
-            marks, holes = marks.marks, marks.holes
-        found = [] if marks is None else [p for n, m in zip(node.guarded, marks, strict=True) for p in _pairs(getattr(node, n), m)]
-        return Aside(Moved([(weakref.ref(t), mark) for t, mark in found], holes))
+        forms: dict[str, list[Form | None]] = {}
+        holes: dict[str, int] = {}
+        others: tuple[Known, ...] = ()
+        if type(marks) is Unlike:
+            before, marks = marks.before, marks.marks
+            forms, holes = before.forms, before.holes
+            others = (*before.others, *[one for own in before.known.values() for one in own])
+        else:
+            for name in node.fields:
+                value = getattr(node, name)
+                if type(value) is Tensor:
+                    forms[name], holes[name] = [Form(value.dtype, value.shape, value.device)], 0
+                else:
+                    forms[name], holes[name] = [_form(leaf) for leaf in _kept(value).values()], _holes(value)
+        known = {}
+        for name, mark in zip(node.guarded, marks or (), strict=False):
+            known[name] = [Known.of(*pair) for pair in _pairs(getattr(node, name), mark)]
+        return Aside(Moved(known, forms, holes, others))
+
+    def edited(self, names: Iterable[str]) -> Moved:
+        """For a node that gets other values in these fields: what is not made of the tensors that were there is fresh."""
+        gone = [one for name in names for one in self.known.get(name, ())]
+        known = {name: [] if name in names else own for name, own in self.known.items()}
+        return self._replace(known=known, others=(*self.others, *gone))
 
     def to(self, node: Any) -> None:
-        """Mark the new node: a tensor that is the very same, or a view of it, keeps its mark; any other is a value of its own,
-        as it is now."""
-        alive = [(t, mark) for ref, mark in self.marks if (t := ref()) is not None]
-        known = {id(t): mark for t, mark in alive}
-        views: dict[Any, Any] = {(storage, version(t)): mark for t, mark in alive if (storage := _storage(t)) is not None}
+        """Mark the new node. A tensor that is the very same, or a view of it, keeps its mark. Any other is a copy, or made in some
+        other way, of what was in its place: it is stale where that is, and fresh as it is now where that is fresh."""
+        every = [*self.others, *[one for own in self.known.values() for one in own]]
+        alive = [(t, one.mark) for one in every if (t := one.ref()) is not None]
+        same = {id(t): mark for t, mark in alive}
+        views: dict[Any, Any] = {}
 
-        def read(t: Any) -> Any:
-            now = version(t)
-            return known[id(t)] if id(t) in known else views.get((_storage(t), now), now)
+        def of_a_view(t: Any, otherwise: Any) -> Any:
+            if not views:
+                views.update({(storage, version(one)): mark for one, mark in alive if (storage := _storage(one)) is not None})
+            return views.get((_storage(t), version(t)), otherwise)
 
-        if known:
-            node._marks = tuple([versions(getattr(node, name), read) for name in node.guarded])
-        for name, before in self.holes.items():
-            if _holes(getattr(node, name)) > before and node.fields[name].wanted(node.needs):
-                path = next(p for p, value in paths(getattr(node, name)).items() if value is None)
-                node._marks = Missing(f"{name}.{path}" if path else name, node._marks, self.holes)
-                return
+        def marks(name: str) -> Any:
+            value, sources = getattr(node, name), self.known.get(name, [])
+            stale = [one.written() for one in sources]
+            if len(sources) != len(tensors(value)):  # taken apart, or packed: there are no places to go by
+                turn = itertools.repeat(any(stale))
+            else:
+                turn = iter(stale)  # type: ignore[assignment]
+
+            def read(t: Any) -> Any:
+                copied = next(turn)
+                return same[id(t)] if id(t) in same else of_a_view(t, STALE if copied else mark_of(t))
+
+            return versions(value, read)
+
+        if any([one.mark is not None for one in every]):
+            found = tuple([marks(name) for name in node.guarded])
+            node._marks = found if any([mark is not None for mark in _flat(found)]) else None
+        self._compare(node)
+
+    def _compare(self, node: Any) -> None:
+        """Note the first leaf that is missing, or not of the form that the forward gave it. All of a node may be cast, or go to
+        another device, together: its backward is then that of what came of it."""
+        if all([_as_before(getattr(node, name), forms) for name, forms in self.forms.items()]):
+            return
+        rows: list[tuple[str, Form, Any]] = []
+        found: tuple[str, str, str, type[Exception]] | None = None
+        for name, forms in self.forms.items():
+            value, field = getattr(node, name), node.fields[name]
+            if field.wanted(node.needs) and _holes(value) > self.holes[name]:
+                path = _joined(name, next(p for p, leaf in paths(value).items() if leaf is None))
+                found = path, f"a tensor ({field.shape}), as the forward kept it", "None", TypeError
+                break
+            leaves = _kept(value)
+            if leaves and forms and len(leaves) != len(forms):
+                found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
+                break
+            rows += [(_joined(name, path), form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False) if form]
+        found = found or _unlike(rows)
+        if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
+            node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)
+
+
+def _as_before(value: Any, forms: list[Form | None]) -> bool:
+    """Whether it is plain to see that a field has the form that it had."""
+    if type(value) is not Tensor or len(forms) != 1 or (form := forms[0]) is None:
+        return value is None and not forms
+    return value.dtype is form.dtype and value.shape == form.shape and value.device == form.device
+
+
+def _joined(name: str, path: str) -> str:
+    return f"{name}.{path}" if path else name
+
+
+def _unlike(rows: list[tuple[str, Form, Any]]) -> tuple[str, str, str, type[Exception]] | None:
+    """The path of the first leaf that has not its form, what it must be, what it is, and the error to raise."""
+    plain = [(form, leaf) for _, form, leaf in rows if isinstance(leaf, Tensor) and form.dtype.is_floating_point and not form.parts]
+    cast = len({leaf.dtype for _, leaf in plain}) == 1 and all([leaf.is_floating_point() for _, leaf in plain])
+    moved = len({got.device for _, _, leaf in rows if (got := _form(leaf))}) == 1
+    for path, form, leaf in rows:
+        got = _form(leaf)
+        wanted = form
+        if got is not None:
+            own = cast and form.dtype.is_floating_point and not form.parts
+            wanted = form.at(got.dtype if own else form.dtype, got.device if moved else form.device)
+        if got is None or not wanted.fits(got):
+            error = TypeError if got is None or got.dtype is not form.dtype else ValueError
+            expected, said = (form.said(form), describe(leaf)) if got is None else (form.said(got), got.said(form))
+            return path, f"{expected}, as the forward kept it", f"{said}. {_BACK}", error
+    return None
+
+
+def edited(node: Any, **changes: Any) -> Any:
+    """`replace`: a node with other values in some fields, which are what the caller says, and no copies of what was there."""
+    moved = Moved.of(node)
+    if moved.value is not None:
+        moved = Aside(moved.value.edited(changes))
+    return dataclasses.replace(node, **{"_moved": moved, **changes})
+
+
+def told(node: Any) -> tuple[Any, ...]:
+    """What a deep copy of a node, or a pickle, must be told: its fields that are stale, and which leaf is not of its form."""
+    unlike = node._marks if type(node._marks) is Unlike else None
+    marks = unlike.marks if unlike else node._marks
+    now = [versions(getattr(node, name), version) for name in node.guarded]
+    stale = [name for name, mark, new in zip(node.guarded, marks or (), now, strict=False) if mark != new]
+    return stale, unlike and (*unlike[:4], Moved({}, unlike.before.forms, unlike.before.holes))
+
+
+def heard(node: Any, stale: list[str], unlike: Any) -> None:
+    """Mark a copy with that."""
+    if stale:
+        every = zip(node.guarded, node._marks or (None,) * len(node.guarded), strict=True)
+        node._marks = tuple([versions(getattr(node, n), lambda _: STALE) if n in stale else mark for n, mark in every])
+    if unlike is not None:
+        path, expected, got, error, before = unlike
+        node._marks = Unlike(path, expected, got, error, node._marks, before)
 
 
 _NOTHING = Aside()

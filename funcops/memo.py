@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,3 +31,28 @@ def remember(memo: dict[K, V], key: K, value: V) -> V:
     if not torch.compiler.is_dynamo_compiling() and not _frozen:
         memo[key] = value
     return value
+
+
+_numbered: dict[Any, int] = {}
+
+
+def number_while_tracing(value: Any) -> int:
+    """The number of a value among those that differ: equal ones have one. A method of what is compared: of any argument but the
+    object of a method the tracer of torch 2.11 wants a constant."""
+    return _numbered.setdefault(value, len(_numbered))
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
+number_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two configs are equal. With `dynamic=True` the numbers in them are symbols to torch.compile, which it can compare
+    with shapes and not inside of what it takes for a constant: it asks Python, and guards on the objects."""
+    if not torch.compiler.is_dynamo_compiling() or not (hasattr(a, _NUMBER) and hasattr(b, _NUMBER)):
+        return bool(a == b)
+    id(a), id(b)  # the tracer guards on them: a method that it runs has no guard on its object
+    return bool(a.number_while_tracing() == b.number_while_tracing())
+
+
+_NUMBER = number_while_tracing.__name__

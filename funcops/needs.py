@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from funcops.errors import describe, fail
 from funcops.memo import remember
+from funcops.names import exact
 from funcops.trees import has, paths
 
 Mask = bool | tuple[str, ...]
@@ -96,7 +97,7 @@ def _mask(side: str, value: Any) -> Mask:
         if found and all(found.values()):
             return True
         value = [path for path, wanted in found.items() if wanted]
-    return tuple(sorted(set(value))) or False
+    return tuple(sorted(set(exact(tuple(value))))) or False
 
 
 def _covers(mask: Mask, path: str) -> bool:

@@ -30,11 +30,15 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.checking import asked, unusual, when_switched
+from funcops.checking import refuse_autocast as refuse_autocast
 from funcops.configs import OpConfig as OpConfig
 from funcops.configs import config as config
 from funcops.configs import same_width as same_width
 from funcops.configs import with_hooks
 from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
+from funcops.marks import IDLE
+from funcops.names import exact
 from funcops.needs import Needs, check_needs
 from funcops.schema import Field, open_node
 from funcops.signatures import (
@@ -62,13 +66,13 @@ from funcops.signatures import (
     X_in,
     Y_out,
 )
-from funcops.trees import tensors
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 ALL = Needs.ALL
 NoneType = type(None)
 any_autocast = torch._C._is_any_autocast_enabled
+when_switched(lambda on: globals().update(any_autocast=asked if on else torch._C._is_any_autocast_enabled))
 
 
 class Ahead(NamedTuple):
@@ -179,8 +183,10 @@ def make_op(
         fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
     if wgrad is not None and init is None:
         fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
+    name = exact(name)
     config, init = with_hooks(config), init or _no_params(name, config)
     if wgrad is None:
+        dgrad.alone = True  # what it gives is dx: without that there is nothing to compute
         wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
     pending, params = getattr(wgrad, "opens", (None, None))
     bwd = bwd or _derived_bwd(name, dgrad, wgrad)
@@ -229,8 +235,8 @@ def forward(
                 _bad_type(where, "cfg", cfg, config)
             if type(params) is not params_class:
                 _bad_type(where, "params", params, params_class)
-            if any_autocast():
-                refuse_autocast(where, params, x)
+            if any_autocast() and (found := unusual("fwd", where, fwd, params, x, cfg, needs=needs)):
+                return found[0]
             if needs is not ALL:
                 check_needs(where, needs, params, x)
             return fn(params, x, cfg, needs=needs)
@@ -271,18 +277,19 @@ def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]
 
         @functools.wraps(fn)
         def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
-            if any_autocast():
-                refuse_autocast(where, residuals, dy)
+            if any_autocast() and (found := unusual("dgrad", where, dgrad, residuals, dy, cfg)):
+                return found[0]
             node = residuals
             if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg)
             node = open_node(where, node, node_class, cfg)
-            result = (node.nothing(), None) if dy is None else fn(node, dy, cfg)
+            nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
+            result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
             if node is not residuals:
                 node.empty()
             return result
 
-        dgrad.opens = node_class  # type: ignore[attr-defined]
+        dgrad.opens, dgrad.alone = node_class, False  # type: ignore[attr-defined]
         return with_raw(dgrad, fn)
 
     return decorate
@@ -321,8 +328,8 @@ def bwd_of(
         def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
             if into is not None and type(into) is not params_class:
                 _bad_type(where, "into", into, params_class)
-            if any_autocast():
-                refuse_autocast(where, residuals, dy)
+            if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
+                return found[0]
             node = residuals
             if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
                 return fn(node, dy, cfg, into=into)
@@ -352,8 +359,8 @@ def wgrad_of(
                 _bad_type(where, "into", into, params_class)
             if pending is None:
                 return no_gradients(params_class, cfg) if into is None else into
-            if any_autocast():
-                refuse_autocast(where, pending)
+            if any_autocast() and (found := unusual("wgrad", where, wgrad, pending, cfg, into=into)):
+                return found[0]
             node = pending
             if type(node) is node_class and node.cfg is cfg and node.fresh():
                 return fn(node, cfg, into=into)
@@ -394,8 +401,8 @@ def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None and type(into) is not params_class:
             _bad_type(where, "into", into, params_class)
-        if any_autocast():
-            refuse_autocast(where, residuals, dy)
+        if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
+            return found[0]
         node = residuals
         if not (type(node) is node_class and node.cfg is cfg and node.fresh()):
             node = open_node(where, node, node_class, cfg)
@@ -417,13 +424,13 @@ def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
     def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
         if into is not None:
             _bad_type(where, "into", into, NoneType)
-        if any_autocast():
-            refuse_autocast(where, residuals, dy)
+        if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
+            return found[0]
         node = residuals
         if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
             return None, raw_dgrad(node, dy, cfg)[0]
         node = open_node(where, node, node_class, cfg)
-        dx = node.nothing() if dy is None else raw_dgrad(node, dy, cfg)[0]
+        dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
         if node is not residuals:
             node.empty()
         return None, dx
@@ -480,15 +487,3 @@ def _named(fn: Any, name: str, module: str, doc: str) -> Any:
 def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
     wanted = "None (this op has no params)" if expected is NoneType else expected.__name__
     fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)
-
-
-def refuse_autocast(where: str, *trees: Any) -> None:
-    """Raise where `torch.autocast` is on for the device of a tensor in the trees: it would cast inside of the op, in silence."""
-    kinds = {t.device.type for t in tensors([getattr(tree, "_node", tree) for tree in trees])}  # a donated node is no tree
-    on = [kind for kind in kinds if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)]
-    if on or not kinds:
-        raise RuntimeError(
-            f"{where}: must run outside of torch.autocast, got a region where it is on. Leave it with "
-            f"torch.autocast({(on or ['cpu'])[0]!r}, enabled=False), and give params and x the dtype that you want with "
-            "funcops.trees.cast(tree, dtype); the modules of funcops.nn follow autocast"
-        )

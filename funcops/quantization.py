@@ -22,17 +22,18 @@ from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.walk import Part, rewrite, steps
-from funcops.errors import describe, fail, few, in_html, join_path, on_screen, require_count, require_number
+from funcops.errors import check, describe, fail, few, in_html, on_screen, require_count, require_number
 from funcops.formats import Format, QTensor, quantize_tensor, turned
 from funcops.kernels.grouped import gathered, groups_of
 from funcops.kernels.quantize import HADAMARD
 from funcops.memory.policy import with_policy
+from funcops.names import join_path
 from funcops.op import Op
 from funcops.ops.experts import ExpertsConfig, experts
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
 from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear
 from funcops.recipes import LOW_FORMS
-from funcops.trees import WithExtras
+from funcops.trees import WithExtras, tensors
 
 OPS: dict[type, Op] = {
     ChainConfig: chain, RepeatConfig: repeat, SkipConfig: skip, ParallelConfig: parallel, LinearConfig: linear,
@@ -161,7 +162,9 @@ class QuantizationReport:
         return in_html(str(self))
 
 
-def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None) -> QuantizationReport:
+def quantization_report(
+    params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None, key: Tensor | None = None
+) -> QuantizationReport:
     """What a recipe would do to every linear and grouped linear layer of a model: which of them to leave in high precision. A
     mixture's `experts` run by their steps, and have the rows `up` and `down`.
 
@@ -172,10 +175,11 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
     `cfg`: the config, without a recipe yet, of a combinator or such a layer. `recipe`: a recipe, or anything with a
     `Format` or None (not rounded) as `x`, `w` and `dy`; or one `Format` for all. Scales are those of the tensors as they are, also
     where the recipe takes those of steps before. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None
-    for what y has beside main, as the loads and losses of routers (`WithExtras`).
+    for what y has beside main, as the loads and losses of routers (`WithExtras`). `key`: for a recipe that rounds stochastically,
+    as `quantize_params` takes it, by default `random.key(0)`: a step with that key rounds to the same codes.
 
-    Raises `TypeError` for another config or recipe, and `ValueError` for a config with a recipe, or without a linear layer that
-    gets a gradient.
+    Raises `TypeError` for another config, recipe or key, and `ValueError` for a config with a recipe, or without a linear layer
+    that gets a gradient.
 
     >>> import torch
     >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, quantization_report, random
@@ -195,12 +199,13 @@ def quantization_report(params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any =
     if low:
         fail(WHERE, "cfg", "a config without a recipe (it is measured before with_recipe)", f"one with a recipe at {few(low)}")
     plan = _Plan.of(recipe)
+    key = _checked_key(key, x)
     op, cfg = rewrite(cfg, _laid_open, op=op)
     op = with_policy(op, "save_all")
     with torch.no_grad():
         y, residuals = op.fwd(params, x, cfg)
         _, pending = op.dgrad(residuals, _cotangent(y) if dy is None else dy, cfg)
-        rows = [_measured(path, kept, waiting, plan) for path, kept, waiting in _linears(residuals, pending, ())]
+        rows = [_measured(path, kept, waiting, plan, key) for path, kept, waiting in _linears(residuals, pending, ())]
     found = {row.step for row in rows}
     missing = tuple(layer for part in known for layer in layers(part) if layer not in found)
     if not rows:
@@ -244,6 +249,7 @@ class _Plan:
     w: Format | None
     dy: Format | None
     hadamard: bool = False
+    stochastic: bool = False  # dy
     turns: bool = False  # the column side of x and dy is tiled anew from the row side
     high_wgrad: bool = False
 
@@ -257,6 +263,7 @@ class _Plan:
         return _Plan(
             **formats,
             hadamard=getattr(recipe, "hadamard", False),
+            stochastic=getattr(recipe, "stochastic", False),
             turns=getattr(recipe, "keep", "") == "row",
             high_wgrad=getattr(recipe, "wgrad", "low") == "high",
         )
@@ -288,11 +295,32 @@ def _linears(residuals: Any, pending: Any, path: tuple[Any, ...]) -> Iterator[tu
 Operands = tuple[Tensor, Tensor, Tensor]  # x, w and dy of one product
 
 
-def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _Plan) -> LinearErrors:
-    groups = _groups(kept, waiting) if isinstance(waiting, GroupedLinearPending) else [_whole(kept, waiting)]
-    each = [[_operand(t, _rounded(t, f)) for t, f in zip(group, (plan.x, plan.w, plan.dy), strict=True)] for group in groups]
+def _checked_key(key: Any, x: Any) -> Tensor:
+    first = next(iter(tensors(x)), None)
+    if key is None:
+        return random.key(0, device=None if first is None else first.device)
+    random.check_key(WHERE, key)
+    check(WHERE, "key", key, (2,), torch.int64, first)
+    return key  # type: ignore[no-any-return]
+
+
+def _keys(path: tuple[Any, ...], key: Tensor, plan: _Plan, groups: int | None) -> list[tuple[Any, Any]]:
+    """For dy by rows and by columns of each group, as `with_keys` and the backward of the layer in low precision make them."""
+    if not plan.stochastic:
+        return [(None, None)] * (groups or 1)
+    own: Any = random.fold_in(key, random.path_id(join_path(".".join(map(str, path)), "weight")))
+    pairs = [random.split(one, 2) for one in ([own] if groups is None else random.split(own, groups))]
+    return [(rows, columns) for rows, columns in pairs]
+
+
+def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _Plan, key: Tensor) -> LinearErrors:
+    several = isinstance(waiting, GroupedLinearPending)
+    found = _groups(kept, waiting) if several else [(0, _whole(kept, waiting))]
+    keys = _keys(path, key, plan, len(kept.weight) if several else None)
+    groups = [_Rounded.of(operands, plan, keys[e]) for e, operands in found]
+    each = [[_operand(t, q) for t, q in zip(one.wide, one.rows, strict=True)] for one in groups]
     operands = {name: _together(parts) for name, *parts in zip(("x", "w", "dy"), *each, strict=True)}
-    errors = [_error(pairs) for pairs in zip(*[_products(*group, plan) for group in groups], strict=True)]
+    errors = [_error(pairs) for pairs in zip(*[_products(one, plan) for one in groups], strict=True)]
     shape = kept.weight.shape if isinstance(kept.weight, Tensor) else (len(kept.weight), *kept.weight[0].shape)
     step = ".".join(["*" if isinstance(name, int) else name for name in path])
     return LinearErrors(".".join(map(str, path)), step, tuple(shape), operands, *errors)
@@ -303,37 +331,53 @@ def _whole(kept: LinearResiduals, waiting: LinearPending) -> Operands:
     return x, w, dy
 
 
-def _groups(kept: GroupedLinearResiduals, waiting: GroupedLinearPending) -> list[Operands]:
-    """Of each group, as each is rounded on its own; the rows of x and dy in their order, where they were found by an index."""
+def _groups(kept: GroupedLinearResiduals, waiting: GroupedLinearPending) -> list[tuple[int, Operands]]:
+    """Number and operands of each group, as each is rounded on its own; the rows of x and dy in their order, where they were found
+    by an index."""
     x, dy = waiting.x.reshape(-1, waiting.x.shape[-1]), waiting.dy.reshape(-1, waiting.dy.shape[-1])
     x = x if waiting.order is None else gathered(x, waiting.order, waiting.choices)
     dy = dy if waiting.dy_order is None else gathered(dy, waiting.dy_order, waiting.choices)
-    return [(x[first:last], kept.weight[e], dy[first:last]) for e, first, last in groups_of(waiting.offsets, len(x))]
+    return [(e, (x[first:last], kept.weight[e], dy[first:last])) for e, first, last in groups_of(waiting.offsets, len(x))]
 
 
-def _products(x: Tensor, w: Tensor, dy: Tensor, plan: _Plan) -> list[tuple[float, float]]:
+class _Rounded(NamedTuple):
+    """Operands, and what they are rounded to by rows. `key`: by which dy is rounded by columns."""
+
+    wide: Operands
+    rows: tuple[QTensor | None, QTensor | None, QTensor | None]
+    key: Tensor | None
+
+    @staticmethod
+    def of(operands: Operands, plan: _Plan, keys: tuple[Any, Any]) -> _Rounded:
+        x, w, dy = operands
+        return _Rounded(operands, (_rounded(x, plan.x), _rounded(w, plan.w), _rounded(dy, plan.dy, key=keys[0])), keys[1])
+
+
+def _products(one: _Rounded, plan: _Plan) -> list[tuple[float, float]]:
     """How far y, dx and dw are off, and how large they are."""
-    qx, qw, qdy = (_rounded(t, f) for t, f in ((x, plan.x), (w, plan.w), (dy, plan.dy)))
+    (x, w, dy), (qx, qw, qdy) = one.wide, one.rows
     wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
     y = _off(_value(qx, x) @ _value(qw, w).mT, wide_x @ wide_w.mT)
     dx = _off(_value(qdy, dy) @ _value(_rounded(w, plan.w, "col"), w), wide_dy @ wide_w)
     if plan.high_wgrad:
         return [y, dx, (0.0, 1.0)]
-    columns = [_column(t, q, f, plan) for t, q, f in ((dy, qdy, plan.dy), (x, qx, plan.x))]
+    columns = [_column(dy, qdy, plan.dy, plan, one.key), _column(x, qx, plan.x, plan, None)]
     return [y, dx, _off(columns[0].mT @ columns[1], wide_dy.mT @ wide_x)]
 
 
-def _rounded(t: Tensor, format: Format | None, side: str = "row", hadamard: bool = False) -> QTensor | None:
-    return None if format is None else quantize_tensor(t, format, side=side, hadamard=hadamard)
+def _rounded(
+    t: Tensor, format: Format | None, side: str = "row", hadamard: bool = False, key: Tensor | None = None
+) -> QTensor | None:
+    return None if format is None else quantize_tensor(t, format, side=side, hadamard=hadamard, key=key)
 
 
-def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _Plan) -> Tensor:
+def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _Plan, key: Tensor | None) -> Tensor:
     """An operand of dw, rounded by blocks along its rows; transformed where the recipe says so."""
     if row is not None and plan.turns and row.format.turns:
         return _value(turned(row), t)
     if plan.hadamard:
         t = torch.nn.functional.pad(t, (0, 0, 0, -len(t) % HADAMARD))
-    return _value(_rounded(t, format, "col", plan.hadamard), t)
+    return _value(_rounded(t, format, "col", plan.hadamard, key), t)
 
 
 def _value(q: QTensor | None, t: Tensor) -> Tensor:

@@ -61,7 +61,15 @@ def path_id(name: str) -> int:
     (True, False)
     """
     require_type("random.path_id", "name", name, str)
+    return _hashed(name)
+
+
+def _hashed(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it, and takes what it gives.
+_hashed._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:

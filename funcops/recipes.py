@@ -11,11 +11,13 @@ Only `Fp8Delayed` has state, which a caller holds (`funcops.low_precision`). Sou
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 from funcops.errors import require
 from funcops.formats import Format
+from funcops.kernels.quantize import ELEMENTS
 from funcops.op import config
 
 LowForm = Callable[[Any, Any], tuple[Any, Any, Any]]
@@ -125,7 +127,7 @@ class Fp8Current(Recipe):
 class Fp8Delayed(Recipe):
     """One scale a tensor, of the largest elements of the last `history` steps: their maximum (`algorithm` "max") or the last one
     ("most_recent"), with 2^`margin` of room. Its state is the caller's: `recipe_init` and `recipe_update` of
-    `funcops.low_precision`.
+    `funcops.low_precision`. Raises `ValueError` for a margin beyond the formats' range (17 for e4m3): all codes would be zeros.
 
     >>> from funcops.low_precision import Fp8Delayed
     >>> Fp8Delayed(history=16).history, Fp8Delayed().dy.element
@@ -144,6 +146,9 @@ class Fp8Delayed(Recipe):
 
     def __post_init__(self) -> None:
         _check_elements("Fp8Delayed", self.fwd, self.bwd)
+        most = int(math.log2(min(ELEMENTS[e].largest / ELEMENTS[e].least for e in (self.fwd, self.bwd))))
+        wanted = f"from {-most} to {most} (beyond, all codes are zeros, or all saturate)"
+        require(abs(self.margin) <= most, "Fp8Delayed", "margin", wanted, self.margin)
         require(self.history >= 1, "Fp8Delayed", "history", "at least 1", self.history)
         algorithms = ("max", "most_recent")
         require(self.algorithm in algorithms, "Fp8Delayed", "algorithm", f"one of {', '.join(algorithms)}", repr(self.algorithm))

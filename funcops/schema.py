@@ -16,8 +16,24 @@ import torch
 from typing_extensions import dataclass_transform
 
 from funcops.errors import DonatedError, apart, describe, fail, stale
-from funcops.marks import STALE, Gone, Missing, Moved, mark_source, marks_of, post_init, stale_path, version, versions
-from funcops.memo import remember
+from funcops.marks import (
+    IDLE,
+    Gone,
+    Moved,
+    Unlike,
+    announce,
+    edited,
+    heard,
+    mark_of,
+    mark_source,
+    marks_of,
+    post_init,
+    stale_path,
+    still,
+    told,
+    versions,
+)
+from funcops.memo import equal, remember
 from funcops.needs import Needs
 from funcops.trees import register, register_node, show, static
 
@@ -129,14 +145,16 @@ class Saved:
     """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields.
 
     A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
-    mapped, rebuilt of its leaves, edited, copied, given away. A copy of a tensor is a value of its own, fresh as it is then; a
-    deep or pickled copy of a stale node stays stale. What a node lacks of what the one it was made of had, is missed by name.
+    mapped, rebuilt of its leaves, edited, copied, given away. A copy of what is fresh is a value of its own, fresh as it is then;
+    a copy of what is stale is stale, however it was made: by a map, deep, pickled, cast there and back. What `replace` puts in a
+    field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is named by
+    the backward that would read it.
     Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
     `needs` and repr stay; what is assigned to a field nobody reads.
-    Writes through `tensor.data` or NumPy are not counted by torch, and nobody notices them.
+    Writes through `tensor.data` or NumPy are not counted by torch: `funcops.checking` notices them, and nobody else.
     """
 
-    __slots__ = ()
+    __slots__ = ("_noted",)  # what `funcops.checking` knows of the call that made it, where that is on
     fields: ClassVar[dict[str, Field]] = {}
     guarded: ClassVar[tuple[str, ...]] = ()
     kind: ClassVar[str]
@@ -149,7 +167,7 @@ class Saved:
     inputs: Inputs
     fresh: Callable[[], bool]
     twin: Callable[[], Any]  # a node of the same leaves and marks
-    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Missing
+    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Unlike; IDLE
 
     __post_init__ = post_init
 
@@ -195,9 +213,11 @@ class Saved:
         self.unused("set")
         for name, value in changes.items():
             setattr(self, name, value)
-        if type(self._marks) is tuple:
-            pairs = zip(self.guarded, self._marks, strict=True)
-            self._marks = tuple([versions(changes[name], version) if name in changes else mark for name, mark in pairs])
+        marks = self._marks
+        if type(own := marks.marks if type(marks) is Unlike else marks) is tuple:
+            pairs = zip(self.guarded, own, strict=True)
+            own = tuple([versions(changes[name], mark_of) if name in changes else mark for name, mark in pairs])
+            self._marks = marks._replace(marks=own) if type(marks) is Unlike else own
 
     def empty(self) -> None:
         """Drop every leaf."""
@@ -213,16 +233,18 @@ class Saved:
     def stale(self) -> str | None:
         """The path of a leaf that was written to since it was marked."""
         self.unused("stale")
-        return stale_path(self) if type(self._marks) is tuple else None
+        return stale_path(self)
 
     def complain(self, where: str) -> None:
-        """Say why this node is not fresh."""
+        """Say why this node is not fresh; nothing of one that is idle, which only takes the longer way through its backward."""
         self.unused(where)
-        if type(self._marks) is Missing:
-            path = self._marks.path
-            shape = self.fields[path.partition(".")[0]].shape
-            fail(where, f"{self.kind}.{path}", f"a tensor ({shape}), as the forward kept it", None, TypeError)
-        path = self.stale() or self.guarded[0]
+        if self._marks is IDLE:
+            return
+        path = self.stale()
+        if path is None and type(self._marks) is Unlike:
+            path, expected, got, error = self._marks[:4]
+            fail(where, f"{self.kind}.{path}", expected, got, error)
+        path = path or self.guarded[0]
         alias = self.fields[path.partition(".")[0]].alias or "an input"
         stale(where, f"{self.kind}.{path}", hint=_CLONE, aliases=alias)
 
@@ -237,22 +259,15 @@ class Saved:
         return _copied, (type(self), *self._parts("pickle", lambda value: value))
 
     def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
-        """Of what a copy is made: fields, statics, the fields that are stale, and what is missing."""
+        """Of what a copy is made: fields, statics, and what its marks must say."""
         self.unused(where)
         given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
-        given |= {name: value_of(given[name]) for name in self.fields}
-        marks = self._marks if type(self._marks) is tuple else ()
-        now = [versions(getattr(self, name), version) for name in self.guarded]
-        stale = [name for name, mark, new in zip(self.guarded, marks, now, strict=False) if mark != new]
-        return given, stale, tuple(self._marks) if type(self._marks) is Missing else None
+        return given | {name: value_of(given[name]) for name in self.fields}, *told(self)
 
 
-def _copied(cls: Any, given: dict[str, Any], stale: list[str], missing: Any) -> Any:
+def _copied(cls: Any, given: dict[str, Any], *said: Any) -> Any:
     made = cls(**given)
-    if type(made._marks) is tuple:
-        made._marks = tuple([STALE if name in stale else mark for name, mark in zip(cls.guarded, made._marks, strict=True)])
-    if missing is not None:
-        made._marks = Missing(missing[0], made._marks, missing[2])
+    heard(made, *said)
     return made
 
 
@@ -375,21 +390,29 @@ def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
     for name, method in _write_methods(made).items():
         setattr(made, name, method)
     made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
-    made._moved = property(Moved.of)
+    made._moved, made.__replace__ = property(Moved.of), edited
     register(made, aside="_moved")
+    announce(made)
     return made
 
 
 _SOURCE = """
 def keep(cfg, needs{parameters}):
+    compiling = is_compiling()
     if needs is ALL:
         {plain}
     else:
-        drop = dropped[needs] if needs in dropped else unwanted(cls, needs, dropped)
+        drop = dropped[needs] if not compiling and needs in dropped else unwanted(cls, needs, dropped)
         if drop is None:
             return None
         {drops}
-    compiling = is_compiling()
+        if len(drop) >= {idle} and not needs.x and not needs.again:
+            self = object.__new__(cls)
+            {assigns}
+            self.cfg = cfg
+            self.needs = needs
+            self._marks = IDLE
+            return self
     self = object.__new__(cls) if compiling else new(cls)
     {assigns}
     self.cfg = cfg
@@ -414,7 +437,7 @@ def twin(self):
 def fresh(self):
     marks = self._marks
     if type(marks) is not tuple:
-        return marks is None
+        return marks is None or still(self)
     if is_compiling():
         return True
     try:
@@ -440,21 +463,21 @@ def _write_methods(cls: Any) -> dict[str, Any]:
         parameters="".join(f", {n}=None" for n in names),
         plain=lines("{n} = None", [n for n, field in cls.fields.items() if not field.wanted(Needs.ALL)]),
         drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
+        idle=len(cls.fields) if cls.kind == "residuals" else len(names) + 1,
         assigns=lines("self.{n} = {n}", names),
         copies=lines("made.{n} = self.{n}", names),
         reads=lines("{n} = self.{n}", cls.guarded),
         marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
     )
-    scope: dict[str, Any] = dict(
-        is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, unwanted=_unwanted
-    )
-    scope.update(cls=cls, dropped={}, versions=versions, marks_of=marks_of)
+    scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
+    scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE, still=still)
     exec(source, scope)
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 
 
 def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...] | None:
-    """The fields that `needs` does not ask for; None where nothing at all will be asked for."""
+    """The fields that `needs` does not ask for; None where nothing at all will be asked for. A tracer, which would guard on all
+    that the memo holds, computes them."""
     asked = needs.params if cls.kind == "pending" else needs
     found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
     return remember(memo, needs, found)
@@ -470,7 +493,7 @@ def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
         fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
     if not node.fresh():
         node.complain(where)
-    if node.cfg is not cfg and node.cfg != cfg:
+    if node.cfg is not cfg and not equal(node.cfg, cfg):
         expected, got = apart(node.cfg, cfg)
         fail(where, "cfg", f"the config of the forward, {expected}", got)
     return node

@@ -52,6 +52,7 @@ from torch import Tensor
 from typing_extensions import dataclass_transform
 
 from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
+from funcops.names import exact
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # of every node class: the names of leaves, of statics, and of what is neither
@@ -150,9 +151,9 @@ def register(cls: type, aside: str = "") -> None:
         fail("register", "cls", "a dataclass", describe(cls) if not isinstance(cls, type) else cls.__name__, TypeError)
     require_type("register", "aside", aside, str)
     fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("hidden")]
-    names = tuple(f.name for f in fields if not f.metadata.get("static"))
-    statics = tuple(f.name for f in fields if f.metadata.get("static"))
-    FIELDS[cls] = names, statics, tuple(f.name for f in dataclasses.fields(cls) if f.metadata.get("hidden"))
+    names = tuple(exact(f.name) for f in fields if not f.metadata.get("static"))
+    statics = tuple(exact(f.name) for f in fields if f.metadata.get("static"))
+    FIELDS[cls] = names, statics, tuple(exact(f.name) for f in dataclasses.fields(cls) if f.metadata.get("hidden"))
 
     def reading(of: tuple[str, ...]) -> str:
         return "(" + "".join(f"node.{name}, " for name in of) + ")"
@@ -218,7 +219,8 @@ def replace(node: T, **changes: Any) -> T:
     for name in changes:
         if name not in known:
             fail("replace", "changes", f"of fields among {', '.join(known)}", repr(name))
-    return dataclasses.replace(node, **changes)  # type: ignore[type-var]
+    own: Any = getattr(type(node), "__replace__", dataclasses.replace)
+    return own(node, **changes)  # type: ignore[no-any-return]
 
 
 def leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> list[Any]:
@@ -245,7 +247,11 @@ def paths(tree: Any, *, is_leaf: Callable[[Any], bool] | None = None) -> dict[st
     if is_leaf is not None:
         require_callable("paths", is_leaf=is_leaf)
     found, values, _ = optree.tree_flatten_with_path(tree, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE)
-    return {".".join(map(str, path)): value for path, value in zip(found, values, strict=True)}
+    return {_dotted(path): value for path, value in zip(found, values, strict=True)}
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    return ".".join([part if type(part) is str else str(exact(part)) for part in path])
 
 
 def tree_map(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Callable[[Any], bool] | None = None) -> T:
@@ -270,7 +276,7 @@ def tree_map_with_path(fn: Callable[..., Any], tree: T, *rest: Any, is_leaf: Cal
     given: Any = tree
 
     def named(path: Any, *values: Any) -> Any:
-        return fn(".".join(map(str, path)), *values)
+        return fn(_dotted(path), *values)
 
     return optree.tree_map_with_path(  # type: ignore[return-value]
         named, given, *rest, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE

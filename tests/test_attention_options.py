@@ -1,6 +1,7 @@
 """Which kernel attends with which options, what torch's are asked for on CUDA, and what a window costs."""
 
 import importlib
+import itertools
 import types
 
 import pytest
@@ -271,3 +272,30 @@ def test_triton_goes_over_blocks(name):
     with backend("triton"):
         got = run()
     assert_close(got, want, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("scale", [None, 0.5])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sizes_of_zero_give_the_formula_or_raise_by_name(scale, causal):
+    """Every size of q, k and v 0, 1 or 3, in turn with every other."""
+    cfg, served = AttentionConfig(scale=scale, causal=causal), 0
+    for batch, t, s, heads, d, width in itertools.product((0, 3), (0, 1, 3), (0, 3), (0, 2), (0, 3), (0, 3)):
+        q, k, v = torch.randn(batch, t, heads, d), torch.randn(batch, s, heads, d), torch.randn(batch, s, heads, width)
+        try:
+            y, kept = attention.fwd(None, (q, k, v), cfg)
+        except ValueError as error:
+            assert "attention_fwd: x." in str(error) and "must be" in str(error) and (not heads or not d or t > s), error
+            continue
+        dy = torch.randn(y.shape)
+        got = attention.bwd(kept, dy, cfg)[1]
+        given = [part.double().requires_grad_() for part in (q, k, v)]
+        scores = torch.einsum("bthd,bshd->bhts", given[0], given[1]) * (d**-0.5 if scale is None else scale)
+        hidden = torch.ones(t, s).tril(s - t) == 0
+        p = scores.masked_fill(hidden & causal, -torch.inf).softmax(-1) if s else scores
+        want = torch.einsum("bhts,bshv->bthv", p, given[2])
+        torch.testing.assert_close(y, want.float())
+        gradients = torch.autograd.grad(want, given, dy.double())
+        for a, b in zip(got, gradients, strict=True):
+            torch.testing.assert_close(a, b.float())
+        served += 1
+    assert served >= 16

@@ -2,11 +2,13 @@
 
 import contextlib
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from funcops.bench import device, kernels, measure, memory, residuals, step
+from funcops import RouteConfig, RouteParams, route
+from funcops.bench import device, kernels, measure, memory, overhead, plain_moe, residuals, step
 from funcops.bench.device import CudaTimer, Replay
 from funcops.bench.models import Sizes
 from funcops.bench.samples import Sample, direct
@@ -416,3 +418,54 @@ def test_an_interval_leaves_a_fortieth_on_each_side():
     values = [float(i) for i in range(101)]
     median, low, high = step.interval(values, draws=2000)
     assert median == 50 and 30 < low < 42 and 58 < high < 70, "2 * 1.2533 * 29.2 / sqrt(101) = 7.3 on each side, and as many again"
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_step_is_fused_unless_it_is_to_be_unfused(fuse, monkeypatch):
+    asked = []
+    monkeypatch.setattr(step, "unfused", lambda cfg: asked.append(cfg) or cfg)
+    sizes = SMALL.dim, SMALL.layers, SMALL.heads, SMALL.kv_heads, SMALL.hidden, SMALL.context, SMALL.vocab
+    names = "dim", "n_layers", "n_heads", "n_kv_heads", "hidden", "context", "vocab"
+    plain = step.PlainLlama(**dict(zip(names, sizes, strict=True)))
+    x, labels = torch.zeros((2, 1, 4), dtype=torch.int64)
+    step.funcops_step(SMALL, plain, x, labels, torch.float32, fuse=fuse)
+    assert len(asked) == (not fuse)
+
+
+@pytest.mark.parametrize("only", ["", "norm", "linear", "no kernel"])
+@pytest.mark.parametrize("late", [False, True])
+def test_kernels_are_measured_by_name_until_the_time_is_over(only, late, monkeypatch, capsys):
+    """A sample that is not asked for is not measured; one for which there was no time is named."""
+    names = ["norm fwd", "norm bwd", "linear", "glu"]
+    made = [SimpleNamespace(name=name, shape=f"{i} rows") for i, name in enumerate(names)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "CudaTimer", lambda: None)
+    monkeypatch.setattr(kernels, "measured_copy_rate", lambda timer: 1.0)
+    monkeypatch.setattr(kernels, "samples", lambda make: iter(made))
+    monkeypatch.setattr(kernels, "measure", lambda sample, *_: [sample.name])
+    wanted = [name for name in names if only in name]
+    found = list(kernels.run(only, ["bf16"], (), -1.0 if late else math.inf))
+    said = capsys.readouterr().err
+    assert found == ([] if late else wanted)
+    assert all((f"{name} " in said) == late for name in wanted) and bool(said) == bool(late and wanted), said
+
+
+def test_low_precision_is_measured_beside_the_rest(monkeypatch):
+    monkeypatch.setattr(overhead, "_cases", lambda: [("a",), ("b",)])
+    monkeypatch.setattr(overhead, "_measure", lambda case: [case, case])
+    monkeypatch.setattr(overhead, "_modules", lambda lib: {"m": lib})
+    monkeypatch.setattr(overhead, "_measure_modules", lambda name, ours, theirs: [name, ours is not theirs])
+    monkeypatch.setattr(overhead, "_low_precision", lambda: ["low"])
+    assert overhead.run() == ["a", "a", "b", "b", "m", True, "low"]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize(("groups", "top_groups"), [(1, 1), (2, 1), (4, 2), (4, 3)])
+def test_plain_routing_chooses_as_ours_does(score, groups, top_groups):
+    """What a mixture is compared with chooses the same experts, of the best groups alone, by the same weights."""
+    options = dict(score=score, scale=2.0, groups=groups, top_groups=top_groups)
+    logits = torch.randn(33, 8, generator=torch.Generator().manual_seed(groups))
+    weights, counts, _ = plain_moe.routed(logits, None, plain_moe.Router(8, 2, **options))
+    (ours, indices, load, _), _ = route.fwd(RouteParams(), logits, RouteConfig(8, 2, **options))
+    assert_close(weights, torch.zeros(33, 8).scatter(1, indices.long(), ours), dtype=torch.float32)
+    assert counts.tolist() == load.tolist()

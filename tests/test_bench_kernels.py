@@ -171,6 +171,7 @@ def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
             if line.get_marker() in plot.MARKERS:
                 marks += len(line.get_xdata())
                 assert all(low < y < high and left < x < right for x, y in line.get_xydata())
+                assert set(line.get_xdata()) == {120.0}, "percent of a copy's rate"
         assert high - low <= min(max(1, count), plot.LINES) + 0.01 and axes.get_xlabel()
         for legend in figure.legends:
             assert not legend.get_window_extent().overlaps(axes.get_window_extent())

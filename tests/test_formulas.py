@@ -160,7 +160,7 @@ def cross_entropy_fwd(d):
 
 def cross_entropy_bwd(d):
     logits, labels, *options = cross_entropy_fwd(d)
-    lse = d.floats(len(labels), dtype=wide(d.dtype), least=2.0)
+    lse = d.floats(len(labels), 2, dtype=wide(d.dtype), least=1.0)
     dloss, first, more = d.choice((d.positive(len(labels)), d.positive())), d.randint(0, 5), d.randint(0, 5)
     some = d.choice(((), (first, first + logits.shape[-1] + more)))
     return dloss, logits, d.ids(len(labels), below=some[1], ignored=options[1]) if some else labels, lse, *options, *some

@@ -370,3 +370,21 @@ def test_every_row_of_the_table_is_chosen():
     sizes = {"narrow": (8, 4096), "medium": (512, 512), "large": (4096, 4096), "any": (16, 16)}
     for (epilogue, dtype, size), choice in TABLE.items():
         assert choose(epilogue, torch.float32 if dtype == "float32" else torch.bfloat16, *sizes[size], True) == choice
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("odd", [None, 0, 1])
+@pytest.mark.parametrize("large", [False, True])
+def test_rows_that_are_not_aligned_have_a_tile_of_their_own(dtype, odd, large):
+    """One width that 16 does not divide is enough; a large tile is for many rows of wide matrices."""
+    from funcops.kernels.triton import grouped
+
+    sizes = [4096, 4096] if large else [64, 4096]
+    if odd is not None:
+        sizes[odd] += 8
+    found = grouped.tile_for(dtype, 1 << 16, 2, *sizes)
+    if dtype is torch.float32:
+        assert found == (grouped.FP32 if odd is None else grouped.FP32_ODD)
+    else:
+        assert found == (grouped.UNALIGNED_FUSED if odd is not None else grouped.SQUARE if large else grouped.SMALL)
+    assert grouped.tile_for(dtype, 2, 2, 4096, 4096) == (grouped.FP32 if dtype is torch.float32 else grouped.SMALL)

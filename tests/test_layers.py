@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
+    "names",
     "errors",
     "memo",
     "trees",
@@ -18,6 +19,7 @@ LAYERS = (
     "kernels",
     "accumulators",
     "configs",
+    "checking",
     "op",
     "formats",
     "scaled",

@@ -1,10 +1,12 @@
 """Adapters in files: PEFT's, both ways, and what is spoiled."""
 
+import dataclasses
 import json
+import re
 
 import pytest
 import torch
-from lora_model import NAMES, base_config, drawn, ours, plain, same_bits, theirs
+from lora_model import MODULES, NAMES, base_config, drawn, ours, plain, same_bits, theirs
 
 from funcops import chain, random
 from funcops.errors import CheckpointError
@@ -127,3 +129,70 @@ def test_two_modules_of_one_name_are_not_written(tmp_path):
         save_adapter(tmp_path, params, cfg, names={"blocks.0.attn.qkv.q.proj": "model", "blocks.0.attn.qkv.v.proj": "model",
                                                    "blocks.*": "b*"})  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+OTHERS = {  # of PEFT's settings that are no bool, values besides the default
+    "task_type": ["CAUSAL_LM"], "auto_mapping": [{"base_model_class": "PlainLlama"}], "peft_version": ["0.1"],
+    "base_model_name_or_path": ["x"], "revision": ["main"], "r": [2, 5], "exclude_modules": [["head"]], "lora_alpha": [3, 12],
+    "lora_dropout": [0.5], "bias": ["all", "lora_only"], "modules_to_save": [["head"]], "layers_to_transform": [[0], [0, 1]],
+    "layers_pattern": ["blocks"], "rank_pattern": [{"q": 2}], "alpha_pattern": [{"q": 1}], "megatron_core": ["other"],
+    "init_lora_weights": [False, "gaussian", "eva", "olora", "pissa", "pissa_niter_4", "corda", "loftq", "orthogonal", "mica",
+                          "lora_ga"],
+    "trainable_token_indices": [[1, 2], {"embed": [1]}], "alora_invocation_tokens": [[1, 2]], "qalora_group_size": [8],
+    "layer_replication": [[[0, 1], [0, 1]]], "target_parameters": [["blocks.0.attn.q.weight"]],
+    "target_modules": [["head", *MODULES], "all-linear"], "megatron_config": [{"tp": 2}], "loftq_config": [{"loftq_bits": 4}],
+    "eva_config": [{"rho": 2.0}], "corda_config": [{"cov_file": "x"}], "lora_ga_config": [{"direction": "ArBr"}],
+    "velora_config": [{"group": 2}], "monteclora_config": [{"samples": 2}], "use_bdlora": [{"nblocks": 2}],
+    "arrow_config": [{"top_k": 2}], "kasa_config": [{"beta": 0.1}],
+}  # fmt: skip
+
+
+SAID = {"r": ["r of"], "rank_pattern": ["r of"], "alpha_pattern": ["lora_alpha of"]}  # which setting an error names
+NEEDS_MORE = {("task_type", "CAUSAL_LM")}  # PEFT wants more of the model than our plain one has
+
+
+def settings():
+    """Every field of PEFT's config with every value that OTHERS names, a bool with both; and a field of a PEFT that is to come."""
+    fields = {f.name: f.default for f in dataclasses.fields(peft.LoraConfig)}
+    unknown = {name for name, default in fields.items() if not isinstance(default, bool)} - {*OTHERS, "peft_type", "runtime_config"}
+    assert not unknown, f"name values of PEFT's new settings in OTHERS: {sorted(unknown)}"
+    for name, default in fields.items():
+        yield from ((name, value) for value in OTHERS.get(name, [True, False] if isinstance(default, bool) else []))
+    yield from (("of_tomorrow", value) for value in (None, False, [], True, 1, "x"))
+
+
+@pytest.fixture(scope="module")
+def of_peft(tmp_path_factory):
+    """An adapter that PEFT wrote, and its logits."""
+    _, cfg, params = ours(rank=4, alpha=8.0, dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("of_peft")
+    theirs(cfg, params, 4, 8.0).float().save_pretrained(folder)
+    return folder, cfg, params
+
+
+@pytest.mark.parametrize(("name", "value"), list(settings()), ids=str)
+def test_a_setting_is_served_as_peft_does_or_refused_by_name(name, value, of_peft, tmp_path):
+    """What PEFT makes of the folder is held against what is loaded here: the same function of x for every linear, or an error."""
+    folder, cfg, params = of_peft
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    edited(**{name: value})(tmp_path)
+    try:
+        loaded = load_adapter(tmp_path, lora_init(merge(params, cfg), cfg, key=random.key(9)), cfg, names=NAMES)
+    except CheckpointError as error:
+        assert re.match(rf"load_adapter: .*(\b{name}\b|{'|'.join(SAID.get(name, ['!']))})", str(error)), error
+        return
+    assert same_bits(adapter(loaded, cfg), adapter(params, cfg))
+    if name == "of_tomorrow" or (name, str(value)) in NEEDS_MORE:
+        return
+    base = plain().float()
+    before = {n: t.clone() for n, t in base.named_parameters()}
+    model = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    linears = [m for m in model.modules() if hasattr(m, "scaling")]
+    assert linears and {m.scaling["default"] for m in linears} == {2.0}
+    for n, t in model.named_parameters():
+        n = n.removeprefix("base_model.model.").replace(".base_layer", "")
+        assert n not in before or t.equal(before[n]), f"PEFT changes {n} of the base under {name}={value}"
+    x = torch.randn(4, linears[0].in_features)
+    q, lora = linears[0], next(iter(adapter(loaded, cfg).values()))
+    torch.testing.assert_close(q(x), q.base_layer(x) + 2.0 * x @ lora.a.T @ lora.b.T)

@@ -470,3 +470,14 @@ def test_a_backward_without_what_dy_is_rounded_by_raises(recipe):
             with pytest.raises(ValueError, match=said) if rounded else contextlib.nullcontext():
                 backward(node, dy, cfg)
     assert raised == (5 if recipe.wgrad == "low" else 3)
+
+
+@pytest.mark.parametrize("columns", [True, False])
+@pytest.mark.parametrize("recipe", [RECIPE, Fp8Delayed(margin=1), Fp8Block(), Fp8Current()], ids=lambda r: type(r).__name__)
+def test_a_working_tree_has_columns_where_they_are_asked_for(recipe, columns):
+    cfg = with_recipe(fo.LinearConfig(32, 48), recipe)
+    params = qlinear.init(cfg, key=random.key(0))
+    state = recipe_init(cfg, params) if recipe.delayed else None
+    weight = quantize_params(params, cfg, state, columns=columns, dtype=torch.float32).weight
+    value = weight.value if recipe.delayed else weight
+    assert (value.col is not None) == columns and (value.row.side == "row")

@@ -28,9 +28,11 @@ from funcops import (
     remat,
     repeat,
     skip,
+    trees,
     with_policy,
 )
 from funcops.bench.models import mlp_config
+from funcops.compose.walk import steps
 from funcops.formats import (
     E2M1_NV,
     E4M3_BLOCK,
@@ -39,7 +41,7 @@ from funcops.formats import (
     E4M3_TENSOR,
     Format,
 )
-from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, with_recipe
+from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe, plain_experts
 from funcops.ops.grouped_qlinear import grouped_op_of
 from funcops.ops.qlinear import QLinearConfig, op_of
@@ -242,3 +244,57 @@ def test_what_it_cannot_report_on():
         quantization_report(params, x, LINEAR, E4M3_MX).over(-1)
     with pytest.raises(ValueError, match="worst: n must be at least 1, got 0"):
         quantization_report(params, x, LINEAR, E4M3_MX).worst(0)
+
+
+STOCHASTIC = {
+    "columns": NVFP4(stochastic=True), "rows kept": NVFP4(stochastic=True, keep="input"),
+    "high dw": NVFP4(stochastic=True, keep="input", wgrad="high"), "no hadamard": NVFP4(stochastic=True, hadamard=False),
+    "nearest": NVFP4(), "block": Fp8Block(), "current": Fp8Current(), "mx": MXFP8(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [None, 0, 7])
+@pytest.mark.parametrize("name", STOCHASTIC)
+def test_rows_are_the_errors_of_the_step(name, seed):
+    """Each of two layers of a repeat and of a head, by what the step's own ops make of the operands that the model has there."""
+    recipe, key = STOCHASTIC[name], None if seed is None else random.key(seed)
+    body = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 128)), Step("down", linear, LinearConfig(128, 64))))
+    layers = Step("layers", repeat, RepeatConfig(skip, SkipConfig(chain, body), 2))
+    cfg = ChainConfig(steps=(layers, Step("head", linear, LinearConfig(64, 32))))
+    params = chain.init(cfg, key=random.key(1), dtype=torch.float32)
+    x, dy = (random.normal(random.key(i), (4, 10, n), dtype=torch.float32) for i, n in ((2, 64), (3, 32)))
+    found = quantization_report(params, x, cfg, recipe, dy=dy, key=key)
+    low = with_recipe(cfg, recipe)
+    work = quantize_params(params, low, dtype=torch.float32, key=key if key is not None else random.key(0))
+    whole = with_policy(chain, "save_all")
+    _, residuals = whole.fwd(params, x, cfg)
+    _, pending = whole.dgrad(residuals, dy, cfg)
+    assert [row.path for row in found.rows] == ["layers.0.up", "layers.0.down", "layers.1.up", "layers.1.down", "head"]
+    for row in found.rows:
+        waiting, weight = trees.at(pending, row.path), trees.at(params, row.path).weight
+        at = next(part.cfg for part in steps(low, layers=True) if part.path == row.path)
+        op = op_of(recipe)
+        own = trees.replace(trees.at(work, row.path), bias=torch.zeros(weight.shape[0]))
+        y, kept = op.fwd(own, waiting.x, at)
+        dparams, dx = op.bwd(kept, waiting.dy, at)
+        wide = [t.flatten(0, -2).double() for t in (waiting.x, waiting.dy)]
+        assert row.y == pytest.approx(off(y.flatten(0, -2), wide[0] @ weight.double().mT), rel=1e-5)
+        assert row.dx == pytest.approx(off(dx.flatten(0, -2), wide[1] @ weight.double()), rel=1e-5)
+        assert row.dw == pytest.approx(off(dparams.weight, wide[1].mT @ wide[0]), rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", [NVFP4(stochastic=True), NVFP4(stochastic=True, keep="input")], ids=["columns", "input"])
+def test_rows_of_groups_that_round_stochastically_are_those_of_the_grouped_layer(recipe):
+    cfg = GroupedLinearConfig(4, 96, 160, bias=False)
+    params = grouped_linear.init(cfg, key=random.key(0), dtype=torch.float32)
+    offsets, dy = torch.tensor([0, 7, 7, 21, 24], dtype=torch.int32), random.normal(random.key(2), (24, 160), dtype=torch.float32)
+    x = random.normal(random.key(1), (24, 96), dtype=torch.float32), offsets
+    (row,) = quantization_report(params, x, cfg, recipe, dy=dy, key=random.key(5)).rows
+    low = GroupedQLinearConfig(4, 96, 160, recipe, bias=False)
+    work = quantize_params(params, low, dtype=torch.float32, key=random.key(5))
+    (y, dparams, dx), (want_y, want_dparams, want_dx) = [
+        (y, *op.bwd(kept, dy, one)) for op, p, one in ((grouped_op_of(recipe), work, low), (grouped_linear, params, cfg))
+        for y, kept in [op.fwd(p, x, one)]]  # fmt: skip
+    assert row.y == pytest.approx(off(y, want_y.double()), rel=1e-4)
+    assert row.dw == pytest.approx(off(dparams.weight, want_dparams.weight.double()), rel=1e-4)
+    assert row.dx == pytest.approx(off(dx[0], want_dx[0].double()), rel=1e-4)

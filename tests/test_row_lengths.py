@@ -51,7 +51,7 @@ def losses(rng, rows, width, dtype):
 
 def gradients_in_place(rng, rows, width, dtype):
     logits, first = floats(rows, width, dtype=dtype), rng.randint(0, 9)
-    args = torch.randint(width + 18, (rows,)), torch.rand(rows) + 9.0, 0.1, -100, 1e-3, first, width + 18
+    args = torch.randint(width + 18, (rows,)), torch.rand(rows, 2) + 4.0, 0.1, -100, 1e-3, first, width + 18
     owned = logits.clone(), logits.clone()
     for name, t in zip(("triton", "torch"), owned, strict=True):
         with backend(name):

@@ -1,12 +1,14 @@
 """Residuals as data: printed, edited, aliased, guarded, given away."""
 
 import copy
+import dataclasses
 import pickle
 import random as draws
 
 import pytest
 import torch
 
+import funcops as fo
 from funcops import (
     ChainConfig,
     DonatedError,
@@ -254,3 +256,22 @@ def test_a_derived_pending_has_the_fields_that_wgrad_reads_and_dy():
 def test_a_static_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="Wrong: static must be names among inputs, shape, dtype, got 'size'"):
         type(Residuals)("Wrong", (Residuals,), {}, static=("shape", "size"))
+
+
+CONFIGS = {
+    "linear": fo.LinearConfig(3, 4, bias=False),
+    "attention": fo.AttentionConfig(causal=True, window=4),
+    "chain": fo.ChainConfig(steps=(fo.Step("a", fo.linear, fo.LinearConfig(4, 4)),), recompute=True),
+    "repeat": fo.RepeatConfig(fo.activation, fo.ActivationConfig("gelu"), 3),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_pickled_config_is_made_anew(name):
+    """Its hash holds in one process alone, as that of its strings does; what was computed from its fields is computed again."""
+    cfg = CONFIGS[name]
+    hash(cfg)
+    made, fields = cfg.__reduce__()
+    again = made(*fields)
+    assert again is not cfg and again == cfg and hash(again) == hash(cfg)
+    assert set(fields[1]) == {f.name for f in dataclasses.fields(cfg) if f.init} and "_hash" not in repr(fields)

@@ -1,5 +1,7 @@
 """Sums over many rows and chunks in 16 bits: taken in float32, and rounded once."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from funcops import (
     LayerNormConfig,
     LinearConfig,
     LinearCrossEntropyConfig,
+    LinearParams,
     RMSNormConfig,
     batch_wgrads,
     bias,
@@ -19,7 +22,7 @@ from funcops import (
     random,
     rms_norm,
 )
-from funcops.testing.tolerances import ROUNDOFF
+from funcops.testing.tolerances import ROUNDOFF, SUM_FACTOR, SUM_ROUNDINGS
 from funcops.trees import cast, paths, tree_map, tree_map_tensors
 
 ROWS, D = 4096, 16
@@ -82,3 +85,41 @@ def test_biases_of_joined_products_reach_wide_accumulators_unrounded(how, dtype)
     got = batch_wgrads(op, [pending, pending], cfg, into=sums, how=how)
     assert off(got.bias, 2 * want.bias) < 1e-6
     assert off(got.weight, 2 * want.weight) < ROUNDOFF[dtype]
+
+
+@pytest.mark.turns("bias")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [(), (1,), (2,), (3,), (17,), (1, 1), (1, 3)], ids=str)
+def test_a_linear_layers_sums_are_as_exact_as_pytorchs(rows, bias):
+    """Of y and every gradient, by both ways backward: the mean error of some draws, in roundings of the sum of all terms' sizes. Of
+    a single number a lucky draw tells nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for inner, outer in itertools.product((1, 3, 65, 129), (1, 5, 65, 129)):
+        cfg, found = LinearConfig(inner, outer, bias=bias), []
+        for _ in range(12):
+            x, w, b, dy = (torch.randn(s, generator=generator) for s in ((*rows, inner), (outer, inner), (outer,), (*rows, outer)))
+            leaves = [x, w, b][: 2 + bias]
+            want, sizes, own = (by_autograd([f(t) for t in leaves], f(dy)) for f in (torch.Tensor.double, wide_size, torch.clone))
+            y, residuals = linear.fwd(LinearParams(w, b if bias else None), x, cfg)
+            dx, pending = linear.dgrad(residuals, dy, cfg)
+            for dparams, d_x in (linear.bwd(residuals, dy, cfg), (linear.wgrad(pending, cfg), dx)):
+                got = [y, d_x, dparams.weight, dparams.bias][: 3 + bias]
+                found.append([(roundings(g, e, s), roundings(o, e, s)) for g, o, e, s in zip(got, own, want, sizes, strict=True)])
+        for ours, torchs in torch.tensor(found).mean(0).tolist():
+            assert ours <= SUM_FACTOR * torchs + SUM_ROUNDINGS, (inner, outer, ours, torchs)
+
+
+def by_autograd(leaves, dy):
+    """y and the gradients of the leaves."""
+    for t in leaves:
+        t.requires_grad_()
+    y = torch.nn.functional.linear(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def wide_size(t):
+    return t.double().abs()
+
+
+def roundings(got, want, sizes):
+    return float((got.double() - want).abs().max() / sizes.max()) / ROUNDOFF[torch.float32]

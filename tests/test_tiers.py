@@ -4,6 +4,7 @@ What a test reaches is read off its code: the names that it, its fixtures and th
 """
 
 import ast
+import fnmatch
 import functools
 import types
 from pathlib import Path
@@ -116,3 +117,15 @@ def test_every_example_is_run(first):
     assert programs and {path.name for path in programs} <= said
     every = {path for path in examples.rglob("*.py") if path.name != "__init__.py"}
     assert not every - with_imports(programs, examples)
+
+
+def test_no_folder_of_tests_is_left_out(request):
+    """Pytest's own list of folders to leave out has names that a room of the library may have, `dist` and `build` among them: what it
+    leaves out is not run, and nothing says so."""
+    patterns = request.config.getini("norecursedirs")
+    folders = {
+        part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parent.parts if part != "__pycache__"
+    }
+    assert {"dist", "adapters", "graphs"} <= folders
+    assert {f: p for f in sorted(folders) for p in patterns if fnmatch.fnmatch(f, p)} == {}
+    assert [name for name in (".git", ".venv", ".interpreters") if not any(fnmatch.fnmatch(name, p) for p in patterns)] == []

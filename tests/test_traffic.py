@@ -15,7 +15,7 @@ tl = pytest.importorskip("triton.language")
 from funcops.bench import traffic  # noqa: E402
 from funcops.bench.measure import BenchError  # noqa: E402
 from funcops.bench.traffic import Traffic, read, recount  # noqa: E402
-from funcops.bench.traffic.assembly import per_byte, resident, widths  # noqa: E402
+from funcops.bench.traffic.assembly import BITS, Instruction, per_byte, resident, widths  # noqa: E402
 from funcops.bench.traffic.calls import fingerprint_of, intercepted  # noqa: E402
 from funcops.bench.traffic.count import count, total  # noqa: E402
 from funcops.bench.traffic.limits import REASONS, missed  # noqa: E402
@@ -290,3 +290,11 @@ def test_every_launch_is_seen(planned):
             _atomic[(10,)](x, 1024, num_warps=2)
     assert [(call.grid, call.options, call.arguments["BLOCK"]) for call in seen] == [((10, 1, 1), {"num_warps": 2}, 1024)] * 3
     assert Traffic._fields[:5] == ("kernel", "shape", "dtype", "provider", "ratio")
+
+
+@pytest.mark.parametrize("suffix", [*BITS, ""])
+@pytest.mark.parametrize("opcode", ["LDG", "STG", "LDS", "FADD"])
+def test_an_instruction_moves_the_bytes_that_its_name_says(opcode, suffix):
+    """Of global memory alone; without a size, 32 bits."""
+    one = Instruction(0, opcode, tuple(filter(None, ("E", suffix))), "")
+    assert one.bytes == (int(suffix.lstrip("US") or 32) // 8 if opcode in ("LDG", "STG") else 0)

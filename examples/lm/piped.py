@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist, models
+from funcops.adapters.pipelining import Pipeline
 from funcops.dist import Mesh, parallel
 from funcops.low_precision import quantize_params
 from funcops.models import DecoderConfig
@@ -25,9 +26,6 @@ def roles(mesh: Mesh, decoder: DecoderConfig) -> dict[str, str]:
     alone = {role for role, axis in (("expert", "ep"), ("context", "cp")) if mesh[axis].size == 1}
     return {glob: role for glob, role in models.roles(decoder).items() if role not in alone | {"vocab"}}
 
-
-if TYPE_CHECKING:
-    from funcops.adapters.pipelining import Pipeline
 
 SCHEDULES = {"gpipe": gpipe, "one_f_one_b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
 
@@ -78,8 +76,6 @@ class Stages:
         parts = zip(x.chunk(self.count), labels.chunk(self.count), strict=True)
         xs = [self.inputs(*part, dtype) for part in parts]
         if self.pipeline is None:
-            from funcops.adapters.pipelining import Pipeline  # of torch versions it was tried with one, and warns of others
-
             group = self.axis.process_group()
             self.pipeline = Pipeline(self.schedule, self.cfg, xs[0], dtype=dtype, device=x.device, group=group, needs=NEEDS)
         zero = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=x.device)

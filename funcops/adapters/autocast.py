@@ -43,7 +43,7 @@ def is_on(kind: str) -> bool:
 
 
 def _available(kind: str) -> bool:
-    return torch._C._is_autocast_available(kind)
+    return torch.amp.is_autocast_available(kind)
 
 
 # torch.compiler.assume_constant_result sets this and imports the compiler. The tracer of torch 2.11 knows neither this function nor
@@ -83,7 +83,10 @@ def is_rule(rule: Any) -> bool:
     """Whether `casts` knows it."""
     if rule in ("", LOWER, FLOAT32):
         return True
-    return isinstance(rule, str) and rule.startswith("aten::") and hasattr(torch.ops.aten, rule.removeprefix("aten::"))
+    if not isinstance(rule, str) or not rule.startswith("aten::"):
+        return False
+    name, _, overload = rule.removeprefix("aten::").partition(".")
+    return hasattr(torch.ops.aten, name) and (not overload or hasattr(getattr(torch.ops.aten, name), overload))
 
 
 _knows: dict[tuple[str, str], bool] = {}

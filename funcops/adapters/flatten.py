@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funcops.names import exact
 from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 
@@ -104,4 +105,5 @@ def places(shape: Any, path: str) -> Iterator[tuple[int, str]]:
     else:
         return
     for name, child in named:
+        name = exact(name)
         yield from places(child, f"{path}.{name}" if path else str(name))

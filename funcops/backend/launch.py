@@ -28,6 +28,8 @@ from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from funcops.backend.interpreted import mend
+
 _SOURCE = """
 def launch(gx, gy, gz, {parameters}, num_warps=4, num_stages=3):
     device = current_device()
@@ -174,6 +176,8 @@ def key_of(parameter: Any, hip: bool) -> str:
 
 
 def _interpreted(kernel: Any) -> Callable[..., None]:
+    mend()
+
     def launch(gx: int, gy: int, gz: int, *arguments: Any, num_warps: int = 4, num_stages: int = 3) -> None:
         kernel[(gx, gy, gz)](*arguments, num_warps=num_warps, num_stages=num_stages)  # which who intercepts launches sees
 

@@ -1,5 +1,5 @@
 """Which implementation runs: by the tensor's device, or by `backend("torch" | "triton")`, or by FUNCOPS_BACKEND; and which
-matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM.
+matrix products: by the table, or by `gemm("auto" | "cublas" | "triton")`, or by FUNCOPS_GEMM. FUNCOPS_CHECK is read here, too.
 
 A choice holds in the context (`contextvars`) of its block: in no other thread or task. What autograd runs on a thread of its own
 follows the choice that its forward ran under (`choice`, `chosen`).
@@ -33,6 +33,7 @@ DEFAULT: Choice = (
     _checked(os.environ.get("FUNCOPS_BACKEND") or None, "FUNCOPS_BACKEND"),
     _checked(os.environ.get("FUNCOPS_GEMM") or None, "FUNCOPS_GEMM", PROVIDERS),
 )
+CHECK = _checked(os.environ.get("FUNCOPS_CHECK") or None, "FUNCOPS_CHECK", ("0", "1")) == "1"  # see funcops.checking
 _choice: ContextVar[Choice] = ContextVar("funcops.backend")
 
 

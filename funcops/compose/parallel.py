@@ -21,7 +21,8 @@ from typing import Any, ClassVar
 
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
 from funcops.configs import Composite, Replace, Width
-from funcops.errors import join_path, require, require_type
+from funcops.errors import require, require_type
+from funcops.names import join_path
 from funcops.needs import Needs
 from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
 from funcops.program import programs

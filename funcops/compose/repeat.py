@@ -34,7 +34,8 @@ from torch import Tensor
 from funcops import random
 from funcops.compose.step import bundle, check_body, live_inputs, note, split_x
 from funcops.configs import Composite, Replace, Width
-from funcops.errors import describe, fail, in_step, join_path, require
+from funcops.errors import describe, fail, in_step, require
+from funcops.names import join_path
 from funcops.needs import Needs, check_needs, sub_mask
 from funcops.op import Op, config, dgrad_of, init_of, make_op
 from funcops.program.into import check_into_tree

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from funcops.compose.repeat import RepeatConfig
 from funcops.configs import Composite, require_config
-from funcops.errors import fail, join_path, require_callable, require_flag, require_type
+from funcops.errors import fail, require_callable, require_flag, require_type
+from funcops.names import join_path
 from funcops.op import Op
 
 

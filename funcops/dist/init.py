@@ -21,8 +21,9 @@ from funcops.compose.parallel import ParallelConfig
 from funcops.configs import Composite
 from funcops.dist.mesh import Axis, Mesh
 from funcops.dist.specs import WHOLE, Ranges, Spec, Specs, own_ranges, specs_by_path, take
-from funcops.errors import describe, fail, join_path, require, require_device, require_dtype, require_type
+from funcops.errors import describe, fail, require, require_device, require_dtype, require_type
 from funcops.marks import version
+from funcops.names import join_path
 from funcops.op import Op
 from funcops.program.values import abstract_params
 from funcops.trees import at, leaves, paths, tree_map_with_path

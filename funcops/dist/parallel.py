@@ -34,8 +34,9 @@ from funcops.dist.ops.sharded_dropout import ShardedDropoutConfig, Shared, shard
 from funcops.dist.ops.vocab_cross_entropy import vocab_cross_entropy
 from funcops.dist.ops.vocab_embedding import vocab_embedding
 from funcops.dist.ops.vocab_linear_cross_entropy import vocab_linear_cross_entropy
-from funcops.errors import describe, fail, in_step, join_path, require, require_flag, require_type
+from funcops.errors import describe, fail, in_step, require, require_flag, require_type
 from funcops.lora.rewrite import BASE, BOTH, LORA, is_adapted
+from funcops.names import join_path
 from funcops.op import Op
 from funcops.ops.attention import AttentionConfig, attention
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy

@@ -70,7 +70,7 @@ def saturated_(t: Tensor) -> Tensor:
 
 
 _silu: Any = torch._C._nn.silu  # as torch.nn.functional calls it
-_gelu: Any = torch._C._nn.gelu
+_gelu: Any = torch.nn.functional.gelu
 _silu_backward, _gelu_backward = _aten.silu_backward.default, _aten.gelu_backward.default
 _relu_backward = _aten.threshold_backward.default
 _tanh_backward, _sigmoid_backward = _aten.tanh_backward.default, _aten.sigmoid_backward.default

@@ -1,4 +1,4 @@
-"""Cross entropy from logits. logits: [N, V]; labels: [N] int64; losses, logsumexp: [N] in the wide dtype.
+"""Cross entropy from logits. logits: [N, V]; labels: [N] int64; losses: [N], logsumexp: [N, 2] in the wide dtype.
 
 Per row, with p = softmax(logits), s = label smoothing, z = z-loss:
 
@@ -6,6 +6,10 @@ Per row, with p = softmax(logits), s = label smoothing, z = z-loss:
     dlogits = dloss ((1 + 2 z lse) p - (1 - s) onehot - s / V)        (terms 1, 2 and 3)
 
 A row whose label is ignore_index has loss 0 and gradient 0.
+
+logsumexp is kept as two numbers, whose sum it is: the highest logit, and the logarithm of sum_v exp(logit_v - highest). Their sum
+would be rounded at the size of the logits, which a shift of all of them makes as large as it likes, and a sure row's loss is less
+than that: logits of 300 have steps of 3e-5. Differences to the highest logit are not rounded where they are small.
 """
 
 from __future__ import annotations
@@ -18,17 +22,19 @@ from funcops.backend import kernel, wide
 
 @kernel()
 def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float) -> tuple[Tensor, Tensor]:
-    """losses [N] and logsumexp [N]."""
-    t = logits.to(wide(logits.dtype))
+    """losses [N] and logsumexp [N, 2]."""
     ignored = labels == ignore_index
+    highest = _highest(logits)
+    t = _below(logits, highest)
     picked = t.gather(-1, labels.masked_fill(ignored, 0).unsqueeze(-1)).squeeze(-1)
     mean = t.mean(-1) if smoothing else None
-    lse = torch.logsumexp(t, -1) if t is logits else _logsumexp_(t)
-    losses = lse - picked
+    rest = t.exp_().sum(-1).log_()
+    losses = rest - picked
     if mean is not None:
         losses += smoothing * (picked - mean)
+    lse = torch.stack((highest.squeeze(-1), rest), -1)
     if z_loss:
-        losses += z_loss * lse.square()
+        losses += z_loss * lse.sum(-1).square_()
     return losses.masked_fill_(ignored, 0.0), lse
 
 
@@ -36,10 +42,10 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
 def plain_cross_entropy_fwd(
     logits: Tensor, labels: Tensor, smoothing: float, ignore_index: int, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    lse = logits.exp().sum(-1).log()
+    lse, highest = logits.exp().sum(-1).log(), logits.amax(-1)
     at_label = (logits * _onehot(labels, 0, logits)).sum(-1)
     losses = lse - (1 - smoothing) * at_label - smoothing * logits.mean(-1) + z_loss * lse**2
-    return losses * (labels != ignore_index), lse
+    return losses * (labels != ignore_index), torch.stack((highest, lse - highest), -1)
 
 
 def _onehot(labels: Tensor, first: int, logits: Tensor) -> Tensor:
@@ -48,11 +54,15 @@ def _onehot(labels: Tensor, first: int, logits: Tensor) -> Tensor:
     return (labels.unsqueeze(-1) == classes).to(logits.dtype)
 
 
-def _logsumexp_(t: Tensor) -> Tensor:
-    """torch.logsumexp over the last dimension, bit for bit, without a second tensor of that size: t is written over."""
-    top = t.amax(-1, True)
-    top = top.masked_fill_(top.abs() == float("inf"), 0.0)
-    return t.sub_(top).exp_().sum(-1).log_().add_(top.squeeze(-1))
+def _highest(logits: Tensor) -> Tensor:
+    """Of each row [N, 1], in the wide dtype: finite, so that its difference to an infinite logit is a number."""
+    ends = torch.finfo(wide(logits.dtype))
+    return logits.amax(-1, True).to(wide(logits.dtype)).clamp_(ends.min, ends.max)
+
+
+def _below(logits: Tensor, highest: Tensor) -> Tensor:
+    """logits - highest in the wide dtype, fresh; widened first, as torch's subtraction of mixed dtypes is slower than both."""
+    return logits - highest if logits.dtype is highest.dtype else logits.to(highest.dtype).sub_(highest)
 
 
 @kernel()
@@ -62,7 +72,7 @@ def cross_entropy_bwd(
 ) -> Tensor:  # fmt: skip
     """dlogits [N, C] in the dtype of logits; dloss: [N] or 0-d, in the wide dtype. The classes are those from `first` among
     `vocab`; with `vocab` 0 they are all there are."""
-    d = logits - logsumexp.unsqueeze(-1) if logits.dtype is logsumexp.dtype else _centred(logits, logsumexp)
+    d = _below(logits, logsumexp[:, :1])
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab or logits.shape[-1])
     return d.to(logits.dtype)
 
@@ -83,7 +93,8 @@ def cross_entropy_bwd_owned(
 ) -> None:  # fmt: skip
     """dlogits written over logits [N, C], contiguous, which are those of the classes from `first` among `vocab`."""
     inside = logits.dtype is wide(logits.dtype)
-    d = logits.sub_(logsumexp.unsqueeze(-1)) if inside else _centred(logits, logsumexp)
+    highest = logsumexp[:, :1]
+    d = logits.sub_(highest) if inside else _below(logits, highest)
     _gradient_(d, dloss, labels, logsumexp, smoothing, ignore_index, z_loss, first, vocab)
     if not inside:
         logits.copy_(d)
@@ -94,27 +105,25 @@ def plain_cross_entropy_bwd_owned(
     dloss: Tensor, logits: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int, vocab: int,
 ) -> Tensor:  # fmt: skip
-    lse = logsumexp.unsqueeze(-1)
+    lse = logsumexp.sum(-1, keepdim=True)
     along_lse = (1 + 2 * z_loss * lse) * (logits - lse).exp()  # term 1: through logsumexp, whose gradient is p, and its square
     along_label = -(1 - smoothing) * _onehot(labels, first, logits)  # term 2: through the label's own logit
     along_mean = -smoothing / vocab  # term 3: through the mean of all logits
     return (dloss * (labels != ignore_index)).unsqueeze(-1) * (along_lse + along_label + along_mean)
 
 
-def _centred(logits: Tensor, logsumexp: Tensor) -> Tensor:
-    """logits - logsumexp in the wide dtype; widened first, since torch's subtraction of mixed dtypes is slower than both."""
-    return logits.to(logsumexp.dtype).sub_(logsumexp.unsqueeze(-1))
-
-
 def _gradient_(
     d: Tensor, dloss: Tensor, labels: Tensor, logsumexp: Tensor, smoothing: float, ignore_index: int, z_loss: float,
     first: int, vocab: int,
 ) -> None:  # fmt: skip
-    """d, which holds logits - logsumexp in the wide dtype, becomes dlogits."""
+    """d, which holds logits - highest in the wide dtype, becomes dlogits."""
     ignored = labels == ignore_index
     rows = torch.where(ignored, torch.zeros((), dtype=d.dtype, device=d.device), dloss.to(d.dtype))
+    along_lse = rows * logsumexp[:, 1].neg().exp_()  # p = exp(logits - highest) exp(highest - lse): one product for both factors
+    if z_loss:
+        along_lse *= 1 + 2 * z_loss * logsumexp.sum(-1)
     d.exp_()
-    d.mul_((rows * (1 + 2 * z_loss * logsumexp) if z_loss else rows).unsqueeze(-1))  # term 1
+    d.mul_(along_lse.unsqueeze(-1))  # term 1
     if smoothing:  # term 3
         d.sub_((rows * (smoothing / vocab)).unsqueeze(-1))
     index, at_label = labels - first, rows * (smoothing - 1.0)

@@ -20,7 +20,13 @@ def linear_fwd(x: Tensor, w: Tensor, b: Optional[Tensor]) -> Tensor:
 @kernel(product=True)
 def linear_dgrad(dy: Tensor, w: Tensor) -> Tensor:
     """dx = dy w."""
-    return matmul(dy, w)
+    return matmul(dy, w) if w.shape[1] != 1 else _one_feature(dy, w)
+
+
+def _one_feature(dy: Tensor, w: Tensor) -> Tensor:
+    """dy w of a column w, by the product with a vector: of one row and one column torch.mm makes one running sum on the CPU, which
+    is several roundings off where a dot product, of partial sums, is less than one."""
+    return matmul(dy, w.squeeze(-1)).unsqueeze(-1)
 
 
 @kernel(product=True)
@@ -34,9 +40,9 @@ def linear_wgrad(dy: Tensor, x: Optional[Tensor], bias: bool) -> tuple[Optional[
 @kernel(product=True)
 def linear_bwd(dy: Tensor, x: Optional[Tensor], w: Tensor, bias: bool) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
     """dx, dw and db: `linear_dgrad` and `linear_wgrad` in one call."""
-    if dy.dim() == 2:  # rows already: nothing to reshape
-        return mm(dy, w), None if x is None else mm(dy.mT, x), torch_sum(dy, 0) if bias else None
     o, i = w.shape
+    if dy.dim() == 2 and i != 1:  # rows already: nothing to reshape
+        return mm(dy, w), None if x is None else mm(dy.mT, x), torch_sum(dy, 0) if bias else None
     rows = reshape(dy, (-1, o))
     dw = None if x is None else mm(rows.mT, reshape(x, (-1, i)))
-    return matmul(dy, w), dw, torch_sum(rows, 0) if bias else None
+    return matmul(dy, w) if i != 1 else _one_feature(dy, w), dw, torch_sum(rows, 0) if bias else None

@@ -33,6 +33,11 @@ class Element(NamedTuple):
     mantissa: int
     dtype: torch.dtype | None = None
 
+    @property
+    def least(self) -> float:
+        """The smallest value above 0."""
+        return 2.0 ** (self.emin - self.mantissa)
+
 
 ELEMENTS = {
     "e4m3": Element(448.0, -6, 3, torch.float8_e4m3fn),
@@ -314,12 +319,14 @@ def _e2m1(v: Tensor) -> Tensor:
 
 
 def _stochastic(v: Tensor, of: Element, bits: Tensor) -> Tensor:
-    """v to one of its two neighbours, to the upper with the chance of how far it is on its way, by 24 random bits: t = |v| + u
-    step, rounded down to the step of t."""
+    """v to one of its two neighbours: up if u >= 1 - r, of u by 24 random bits and r, the part of a step that |v| is above the
+    lower one. Each term is exact, so that a value on the grid stays: |v| + u step would be rounded to the next in float32."""
     a = v.abs()
-    t = a + (bits >> 8).float() * 2.0**-24 * _step(a, of)
-    step = _step(t, of)
-    return torch.where(v == v, torch.copysign((t / step).floor() * step, v), v)
+    step = _step(a, of)
+    steps = a / step
+    low = steps.floor()
+    up = (bits >> 8).float() * 2.0**-24 >= 1 - (steps - low)
+    return torch.where(v == v, torch.copysign((low + up) * step, v), v)
 
 
 def _step(a: Tensor, of: Element) -> Tensor:

@@ -39,7 +39,7 @@ def route_fwd(
     indices = _best(preferred, top_k) if groups == 1 else _best_of_groups(preferred, top_k, groups, top_groups)
     chosen = t.gather(-1, indices)
     if score == "softmax" and not normalize:
-        picked = (chosen - torch.logsumexp(t, -1, keepdim=True)).exp_()
+        picked = (_scores(t, score) if s is None else s).gather(-1, indices)
     else:
         picked = _scores(chosen, score)
     weights = picked * (scale / (picked.sum(-1, True) + LEAST) if score == "sigmoid" and normalize else scale)
@@ -139,5 +139,5 @@ def _of_losses(dloss: Tensor, t: Tensor, counts: Optional[Tensor], top_k: int, s
             d += s * (1 - s) * (a - (a * s).sum(-1, True) / total) / total
     if z:
         lse = torch.logsumexp(t, -1, keepdim=True)
-        d += dloss * (2 * z / (sequences * length)) * lse * (t - lse).exp()
+        d += dloss * (2 * z / (sequences * length)) * lse * torch.softmax(t, -1)
     return d

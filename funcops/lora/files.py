@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,18 +33,18 @@ Modules = dict[tuple[str, tuple[int, ...]], tuple[str, ...]]  # by the path of a
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 SIDES = {"a": "lora_A", "b": "lora_B"}
-# settings of PEFT that give another function, or other tensors, and the values under which they do not
+READ = {"peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern"}
+# settings of PEFT that change no output of a trained adapter: where it came from, which modules have one (the tensors say that),
+# and how it was trained. Those with a value here do so only where another setting, which is refused, turns them on.
+WITHOUT_MEANING = {
+    "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode", "target_modules",
+    "exclude_modules", "lora_dropout", "megatron_core", "runtime_config",
+    "ensure_weight_tying", "qalora_group_size", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+}  # fmt: skip
+# of settings that give another function, or other tensors: values under which they do not, besides None, False and what is empty
 PLAIN: dict[str, tuple[Any, ...]] = {
-    "use_dora": (False, None),
-    "use_rslora": (False, None),
-    "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None),
-    "bias": ("none", None),
-    "modules_to_save": (None, []),
-    "layers_to_transform": (None, []),
-    "layer_replication": (None, []),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None, []),
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "eva", "orthogonal", "mica"),  # the others change the base's weights
 }
 
 
@@ -111,9 +111,9 @@ def load_adapter(
     on its diagonal.
 
     Raises `CheckpointError`, before any tensor is read: for a file that is none or is cut off; for tensors that are missing, extra,
-    or of another shape or dtype, by name; for another rank or alpha; for settings of PEFT with another meaning (DoRA, rsLoRA,
-    biases, modules that are saved whole). So it does for several lora_A where the rank is that of one. Raises `FileNotFoundError`
-    where a file is not there."""
+    or of another shape or dtype, by name; for another rank or alpha; for any setting of PEFT with another meaning (DoRA,
+    rsLoRA, PiSSA, OLoRA, aLoRA, biases, modules that are saved whole), and for one that is not known here; for several lora_A if
+    the rank is that of one. Raises `FileNotFoundError` if a file is missing."""
     where = "load_adapter"
     require_type(where, "folder", folder, str, os.PathLike)
     require_dtype(where, dtype)
@@ -267,9 +267,9 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, Place], module
         fail(where, os.fspath(path), "a JSON object", describe(said), CheckpointError)
     if said.get("peft_type") != "LORA":
         fail(where, f"{path}: peft_type", "'LORA'", repr(said.get("peft_type")), CheckpointError)
-    for name, plain in PLAIN.items():
-        if said.get(name) not in plain:
-            fail(where, f"{path}: {name}", repr(plain[0]), repr(said[name]), CheckpointError)
+    for name, value in said.items():
+        if name not in READ | WITHOUT_MEANING and value and value not in PLAIN.get(name, ()):
+            _refuse_setting(where, path, name, value)
     ranks = {}
     for at, there in modules.items():
         place, whole = found[at[0]], found[at[0]].lora.rank
@@ -284,6 +284,15 @@ def _checked_settings(where: str, path: Path, found: Mapping[str, Place], module
             if not number or not math.isclose(alpha, right, rel_tol=1e-9):
                 fail(where, f"{path}: lora_alpha of {module}", f"{_plain(right)}, as in cfg", repr(alpha), CheckpointError)
     return ranks
+
+
+def _refuse_setting(where: str, path: Path, name: str, value: Any) -> NoReturn:
+    """Raise for a setting that makes another function of the same tensors, or to which a later PEFT may give a meaning."""
+    wanted = " or ".join(map(repr, PLAIN.get(name, (False if isinstance(value, bool) else None,))))
+    remedy = "merge the adapter into the base with PEFT's merge_and_unload, and load that"
+    if name == "init_lora_weights":
+        remedy = "save it with PEFT's path_initial_model_for_weight_conversion, which makes a LoRA of it"
+    fail(where, f"{path}: {name}", wanted, f"{value!r}; {remedy}", CheckpointError)
 
 
 def _of_module(said: Mapping[str, Any], name: str, module: str, other: Any) -> Any:

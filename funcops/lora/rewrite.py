@@ -11,7 +11,8 @@ from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step
 from funcops.compose.walk import Part, check_globs, matches
 from funcops.configs import Composite, require_config
-from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
+from funcops.errors import describe, fail, in_step, require, require_count, require_number, require_type
+from funcops.names import join_path
 from funcops.op import Op
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear

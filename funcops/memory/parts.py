@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from funcops.configs import Composite
-from funcops.errors import join_path
 from funcops.memory.packing import packed
 from funcops.memory.remat import RematResiduals
+from funcops.names import join_path
 from funcops.needs import Needs
 from funcops.op import Op
 from funcops.program.lower import Call, Lowered, Value, lower

@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import describe, fail, join_path, require, require_type
+from funcops.errors import describe, fail, require, require_type
 from funcops.memo import remember
 from funcops.memory.joined_steps import Joint, joined, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
+from funcops.names import join_path
 from funcops.needs import Needs
 from funcops.op import Op, wrap
 from funcops.program.lower import lower

@@ -131,15 +131,23 @@ def check_cache(where: str, cache: Any, cfg: DecoderConfig, batch: int) -> None:
             like = t
 
 
-def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None) -> None:
-    """Whether so many tokens more have a place. On the CPU their number is read; a device, or what is recorded, says so itself
-    while it runs."""
+def check_room(where: str, cache: Cache, tokens: int, counts: Tensor | None, known: int | None) -> None:
+    """Whether so many tokens more have a place, within the positions to which rope is `known` (None: to all). On the CPU their
+    number is read; a device, or what is recorded, says so itself while it runs."""
     after = cache.lengths + (tokens if counts is None else counts)
+    most = min(cache.context, known or cache.context)
+    remedy = "of a rope that knows the longest sequence, from_hf(..., length={})"
     if watched() or not cache.lengths.is_cpu:
-        torch._assert_async((after <= cache.context).all(), f"{where}: cache must be of a longer context than {cache.context}")
+        wanted = (
+            f"cache must be of a longer context than {most}" if most == cache.context else f"cfg must be {remedy.format('...')}"
+        )
+        torch._assert_async((after <= most).all(), f"{where}: {wanted}")
         return
     needed = int(after.max())
     require(needed <= cache.context, where, "cache", f"of a context of at least {needed}", f"one of {cache.context}")
+    require(
+        needed <= most, where, "cfg", remedy.format(cache.context), f"position {needed - 1} beyond its original context, {most}"
+    )
 
 
 class Slots(NamedTuple):

@@ -19,6 +19,7 @@ from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_lo
 from funcops.models.sampling import SamplingConfig, sample
 from funcops.needs import Needs
 from funcops.ops.attention import AttentionConfig
+from funcops.ops.rope_scaling import LongRopeScaling
 from funcops.scaled import unscaled
 from funcops.schema import Donated
 from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
@@ -53,7 +54,8 @@ def decode(
 
     `cache`: is not written to, unless it is given as `donate(cache)`: then in place, and what is returned has the same tensors.
     `counts` [B], int64: how many tokens of each row there are, the first ones; what logits of the others are means nothing.
-    `model`: the chain, where it is not `decoder(cfg)` but made of that, by `with_lora` for one.
+    `model`: the chain, where it is not `decoder(cfg)` but made of that, by `with_lora` for one. A rope that depends on the longest
+    sequence and does not know it (`from_hf(..., length=)`) turns as in sequences of up to its original context, and raises beyond.
 
     Nothing waits for a device. Raises `ValueError` or `TypeError` for another batch, layer, shape or dtype than the cache's, and
     for one that is too short (on a device, or recorded: an assertion while it runs), `DonatedError` for one that was given away.
@@ -81,22 +83,23 @@ def decode(
     require(1 <= tokens <= held.chunk, where, "ids", expected, list(ids.shape))
     check(where, "ids", ids, (...,), torch.int64, held.lengths)
     _check_counts(where, counts, ids, held)
-    check_room(where, held, tokens, counts)
+    known = cfg.rope.known_to if cfg.rope is not None else None
+    check_room(where, held, tokens, counts, known)
     params = without_loss(params)
     placed = with_caches(where, params, held)
     mine = cache.take(where) if type(cache) is Donated else tree_map_tensors(torch.clone, cache)
-    return _step(placed if mine is held else with_caches(where, params, mine), mine, ids, cfg, counts, model)
+    return _step(placed if mine is held else with_caches(where, params, mine), mine, ids, cfg, counts, model, known)
 
 
 def _step(
-    placed: Any, cache: Cache, ids: Tensor, cfg: DecoderConfig, counts: Tensor | None, model: ChainConfig | None
+    placed: Any, cache: Cache, ids: Tensor, cfg: DecoderConfig, counts: Tensor | None, model: ChainConfig | None, length: int | None
 ) -> tuple[Tensor, Cache]:
-    """`decode` of a cache that is written to, which `placed` has in the params."""
+    """`decode` of a cache that is written to, which `placed` has in the params. `length`: see `decoder_x`."""
     tokens, dtype = ids.shape[1], next(iter(cache.layers.values())).k.dtype
     positions = cache.lengths.unsqueeze(1) + torch.arange(tokens, device=ids.device)
     if counts is not None:  # rows that are no tokens have a position too, one that there is
         positions = torch.minimum(positions, (cache.lengths + counts - 1).clamp_min(0).unsqueeze(1))
-    x = decoder_x(cfg, ids, dtype, positions=positions)
+    x = decoder_x(cfg, ids, dtype, positions=positions, length=length)
     given = WithExtras(x.main, {**x.extras, CACHE: slots(cache, tokens, counts, dtype, cfg.windows)})
     y, _ = chain.fwd(placed, given, with_cache(model or _chain_of(cfg)), needs=Needs.NONE)
     cache.lengths.add_(tokens if counts is None else counts)
@@ -133,7 +136,8 @@ def generate(
     that are shorter than T, which begin their rows. Prompts are taken in chunks of `chunk`. `model`: as `decode` has it. Nothing
     waits for a device until a token is looked at; who has enough stops taking.
 
-    Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value.
+    Raises `ValueError` or `TypeError`, when it is called, for arguments of a wrong shape, dtype or value, and where tokens reach
+    beyond the original context of a rope that depends on the longest sequence and does not know it.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -164,9 +168,22 @@ def generate(
     params = without_loss(params)
     _check_params(where, params, model, cfg, ids)
     dtype, chunk = at(params, "embed.weight").dtype, min(chunk, ids.shape[1])
-    cache = cache_init(cfg, ids.shape[0], context=ids.shape[1] + tokens - 1, chunk=chunk, dtype=dtype, device=ids.device)
+    length = ids.shape[1] + tokens - 1
+    _check_length(where, cfg, ids.shape[1], length)
+    cache = cache_init(cfg, ids.shape[0], context=length, chunk=chunk, dtype=dtype, device=ids.device)
     placed = with_caches(where, params, cache)
     return _stream(placed, cfg, ids, tokens, key, sampling, lengths, cache, model)
+
+
+def _check_length(where: str, cfg: DecoderConfig, prompt: int, longest: int) -> None:
+    """A rope that depends on the longest sequence turns all tokens by one function if they stay within its original context, or,
+    with LongRoPE's two, if the prompt is already beyond. Otherwise cached keys would have turned by another."""
+    rope = cfg.rope
+    known = rope.known_to if rope is not None else None
+    if rope is None or known is None or longest <= known or (prompt > known and isinstance(rope.scaling, LongRopeScaling)):
+        return
+    wanted = f"of a rope that knows the longest sequence, as one goes beyond {known} positions: from_hf(..., length={longest})"
+    fail(where, "cfg", wanted, f"no length, with a prompt of {prompt} and {longest} in the end")
 
 
 def _check_params(where: str, params: Any, model: ChainConfig | None, cfg: DecoderConfig, ids: Tensor) -> None:
@@ -190,16 +207,17 @@ def _stream(
     lengths: Tensor | None, cache: Cache, model: ChainConfig | None,
 ) -> Iterator[Tensor]:  # fmt: skip
     last: Any = None
+    length = cache.context
     for start in range(0, ids.shape[1], cache.chunk):
         part = ids[:, start : start + cache.chunk]
         counts = None if lengths is None else (lengths - start).clamp(0, part.shape[1])
-        logits, cache = _step(placed, cache, part, cfg, counts, model)
+        logits, cache = _step(placed, cache, part, cfg, counts, model, length)
         last = logits[:, -1] if counts is None else _last(logits, counts, last)
     for i in range(tokens):
         token = sample(last, None if key is None else random.fold_in(key, i), sampling)
         yield token
         if i + 1 < tokens:
-            logits, cache = _step(placed, cache, token.unsqueeze(1), cfg, None, model)
+            logits, cache = _step(placed, cache, token.unsqueeze(1), cfg, None, model, length)
             last = logits[:, -1]
 
 

@@ -14,13 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.step import Step
 from funcops.configs import config
-from funcops.errors import check, fail, require, require_dtype, require_number, require_type
+from funcops.errors import check, fail, require, require_count, require_dtype, require_number, require_type
 from funcops.models.mixture import MoEConfig, moe
 from funcops.ops.activation import KINDS as ACTIVATIONS
 from funcops.ops.activation import ActivationConfig, activation
@@ -270,11 +271,13 @@ def _extras(cfg: DecoderConfig) -> tuple[str, ...]:
 
 def decoder_x(
     cfg: DecoderConfig, ids: Tensor, dtype: torch.dtype, *, positions: Tensor | None = None, labels: Tensor | None = None,
-    key: Tensor | None = None,
+    key: Tensor | None = None, length: int | None = None,
 ) -> WithExtras:  # fmt: skip
     """x of `decoder(cfg)`: ids [B, T], int64, with the tables that q and k turn by at `positions` ([T] or [B, T], default 0 to
     T - 1), for params of `dtype`, the `labels`, which are the next tokens already (-100: of none), and the `key` that dropout of
-    adapters takes (`with_lora`). Raises `ValueError` or `TypeError` for a wrong shape or dtype.
+    adapters takes (`with_lora`). `length`: the longest sequence there will be, for a rope that depends on it (dynamic, longrope)
+    and whose config does not say it; by default T, or what `positions` reach. Raises `ValueError` or `TypeError` for a wrong shape
+    or dtype, and if such a rope has positions of which only a device knows how far they reach.
 
     >>> import torch
     >>> from funcops import RopeConfig, chain, random
@@ -297,13 +300,28 @@ def decoder_x(
     if key is not None:
         check_key("decoder_x", key)
         check("decoder_x", "key", key, (2,), torch.int64, ids)
+    if length is not None:
+        require_count("decoder_x", length=length)
     wide = torch.promote_types(dtype, torch.float32)
     made: dict[str, Any] = {"positions": at}
     for name, turns in (("rotation", cfg.rope), ("local_rotation", cfg.local_rope)):
         if turns is not None and name in _extras(cfg):
+            if turns.known_to is not None:
+                turns = turns.at_length(length or _longest(ids, positions))
             made[name] = rope_table(at, turns, dtype=wide)
     extras = {name: made[name] for name in _extras(cfg)}
     return WithExtras(ids, extras | {name: t for name, t in (("labels", labels), ("key", key)) if t is not None})
+
+
+def _longest(ids: Tensor, positions: Tensor | None) -> int:
+    """How far positions reach. Those on a device, or of a tracer, are not read."""
+    if positions is None:
+        return max(ids.shape[1], 1)
+    if watched() or not positions.is_cpu:
+        fail(
+            "decoder_x", "length", "given (the rope of cfg depends on the longest sequence, which positions do not say here)", None
+        )
+    return int(positions.max()) + 1 if positions.numel() else 1
 
 
 def _blocks(cfg: DecoderConfig) -> tuple[list[Step], tuple[str, ...]]:

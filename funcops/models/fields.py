@@ -98,6 +98,8 @@ def _read_rope(fields: Fields, found: Found) -> None:
 
     def rope(given: Found) -> Any:
         given = {"rope_theta": before["rope_theta"], **given}
+        if family != "phi3" and given.get("rope_type", given.get("type", "default")) == "default":
+            given.pop("partial_rotary_factor", None)  # Hugging Face's models of these families turn whole heads all the same
         return read_rope(where, given, size, context, original=original, length=fields.length, interleaved=interleaved)
 
     nested = new is not None and "full_attention" in new
@@ -180,6 +182,8 @@ def _read_gemma(fields: Fields, found: Found) -> None:
     for name, of, cap in zip(("softcap", "logit_softcap"), ("attn_logit", "final_logit"), caps, strict=True):
         given = f"{of}_softcapping" in fields.given  # where null is no cap
         found[name] = fields.take(f"{of}_softcapping", None if given else cap, float)
+    if fields.given["model_type"] == "gemma3_text":
+        found["softcap"] = None  # a field that Hugging Face's model reads and does not use
     found["embed_scale"] = found["dim"] ** 0.5
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.backend.declare import watched
 from funcops.configs import config
 from funcops.errors import FLOATS, check, fail, require, require_number, require_type
 
@@ -39,8 +40,12 @@ class SamplingConfig:
 
 def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
     """Of each row of logits [B, V] a token [B], int64, by one uniform number from `key`: the first whose cumulated probability is
-    above it. The key is not used, and may be None, where the temperature is 0. Raises `ValueError` or `TypeError` for a wrong shape
-    or dtype, or without a key.
+    above it. The key is not used, and may be None, where the temperature is 0. Logits of inf share all probability of their
+    row.
+
+    Raises `ValueError` or `TypeError` for a wrong shape or dtype, or without a key; on the CPU also for a NaN, and for a row of
+    -inf alone. On a device, which nothing waits for, or where calls are recorded, a NaN counts as -inf, and the tokens of a row
+    without another are equally likely.
 
     >>> import torch
     >>> from funcops import random
@@ -57,10 +62,11 @@ def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
     if cfg.temperature > 0 or key is not None:
         random.check_key(where, key)
         check(where, "key", key, (2,), torch.int64, logits)
+    logits = logits.masked_fill(_checked_nan(where, logits), -torch.inf)
     if cfg.temperature == 0:
         return logits.argmax(1)
     assert key is not None
-    p, order = torch.softmax(logits.to(torch.float64) / cfg.temperature, 1), None
+    p, order = torch.softmax(_below_highest(logits.to(torch.float64)) / cfg.temperature, 1), None
     if cfg.top_k is not None or cfg.top_p is not None:
         p, order = torch.sort(p, dim=1, descending=True, stable=True)
         before = p.cumsum(1) - p
@@ -76,3 +82,20 @@ def sample(logits: Tensor, key: Tensor | None, cfg: SamplingConfig) -> Tensor:
     last = torch.searchsorted(total, whole)  # the last token that has any probability
     place = torch.minimum(place, last)
     return (place if order is None else order.gather(1, place)).squeeze(1)
+
+
+def _checked_nan(where: str, logits: Tensor) -> Tensor:
+    """Where there is a NaN, which on the CPU is refused, as is a row without a token that can come next."""
+    nan = logits.isnan()
+    if logits.is_cpu and not watched() and logits.shape[0]:
+        require(not nan.any(), where, "logits", "without NaN", f"one in row {int(nan.any(1).int().argmax())}")
+        none = (logits == -torch.inf).all(1)
+        got = f"-inf alone in row {int(none.int().argmax())}"
+        require(not none.any(), where, "logits", "above -inf for some token of each row", got)
+    return nan
+
+
+def _below_highest(logits: Tensor) -> Tensor:
+    """Logits less the highest of their row, so that no temperature overflows: 0 for the highest, also of inf or -inf."""
+    highest = logits.amax(1, keepdim=True)
+    return torch.where(logits == highest, 0.0, logits - highest)

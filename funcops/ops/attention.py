@@ -119,6 +119,8 @@ def check_qkv(where: str, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> None
     q_shape, k_shape = q.shape, k.shape
     if len(q_shape) != 4:
         fail(where, "x.0 (q)", "[B, T, H, D]", list(q_shape))
+    if not q_shape[3]:  # whose default scale would be infinite
+        fail(where, "x.0 (q)", "of heads of at least 1 feature, [B, T, H, D]", list(q_shape))
     if len(k_shape) != 4 or k_shape[0] != q_shape[0] or k_shape[3] != q_shape[3]:
         fail(where, "x.1 (k)", f"[{q_shape[0]}, S, K, {q_shape[3]}]", list(k_shape))
     if k_shape[2] == 0 or q_shape[2] % k_shape[2] != 0:

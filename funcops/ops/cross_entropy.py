@@ -5,7 +5,8 @@
 
 s: label_smoothing; z: z_loss. Rows with label ignore_index have loss and gradient 0 and do not count in the mean.
 x is `(logits, labels)`. logits, dl: [*, V] of one float dtype; labels: [*] int64; y: a float32 scalar (float64 for
-float64), or [*] with reduction "none". Kept: logits and labels, aliases, and lse: 4 bytes a row; no probabilities.
+float64), or [*] with reduction "none". Kept: logits and labels, aliases, and lse as two
+numbers, max_v l_v and log sum_v exp(l_v - max): 8 bytes a row; no probabilities. Their sum alone would lose what a shift hides.
 The mean over no rows at all is nan, with gradient 0, as in PyTorch.
 
 >>> import torch
@@ -54,7 +55,7 @@ class CrossEntropyConfig(OpConfig):
 class CrossEntropyResiduals(Residuals, static=("inputs",)):
     logits: Tensor = saved("[*, V]", alias="x.0", needed_by=DGRAD, of=("x.0",))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    logsumexp: Tensor = saved("[*]", needed_by=DGRAD, of=("x.0",), recompute_from=("logits",))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",), recompute_from=("logits",))
     count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
 
 
@@ -70,7 +71,7 @@ def cross_entropy_fwd(
     losses, lse = kernels.cross_entropy_fwd(rows, labels.reshape(-1), cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
     kept = CrossEntropyResiduals.keep(
-        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(labels.shape), count=count, inputs=Inputs.of(x)
+        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
     )
     return y, kept
 
@@ -86,7 +87,7 @@ def cross_entropy_dgrad(residuals: CrossEntropyResiduals, dy: Tensor, cfg: Cross
         dloss.reshape(-1) if dloss.dim() else dloss,
         logits.reshape(-1, logits.shape[-1]),
         labels.reshape(-1),
-        residuals.logsumexp.reshape(-1),
+        residuals.logsumexp.reshape(-1, 2),
         cfg.label_smoothing,
         cfg.ignore_index,
         cfg.z_loss,

@@ -6,14 +6,15 @@ With `softcap` c the loss is that of c tanh(l / c), and dl its gradient times 1 
 
 x is `(x, labels)`. x, dx: [*, I]; labels: [*] int64; w, dw: [V, I]; one float dtype; y: a float32 scalar (float64 for
 float64), or [*] with reduction "none". The forward goes by chunks of rows. The backward goes by chunks of classes, so that
-every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp: 4 bytes a row;
-each half of the backward, and the whole one once, recomputes the logits of a chunk at a time. arXiv:2411.09009, Liger-Kernel.
+every row of dw is one sum; it keeps a float32 dx meanwhile. Kept: x, w and labels, aliases, and logsumexp as in cross_entropy,
+two numbers: 8 bytes a row; each half of the backward, and the whole one once, recomputes the logits of a chunk at a time.
+arXiv:2411.09009, Liger-Kernel.
 
 >>> import torch
 >>> from funcops import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy_bwd, linear_cross_entropy_fwd
 >>> cfg, params = LinearCrossEntropyConfig(3, 8), LinearCrossEntropyParams(torch.zeros(8, 3))
 >>> loss, residuals = linear_cross_entropy_fwd(params, (torch.ones(2, 3), torch.tensor([0, 5])), cfg)
->>> loss, residuals.logsumexp
+>>> loss, residuals.logsumexp.sum(-1)
 (tensor(2.0794), tensor([2.0794, 2.0794]))
 >>> dparams, (dx, _) = linear_cross_entropy_bwd(residuals, torch.ones(()), cfg)
 >>> dparams.weight[0], dx.shape
@@ -116,7 +117,7 @@ class LinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, I]", alias="x.0", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     weight: Tensor = saved("[V, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
-    logsumexp: Tensor = saved("[*]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("x", "weight"))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("x", "weight"))
     count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
 
 
@@ -124,7 +125,7 @@ class LinearCrossEntropyPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD)
     labels: Tensor = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
     weight: Tensor = saved("[V, I]", alias="residuals.weight", needed_by=WGRAD)
-    logsumexp: Tensor = saved("[*]", alias="residuals.logsumexp", needed_by=WGRAD)
+    logsumexp: Tensor = saved("[*, 2]", alias="residuals.logsumexp", needed_by=WGRAD)
     dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
 
 
@@ -151,8 +152,9 @@ def linear_cross_entropy_fwd(
     weight = params.weight
     check("linear_cross_entropy_fwd", "params.weight", weight, (cfg.vocab, cfg.in_features), t.dtype, t)
     rows, flat = t.reshape(-1, cfg.in_features), labels.reshape(-1)
-    losses, lse = (t.reshape(labels.shape) for t in losses_of_chunks(rows, flat, weight, cfg))
-    y, count = reduce_losses(losses, labels, cfg)
+    losses, lse = losses_of_chunks(rows, flat, weight, cfg)
+    y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
+    lse = lse.reshape(*labels.shape, 2)
     kept = LinearCrossEntropyResiduals.keep(
         cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse, count=count, inputs=Inputs.of(x)
     )
@@ -160,7 +162,7 @@ def linear_cross_entropy_fwd(
 
 
 def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCrossEntropyConfig) -> tuple[Tensor, Tensor]:
-    """losses [N] and logsumexp [N], a chunk of rows at a time."""
+    """losses [N] and logsumexp [N, 2], a chunk of rows at a time."""
     found = [
         kernels.cross_entropy_fwd(
             logits_of(rows[c], weight, cfg.softcap), labels[c], cfg.label_smoothing, cfg.ignore_index, cfg.z_loss
@@ -170,7 +172,7 @@ def losses_of_chunks(rows: Tensor, labels: Tensor, weight: Tensor, cfg: LinearCr
     if len(found) == 1:
         return found[0]
     if not found:
-        return rows.new_empty(0, dtype=wide(rows.dtype)), rows.new_empty(0, dtype=wide(rows.dtype))
+        return rows.new_empty(0, dtype=wide(rows.dtype)), rows.new_empty((0, 2), dtype=wide(rows.dtype))
     return torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found])
 
 
@@ -189,7 +191,7 @@ def loss_gradients(
 ) -> Tensor | None:  # fmt: skip
     """The gradient of the logits, a chunk of classes at a time: `dw(classes, dlogits, rows)` is called with each, and the result is
     dx [N, I], where wanted, summed over them in the wide dtype. The classes are `cfg.vocab` from `first` among `vocab`."""
-    labels, lse, dloss = labels.reshape(-1), lse.reshape(-1), dloss.reshape(-1) if dloss.dim() else dloss
+    labels, lse, dloss = labels.reshape(-1), lse.reshape(-1, 2), dloss.reshape(-1) if dloss.dim() else dloss
     chunks, total = list(cfg.class_chunks(rows.shape[0])), None
     for c in chunks:
         part = weight[c]

@@ -30,6 +30,7 @@ True
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import field
 from typing import Any, ClassVar
@@ -71,6 +72,8 @@ class RopeConfig(OpConfig):
     def __post_init__(self) -> None:
         require(isinstance(self.dim, int) and self.dim >= 1, "RopeConfig", "dim", "at least 1", self.dim)
         require(0 < self.theta < math.inf, "RopeConfig", "theta", "above 0, and finite", self.theta)
+        least = 1e-30  # an angle, up to 1 / theta, must be finite in float32
+        require(self.theta >= least, "RopeConfig", "theta", f"at least {least}", self.theta)
         r = self.rotary_dim if self.rotary_dim is not None else self.dim
         object.__setattr__(self, "rotating", r)
         object.__setattr__(self, "table_size", 3 * r)
@@ -134,6 +137,19 @@ class RopeConfig(OpConfig):
             return torch.stack([found[axis, ..., i] for i, axis in enumerate(turn_by)], -1)
         of_axes = torch.split(found, list(self.sections), -1)
         return torch.cat([part[axis] for axis, part in enumerate(of_axes)], -1)
+
+    @property
+    def known_to(self) -> int | None:
+        """The longest sequence for which this turns as it says. Beyond, its scaling depends on a `length` that it lacks. None if
+        any."""
+        scaling: Any = self.scaling
+        return scaling.original_context if getattr(scaling, "length", 0) is None else None
+
+    def at_length(self, longest: int) -> RopeConfig:
+        """The config for sequences of up to `longest` positions, if its scaling depends on that and lacks it."""
+        if self.known_to is None:
+            return self
+        return dataclasses.replace(self, scaling=dataclasses.replace(self.scaling, length=longest))  # type: ignore[type-var]
 
     def widths(self, width: int | None) -> tuple[int | None, int | None]:
         return self.dim, self.dim

@@ -84,6 +84,8 @@ class DynamicScaling:
 
     def frequencies(self, theta: float, size: int, dtype: torch.dtype, device: Any) -> Tensor:
         longest = max(self.length or 0, self.original_context)
+        if longest == self.original_context:  # a factor of 1, which the difference below would round away
+            return plain_frequencies(theta, size, dtype, device)
         theta = theta * (self.factor * longest / self.original_context - (self.factor - 1)) ** (size / (size - 2))
         return plain_frequencies(theta, size, dtype, device)
 
@@ -119,6 +121,7 @@ class YarnScaling:
         check_positive(
             "YarnScaling", self, "original_context", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"
         )
+        require(self.beta_slow >= 1e-30, "YarnScaling", "beta_slow", "at least 1e-30", self.beta_slow)
         fast = self.beta_fast >= self.beta_slow
         require(fast, "YarnScaling", "beta_fast", f"at least beta_slow ({self.beta_slow})", self.beta_fast)
 

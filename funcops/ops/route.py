@@ -212,7 +212,7 @@ def _dropped(y: Routed, kept: dict[str, Any], cfg: RouteConfig) -> tuple[Routed,
     """y without the choices beyond capacity, and what is kept of them."""
     weights, indices, load, loss = y
     choices = indices.numel()
-    room = int(math.ceil(cfg.capacity * choices / cfg.experts))  # type: ignore[operator]
+    room = min(choices, math.ceil(cfg.capacity * choices / cfg.experts))  # type: ignore[operator]
     out = over_capacity(indices.view(-1, cfg.top_k), cfg.experts, room).view(indices.shape)
     scores = weights if kept["weights"] is not None else kept["scores"]
     kept = dict(scores=scores, choice=torch.where(out, -1 - indices, indices))

@@ -85,6 +85,8 @@ def row_scale_dgrad(residuals: RowScaleResiduals, dy: Tensor, cfg: RowScaleConfi
     """`(dx, dgate)`. There is no weight gradient: pending is None."""
     x, gate, needs = residuals.x, residuals.gate, residuals.needs
     check("row_scale_dgrad", "dy", dy, residuals.shape, residuals.dtype, gate)
+    if not needs.x:
+        return residuals.nothing(), None
     return residuals.inputs.make(kernels.row_scale_bwd(dy, x, gate, cfg.sigmoid, needs.input(0), needs.input(1))), None
 
 

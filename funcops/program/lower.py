@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from funcops.errors import join_path
+from funcops.names import join_path
 from funcops.needs import Needs
 from funcops.op import Op
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from funcops.checking import when_switched
 from funcops.errors import describe, fail, require_callable, require_flag, require_type
 from funcops.needs import Needs
 from funcops.program.lower import Call, Lowered
@@ -132,7 +133,8 @@ NOTHING = Cover({}, {}, frozenset(), ())
 
 
 _rules: list[Rule] = []
-changes: list[Rule] = []  # that were registered or taken out: programs are others when there are more
+changes: list[Any] = []  # that were registered or taken out, twice each: programs are others when there are more
+when_switched(lambda on: changes.append(None) if on else changes.remove(None))
 
 
 def register_fusion(rule: Rule) -> Rule:
@@ -157,7 +159,7 @@ def register_fusion(rule: Rule) -> Rule:
     if any(known.name == rule.name and known.phase == rule.phase for known in _rules):
         fail("register_fusion", "rule", "of a new name", f"{rule.name!r}, which is registered")
     _rules.append(rule)
-    changes.append(rule)
+    changes.extend((rule, rule))  # an odd number of entries is for `funcops.checking`
     return rule
 
 
@@ -179,7 +181,7 @@ def unregister_fusion(rule: Rule) -> None:
     if rule not in _rules:
         fail("unregister_fusion", "rule", "one that is registered", repr(rule.name))
     _rules.remove(rule)
-    changes.append(rule)
+    changes.extend((rule, rule))  # an odd number of entries is for `funcops.checking`
 
 
 def cover(lowered: Lowered, device_type: str | None, dtype: torch.dtype, whole: bool = True) -> Cover:

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops import op
 from funcops.marks import versions
-from funcops.op import any_autocast
 from funcops.program import run
 from funcops.program.lower import Call, Lowered, Place, Scope, Value
 from funcops.program.rules import Cover
@@ -34,7 +34,7 @@ class Source:
         self.lowered, self.cover, self.traced = lowered, cover, traced
         self.lines: list[str] = []
         self.names: dict[str, Any] = {"WithExtras": WithExtras, "Tensor": Tensor, "add": add, "fold_in": fold_in, "run": run}
-        self.names |= {"versions": versions, "any_autocast": any_autocast}
+        self.names |= {"versions": versions, "any_autocast": op.any_autocast}
         self.paths = [""]
         self.depth = 2
         self.opened: set[int] = set()

@@ -29,7 +29,7 @@ def needs_of(kept: Any) -> Needs:
 class Nested(dict):  # type: ignore[type-arg]
     """Residuals or pending of a combinator: those of its parts by name, None where a part keeps nothing."""
 
-    __slots__ = ("cfg", "donated", "gone", "had", "needs")
+    __slots__ = ("_noted", "cfg", "donated", "gone", "had", "needs")
     kind: ClassVar[str] = "residuals"
     had: tuple[str, ...]  # the parts that must not be None, of a node that was made of another
 

@@ -58,7 +58,7 @@ def _check_fresh(where: str, tree: Any) -> None:
     """Residuals and pendings in a tree must be fresh: what is made of them could not show it."""
 
     def check(value: Any) -> bool:
-        if (isinstance(value, Saved) or hasattr(value, "had")) and not value.fresh():
+        if (isinstance(value, Saved) and value.stale()) or (hasattr(value, "had") and not value.fresh()):
             value.complain(where)
         return False
 

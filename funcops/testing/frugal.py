@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.checking import aliases_said
 from funcops.compose.chain import ChainConfig
 from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
@@ -27,7 +28,7 @@ from funcops.schema import AGAIN, DGRAD, WGRAD, Field, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close
-from funcops.trees import at, has, paths, tensors, tree_map
+from funcops.trees import paths, tensors, tree_map
 
 
 def law_frugal(case: Case, dtype: torch.dtype) -> None:
@@ -41,7 +42,8 @@ def law_frugal(case: Case, dtype: torch.dtype) -> None:
         with _naming_what_lacks("again", Needs.NONE.with_again(), kept, residuals):
             same_bits(op.again(kept, cfg), y, "y had again, where no gradient is needed")
     _aliases_are_inputs(residuals, (params, x))
-    _aliases_are_what_they_say(residuals, {"params": params, "x": x, "y": y})
+    for name, alias in aliases_said(residuals, {"params": params, "x": x, "y": y}):
+        raise AssertionError(f"residuals.{name} must be {alias} itself, got another tensor")
     _, pending = op.dgrad(residuals, dy, cfg)
     for needs in masks(*dense((params, x))):
         _, kept = op.fwd(params, x, cfg, needs=needs)
@@ -86,11 +88,15 @@ def _declared(field: Field) -> str:
 
 
 def masks(params: Any, x: Any) -> Iterator[Needs]:
-    """Each gradient alone, all but the last, and each side alone. A bare x is asked for as True, a part of it by its path."""
+    """Each gradient alone, all but the last, each side alone, and each part of x beside all params: of every op, also where a side
+    has no gradient. A bare x is asked for as True, a part of it by its path."""
     given = {"x": {p for p, t in paths(x).items() if _float(t)}, "params": {p for p, t in paths(params).items() if _float(t)}}
     every = [(side, path) for side, found in given.items() for path in sorted(found)]
     wanted = [{one} for one in every] + [set(every[:-1])] + [{one for one in every if one[0] == side} for side in given]
-    found = dict.fromkeys(Needs(**{side: _mask(asked, side, given[side]) for side in given}) for asked in wanted)
+    asked = [{side: _mask(one, side, given[side]) for side in given} for one in wanted]
+    asked += [{"x": True, "params": False}, {"x": False, "params": True}]
+    asked += [{"x": one["x"], "params": True} for one in asked if one["x"] is not False]
+    found = dict.fromkeys(Needs(**one) for one in asked)
     return (needs for needs in found if needs and needs is not Needs.ALL)
 
 
@@ -118,15 +124,6 @@ def _aliases_are_inputs(residuals: Any, given: Any) -> None:
     for t in tensors(residuals):
         shares = t.numel() > 0 and t.untyped_storage()._cdata in storages
         assert not shares or id(t) in same, "a residual that aliases an input must be that same object"
-
-
-def _aliases_are_what_they_say(residuals: Any, given: dict[str, Any]) -> None:
-    """A copy would cost the bytes that a report says it does not, and a write to the tensor would go unnoticed."""
-    for name, field in residuals.fields.items() if isinstance(residuals, Saved) else ():
-        value = getattr(residuals, name)
-        if field.alias and value is not None and has(given, field.alias):
-            there = {id(t) for t in tensors(at(given, field.alias))}  # where x may be a tuple, "x" stands for a part of it
-            assert {id(t) for t in tensors(value)} <= there, f"residuals.{name} must be {field.alias} itself, got another tensor"
 
 
 def _keeps(kept: Any, full: Any, needs: Needs, what: str) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +14,21 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
-from funcops.errors import StaleResidualError
+from funcops.errors import FLOATS, StaleResidualError
 from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.residuals.policy import Offload
 from funcops.residuals.put_away import fetch, stow
+from funcops.schema import Saved
 from funcops.testing.case import Case
-from funcops.trees import flatten, leaves, paths, put, replace, tensors, tree_map, tree_map_tensors, unflatten
+from funcops.trees import at, flatten, leaves, paths, put, replace, stands_for_one, tensors, tree_map, tree_map_tensors, unflatten
+
+
+def _replaced(tree: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Every tensor exchanged, one after the other."""
+    for path, leaf in paths(tree).items():
+        tree = put(tree, path, fn(leaf)) if isinstance(leaf, Tensor) else tree
+    return tree
 
 
 def _rebuilt(tree: Any) -> Any:
@@ -55,11 +65,26 @@ MOVES: dict[str, Callable[[Any], Any]] = {  # a leaf stays the same object; but 
     "detach": lambda tree: tree_map_tensors(torch.detach, tree),  # another object, the same memory
     "donate": lambda tree: donate(tree_map(lambda t: t, tree)),
 }
+
+
+def _cast_back(tree: Any) -> Any:
+    """Every tensor cast to a dtype that holds its values, and back."""
+    there = tree_map_tensors(lambda t: t.to(torch.complex128 if t.dtype is torch.float64 else torch.float64), tree)
+    return tree_map_tensors(lambda t, like: (t.real if t.is_complex() else t).to(like.dtype, copy=True), there, tree)
+
+
 COPIES: dict[str, Callable[[Any], Any]] = {
     "clone": lambda tree: tree_map_tensors(torch.clone, tree),
+    "times one": lambda tree: tree_map_tensors(lambda t: t * 1 if t.dtype in FLOATS else t.clone(), tree),
+    "a cast there and back": _cast_back,
+    "replace by clones": lambda tree: _replaced(tree, torch.clone),
     "copy.deepcopy": copy.deepcopy,
     "pickle": lambda tree: pickle.loads(pickle.dumps(tree)),
     "torch.save": _saved_and_loaded,
+}
+HALVES: dict[str, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {  # of a copy: between them others may write
+    "flatten": (flatten, lambda found, spec: unflatten(spec, found)),
+    "torch's flatten": (torch_pytree.tree_flatten, torch_pytree.tree_unflatten),
 }
 UNPICKLED = (pickle.PicklingError, AttributeError)  # of a class or a config that no module holds by name
 
@@ -107,6 +132,7 @@ def law_guarded(case: Case, dtype: torch.dtype) -> None:
         for name, tree in _moved(one, MOVES | COPIES).items():
             _same(one.run(tree), want, f"{one.kind} moved by {name}")
         _missing(one)
+        _remade(one)
     shared = {id(t) for one in _forward(case, params, x, dy) for t in tensors(one.tree)}
     for i, (path, t) in enumerate(paths({"params": params, "x": x, "dy": dy}).items()):
         if id(t) in shared:
@@ -121,8 +147,12 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
     held = [one for one in made if any([t is leaf for t in tensors(one.tree)])]
     copies = {name: copied for name, copied in COPIES.items() if name != "torch.save"}  # which is pickle
     rows = [(one, one.run(one.tree), _moved(one, MOVES), _moved(one, copies)) for one in held]
+    halves = [{name: take(one.tree) for name, (take, _) in HALVES.items()} for one in held]
+    pairs = list(itertools.permutations(_SHARE + _COPY, 2))
+    drawn = random.Random(f"{case} {path}").sample(pairs, DRAWN)
+    between = [{pair: (MOVES | COPIES)[pair[0]](one.tree) for pair in drawn} for one in held]
     leaf.add_(0)
-    for one, want, moved, copied in rows:
+    for (one, want, moved, copied), taken, first in zip(rows, halves, between, strict=True):
         what = f"{one.kind} after a write to {path}"
         _stale(one.run, one.tree, what)
         for name, tree in moved.items():
@@ -133,8 +163,23 @@ def _write(case: Case, params: Any, x: Any, dy: Any, i: int, path: str) -> None:
             place = [t is leaf for t in tensors(one.tree)].index(True)
             tensors(tree)[place].add_(0)
             _stale(one.run, tree, f"{what}, and to its copy by {name}")
-        for name in [*moved, *(name for name in copied if name != "clone")]:  # a clone is a value of its own
+        for name in [name for name in (*moved, *copied) if name != "replace by clones"]:  # which says what the fields are to be
             _stale(_then((MOVES | COPIES)[name], one.run), one.tree, f"{what}, moved by {name} since")
+        for name, (found, spec) in taken.items():
+            again = HALVES[name][1](tree_map_tensors(torch.clone, found), spec)
+            _stale(one.run, again, f"{what}, between {name} and a copy of its leaves")
+        for (a, b), tree in first.items():
+            move = (MOVES | COPIES)[b]
+            if a in _SHARE:
+                _stale(_then(move, one.run), tree, f"{what}, moved by {a} before and by {b} since")
+            else:
+                _same(one.run(move(tree)), want, f"{what}, copied by {a} before and moved by {b} since")
+            _stale(_then((MOVES | COPIES)[a], _then(move, one.run)), one.tree, f"{what}, moved by {a} and by {b} since")
+
+
+_SHARE = ("tree_map", "replace", "flatten", "torch's flatten", "detach", "copy.copy")
+_COPY = ("clone", "times one", "a cast there and back", "copy.deepcopy")
+DRAWN = 2  # pairs of moves, for each input that is written to
 
 
 def _then(move: Callable[[Any], Any], run: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -153,6 +198,46 @@ def _missing(one: _Waiting) -> None:
                 assert said, f"{one.kind} without {path}: {error!r} does not say what must be there"
             else:
                 raise AssertionError(f"{one.kind} without {path}, moved by {name}, went through without an error")
+
+
+def _cast(t: Tensor) -> Tensor:
+    if not t.is_floating_point():
+        return t.to(torch.int16)  # an index, offsets, codes: none of them is a float
+    return t.to(torch.float32 if t.dtype is torch.float64 else torch.float64)
+
+
+REMADE: dict[str, Callable[[Tensor], Tensor]] = {
+    "of another shape": lambda t: t.new_zeros((*t.shape[:-1], t.shape[-1] + 1) if t.dim() else (1,)),
+    "of a dimension more": lambda t: t.unsqueeze(0),
+    "of another dtype": _cast,
+    "on another device": lambda t: t.to("meta"),
+}
+
+
+def _all_together(tree: Any, path: str) -> bool:
+    """Whether the node that holds this path is as one that was cast to a dtype, or moved to a device, as a whole."""
+    while not isinstance(tree, Saved):
+        tree, path = at(tree, path.partition(".")[0]), path.partition(".")[2]
+    plain = [t for t in leaves(tree, is_leaf=stands_for_one) if isinstance(t, Tensor)]
+    if at(tree, path).is_meta:
+        return len({t.device for t in tensors(tree)}) == 1
+    return at(tree, path).is_floating_point() and len({t.dtype for t in plain if t.is_floating_point()}) <= 1
+
+
+def _remade(one: _Waiting) -> None:
+    """Each tensor exchanged for one that the backward cannot read must be named, with what the forward kept and what came."""
+    for path, leaf in paths(one.tree).items():
+        for name, change in REMADE.items() if isinstance(leaf, Tensor) else ():
+            made = put(one.tree, path, change(leaf))
+            if name not in ("of another shape", "of a dimension more") and _all_together(made, path):
+                continue
+            try:
+                one.run(made)
+            except Exception as error:
+                said = isinstance(error, (TypeError, ValueError)) and "must be" in str(error) and "got" in str(error)
+                assert said, f"{one.kind} with {path} {name}: {error!r} does not say what must be there"
+            else:
+                raise AssertionError(f"{one.kind} with {path} {name} went through without an error")
 
 
 def _stale(run: Callable[[Any], Any], tree: Any, what: str) -> None:

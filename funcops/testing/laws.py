@@ -203,7 +203,7 @@ def law_compiles(case: Case, dtype: torch.dtype, backend: str = "aot_eager", dyn
         y, residuals = case.op.fwd(params, x, case.cfg)
         return y, case.op.bwd(residuals, dy, case.cfg)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     got = torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)(params, x, dy)
     assert_close(got, (y, gradients), dtype=dtype, what="compiled")
 

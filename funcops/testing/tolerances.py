@@ -119,3 +119,11 @@ HF_LOGITS, HF_GRADIENTS = 1e-5, 1e-8
 
 # Decoding in float64 against one forward of the whole: the same sums, some keys in another order.
 DECODING = 1e-12
+
+# Beside PyTorch's own error, of inputs that are shifted and scaled: both make a few roundings of the same formulas in another
+# order, so that one may be lucky where the other is not (4 times); and a result has a few roundings of its own size, or of the
+# terms whose difference it is. A statistic rounded at the size of a shift is 10 to 1e4 times as far off.
+SHIFTED_FACTOR, SHIFTED_ROUNDINGS = 4.0, 8.0
+
+# The same for the mean error of some draws of one sum, in roundings of the sum of its terms' sizes: luck is evened out.
+SUM_FACTOR, SUM_ROUNDINGS = 1.25, 0.05

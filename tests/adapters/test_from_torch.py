@@ -22,17 +22,17 @@ class Tweaked(nn.Linear):
 def test_torch_layers():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 6), nn.LayerNorm(6), nn.Sequential(nn.Linear(6, 8), nn.GELU()), nn.GLU(), Tweaked(4, 4),
-                          nn.ReLU(inplace=True), nn.LayerNorm(4, elementwise_affine=False), nn.Conv1d(3, 2, 1))  # fmt: skip
+                          nn.ReLU(inplace=True), nn.LayerNorm(4, elementwise_affine=False), nn.Conv1d(3, 2, 1),
+                          nn.GroupNorm(2, 2, affine=False), nn.Softmax(1), nn.RMSNorm(4, elementwise_affine=False))  # fmt: skip
     before, ids = copy.deepcopy(model), torch.randint(9, (2, 3))
     seen = []
     model[1].register_forward_hook(lambda *_: seen.append(1))
     done = fnn.from_torch(model)
-    assert [c.path for c in done.replaced] == ["", "0", "1", "2", "2.0", "2.1", "3"]
+    assert [c.path for c in done.replaced] == ["", "0", "1", "2", "2.0", "2.1", "3", "5", "6", "8", "9"]
     assert {c.path: c.after for c in done.left} == {
         "4": "a subclass of Linear",
-        "5": "inplace must be False, got True",
-        "6": "elementwise_affine must be True: the op has a weight, got False",
         "7": "not known",
+        "10": "eps must be a number where there is no weight, got None",
     }
     lines = done.details().splitlines()
     assert "2.0: Linear -> funcops.nn.Linear" in lines and "7: Conv1d left: not known" in lines
@@ -273,7 +273,9 @@ def test_patterns_that_are_wrong(name):
 
 def test_the_report_is_a_summary():
     for layers in (2, 12):
-        model = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Conv1d(1, 1, 1)) for _ in range(layers)])
+        model = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Embedding(2, 4, sparse=True), nn.Conv1d(1, 1, 1)) for _ in range(layers)]
+        )
         done = fnn.from_torch(model)
         lines = str(done).splitlines()
         assert lines[0] == f"{2 * layers} replaced, {2 * layers} left, 0 already on funcops" and len(lines) == 5

@@ -28,6 +28,13 @@ PAIRS = {
     "Sigmoid": lambda lib: lib.Sigmoid(),
     "Tanh": lambda lib: lib.Tanh(),
     "GLU": lambda lib: lib.GLU(),
+    "GLU along another": lambda lib: lib.GLU(dim=-3),
+    "Softmax": lambda lib: lib.Softmax(-1),
+    "Softmax along another": lambda lib: lib.Softmax(1),
+    "GroupNorm": lambda lib: lib.GroupNorm(3, 3),
+    "LayerNorm without weight": lambda lib: lib.LayerNorm(D, elementwise_affine=False),
+    "RMSNorm without weight": lambda lib: lib.RMSNorm(D, elementwise_affine=False, eps=0.1),
+    "GroupNorm without weight": lambda lib: lib.GroupNorm(1, 3, affine=False),
     "Sequential": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 8), lib.GELU(), lib.Linear(8, D)),
     "Sequential with others": lambda lib: lib.Sequential(
         lib.Linear(D, 8), nn.Softplus(), lib.GELU(), lib.Linear(8, D), nn.Identity()
@@ -113,7 +120,7 @@ def test_embedding():
         module(ids).square().sum().backward()
     assert torch.equal(want(ids), got(ids)) and torch.equal(want.weight.grad, got.weight.grad)
     with pytest.raises(ValueError, match="funcops.nn.Embedding: max_norm must be off"):
-        fnn.Embedding(7, 3, max_norm=1.0)(ids)
+        fnn.Embedding(7, 3, max_norm=1.0)
 
 
 def test_dropout_draws_from_torch_and_rests_in_eval():
@@ -151,10 +158,17 @@ def test_linear_cross_entropy():
     loss = fnn.LinearCrossEntropyLoss(D, 11, label_smoothing=0.1, dtype=torch.float64)
     x, labels = torch.randn(5, D, dtype=torch.float64, requires_grad=True), torch.randint(11, (5,))
     loss(x, labels).backward()
-    w, t = loss.weight.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
+    w, t = loss.linear.weight.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
     nn.functional.cross_entropy(t @ w.T, labels, label_smoothing=0.1).backward()
-    assert_close((x.grad, loss.weight.grad), (t.grad, w.grad), dtype=torch.float64, length=64)
-    assert "11" in repr(loss) and list(loss.state_dict()) == ["weight"]
+    assert_close((x.grad, loss.linear.weight.grad), (t.grad, w.grad), dtype=torch.float64, length=64)
+    assert "11" in repr(loss) and list(loss.state_dict()) == ["linear.weight"]
+    old = {"weight": torch.ones(11, D)}
+    loss.load_state_dict(old)  # as earlier versions saved it
+    assert loss.linear.weight.eq(1).all() and list(old) == ["weight"]
+    shared = nn.Parameter(torch.zeros(11, D))
+    with pytest.warns(DeprecationWarning, match="weight is linear.weight"):
+        loss.weight = shared
+    assert loss.linear.weight is shared and loss.weight is None
     with pytest.raises(ValueError, match="LinearCrossEntropyConfig: in_features must be at least 1"):
         fnn.LinearCrossEntropyLoss(0, 11)
 
@@ -222,18 +236,25 @@ def test_functional_access():
         fnn.functional(fnn.Sequential(nn.Softplus()))
 
 
-def test_what_has_no_functional_form_says_so():
-    x = torch.randn(2, D)
-    for module, text in (
-        (fnn.LayerNorm(D, elementwise_affine=False), "LayerNorm: elementwise_affine must be True"),
-        (fnn.RMSNorm(D, elementwise_affine=False), "RMSNorm: elementwise_affine must be True"),
-        (fnn.ReLU(inplace=True), "ReLU: inplace must be False"),
-        (fnn.Dropout(0.1, inplace=True), "Dropout: inplace must be False"),
+def test_what_every_call_would_refuse_is_refused_when_made():
+    for make, text in (
+        (lambda: fnn.Embedding(4, 3, max_norm=1.0), "Embedding: max_norm must be off .*use torch.nn.Embedding"),
+        (lambda: fnn.Embedding(4, 3, sparse=True), "Embedding: sparse must be off"),
+        (lambda: fnn.LayerNorm(D, eps=-1.0), "LayerNormConfig: eps must be"),
+        (lambda: fnn.GroupNorm(1, D, eps=-1.0), "GroupNormConfig: eps must be"),
+        (lambda: fnn.CrossEntropyLoss(label_smoothing=2.0), "CrossEntropyConfig: label_smoothing must be"),
+        (lambda: fnn.CrossEntropyLoss(reduction="all"), "CrossEntropyConfig: reduction must be"),
     ):
         with pytest.raises(ValueError, match=text):
-            module(x)
-    with pytest.raises(ValueError, match="GLU: dim must be -1"):
-        fnn.GLU(dim=0)
+            make()
+
+
+def test_a_module_whose_call_is_more_than_its_op_has_no_functional_form():
+    weighted = fnn.CrossEntropyLoss(torch.ones(3))
+    for module in (fnn.LayerNorm(D, elementwise_affine=False), fnn.ReLU(inplace=True), fnn.Softmax(0), fnn.GLU(0), weighted):
+        with pytest.raises(ValueError, match="functional: module must be one whose call is its op"):
+            fnn.functional(module)
+    assert fnn.functional(fnn.Softmax(-1))[0] is funcops.softmax
 
 
 def test_the_op_is_what_runs(monkeypatch):

@@ -35,7 +35,11 @@ MODULES = {
     "Dropout in place": lambda lib: lib.Dropout(0.0, inplace=True),
     "Embedding": lambda lib: lib.Embedding(9, 3),
     "Embedding with padding": lambda lib: lib.Embedding(9, 3, padding_idx=-2),
-    "Embedding with max_norm": lambda lib: lib.Embedding(9, 3, max_norm=1.0),
+    "GroupNorm": lambda lib: lib.GroupNorm(1, 3),
+    "GroupNorm without weight": lambda lib: lib.GroupNorm(1, 3, affine=False),
+    "Softmax": lambda lib: lib.Softmax(-1),
+    "Softmax along another": lambda lib: lib.Softmax(0),
+    "GLU along another": lambda lib: lib.GLU(0),
     "Sequential": lambda lib: lib.Sequential(lib.LayerNorm(D), lib.Linear(D, 8), lib.Dropout(0.0), lib.GELU(), lib.Linear(8, D)),
     "Sequential of Dropout": lambda lib: lib.Sequential(lib.Dropout(0.0), lib.Dropout(0.0)),
     "Sequential of ReLU": lambda lib: lib.Sequential(lib.ReLU(), lib.Sigmoid()),
@@ -178,6 +182,7 @@ def test_modules_can_be_looked_at():
             assert getattr(module, "cfg", 7) == 7
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")  # of torch from 2.14 on; it works
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm", "RMSNorm", "GELU", "GLU", "Dropout in eval", "Embedding", "Sequential"])
 def test_fx_and_jit_trace(name):
     module = MODULES[name](fnn)

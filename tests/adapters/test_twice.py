@@ -2,101 +2,11 @@
 
 import pytest
 import torch
+from faces import FACES, D, made
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
-from funcops import (
-    ActivationConfig,
-    LayerNormConfig,
-    LayerNormParams,
-    LinearConfig,
-    LinearParams,
-    TorchConfig,
-    activation,
-    delayed_wgrad,
-    differentiable,
-    layer_norm,
-    linear,
-    op_from_torch,
-)
+from funcops import delayed_wgrad
 from funcops import nn as fnn
-
-D = 4
-
-
-def weights(*shape):
-    return nn.Parameter(torch.randn(*shape, dtype=torch.float64))
-
-
-class Pure(nn.Module):
-    """An op through `differentiable`."""
-
-    def __init__(self, op, cfg, params=None):
-        super().__init__()
-        self.run, self.cfg, self.tree = differentiable(op), cfg, params
-        self.own = nn.ParameterList([] if params is None else [p for p in params_of(params) if p is not None])
-
-    def forward(self, x):
-        return self.run(self.tree, x, self.cfg)
-
-
-def params_of(tree):
-    return tree.values() if isinstance(tree, dict) else [tree.weight, tree.bias]
-
-
-def plain_function(params, x, cfg):
-    return F.group_norm(x, 2) * params["w"]
-
-
-def init(cfg, *, key=None, device=None, dtype=None):
-    return {"w": torch.ones(D, device=device, dtype=dtype)}
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(D, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, D))
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-def swapped():
-    model = Mlp()
-    assert fnn.from_torch(model).replaced
-    return model
-
-
-def hugging_face():
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.llama.modeling_llama import LlamaMLP
-
-    model = LlamaMLP(transformers.LlamaConfig(hidden_size=D, intermediate_size=8, num_attention_heads=2))
-    assert fnn.from_torch(model).replaced
-    return model
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = fnn.Linear(D, D)
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
-FACES = {
-    "linear": lambda: Pure(linear, LinearConfig(D, D), LinearParams(weights(D, D), weights(D))),
-    "layer_norm": lambda: Pure(layer_norm, LayerNormConfig(D), LayerNormParams(weights(D), weights(D))),
-    "activation": lambda: Pure(activation, ActivationConfig("gelu")),
-    "op_from_torch": lambda: Pure(op_from_torch(plain_function, init=init), TorchConfig(), {"w": weights(D)}),
-    "module": lambda: fnn.Linear(D, D),
-    "sequential": lambda: fnn.Sequential(fnn.LayerNorm(D), fnn.Linear(D, 8), fnn.GELU(), fnn.Linear(8, D)),
-    "from_torch": swapped,
-    "llama_mlp": hugging_face,
-    "checkpoint": Checkpointed,
-}
 
 
 def gradient(y, inputs, dy=None):
@@ -134,16 +44,20 @@ PENALTIES = [wgan_gp, r1, expanded, hessian_vector, backward_graph]
 @pytest.mark.parametrize("penalty", PENALTIES, ids=lambda p: p.__name__)
 @pytest.mark.parametrize("face", FACES)
 def test_penalties_raise(face, penalty, asked):
-    torch.manual_seed(0)
-    model = FACES[face]().double()
-    own = list(model.parameters())
-    if asked == "params" and not own:
+    """Where torch's own penalty has a gradient."""
+    found = []
+    for model in made(face):
+        own = list(model.parameters())
+        if asked == "params" and not own:
+            return
+        x = torch.randn(3, D, dtype=torch.float64, requires_grad=asked != "params")
+        for p in own:
+            p.requires_grad_(asked != "x")
+        found.append(penalty(model, x, own[-2:] if asked == "params" else [x]))
+    value, plain = found
+    if not value.requires_grad:
+        assert not plain.requires_grad
         return
-    x = torch.randn(3, D, dtype=torch.float64, requires_grad=asked != "params")
-    for p in own:
-        p.requires_grad_(asked != "x")
-    value = penalty(model, x, own[-2:] if asked == "params" else [x])
-    assert value.requires_grad
     extra = torch.ones((), dtype=torch.float64, requires_grad=True)
     with pytest.raises(RuntimeError, match=r"_bwd: a gradient must be differentiated no further"):
         (value + extra).backward()  # a loss beside it hides that the penalty has no gradient
@@ -151,8 +65,7 @@ def test_penalties_raise(face, penalty, asked):
 
 @pytest.mark.parametrize("face", FACES)
 def test_first_derivatives_are_the_same(face):
-    torch.manual_seed(0)
-    model = FACES[face]().double()
+    model = made(face)[0]
     x, seen = torch.randn(3, D, dtype=torch.float64, requires_grad=True), []
     inputs = [x, *model.parameters()]
     want = torch.autograd.grad(model(x).square().sum(), inputs)
@@ -188,7 +101,7 @@ def alone(tmp_path):
 
 
 def test_a_distributed_model_steps_under_create_graph(alone):
-    model = nn.parallel.DistributedDataParallel(FACES["sequential"]().double())
+    model = nn.parallel.DistributedDataParallel(made("sequential")[0])
     x = torch.randn(3, D, dtype=torch.float64, requires_grad=True)
     model(x).square().sum().backward()
     want = [p.grad.clone() for p in model.parameters()]

@@ -11,6 +11,7 @@ from tiers import drawn
 
 from funcops import DonatedError, Ledger, StaleResidualError, dist, optim, precision
 from funcops.dist import Axis, Mesh, finish, gather_shards_start, global_norm, own_shards, reduce_start
+from funcops.dist.buckets import Bucket, Leaf
 from funcops.testing import run_ranks
 from funcops.trees import leaves, nbytes, paths, tensors, tree_map, tree_map_tensors
 
@@ -248,3 +249,17 @@ BAD = {
 def test_bad_calls_raise_before_anything_is_sent(said):
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         BAD[said]()
+
+
+@pytest.mark.parametrize("case", ["whole", "several", "padded", "turned", "another dtype"])
+def test_a_bucket_of_one_tensor_is_that_tensor(case):
+    """Where it fills it as it is; everything else is copied."""
+    shape, count, width = (4, 6), 2 if case == "several" else 1, 32 if case == "padded" else 24
+    leaves = tuple(Leaf(i, str(i), shape, 24 * i, 24) for i in range(count))
+    bucket = Bucket(leaves, torch.float32, torch.device("cpu"), (), 1, width * count)
+    given = [torch.arange(24.0).view(shape) + 100 * i for i in range(count)]
+    if case in ("turned", "another dtype"):
+        given = [given[0].mT.contiguous().mT if case == "turned" else given[0].double()]
+    packed = bucket.pack(given, torch.float32)
+    assert packed.shape == (1, bucket.width) and (packed.data_ptr() == given[0].data_ptr()) == (case == "whole")
+    assert all(torch.equal(packed[0, 24 * i : 24 * i + 24].view(shape), t.float()) for i, t in enumerate(given))

@@ -136,7 +136,7 @@ def test_narrow_dtypes(op, dtype):
         same_bits(ys[0], y, "y, of which all but one rank add zeros")
 
 
-def test_of_rows_only_three_floats_are_sent():
+def test_of_rows_only_four_floats_are_sent():
     """And no tensor of all rows and classes, nor of more than a chunk of them, is made."""
     n, rows, width, classes, chunk = 4, 64, 8, 4096, 64 * 128 * 4
 
@@ -166,11 +166,11 @@ def test_of_rows_only_three_floats_are_sent():
         assert rows < largest.found <= chunk // 4
 
     for sent in {program.sent for program in dist.check_program(logits, {"tp": n}).values()}:
-        assert [str(one) for one in sent] == [f"all_gather of float32[3, {rows}]"]
+        assert [str(one) for one in sent] == [f"all_gather of float32[4, {rows}]"]
     for sent in {program.sent for program in dist.check_program(chunks, {"tp": n}).values()}:
         whole, part = f"[{rows}, {width}]", f"[{rows // n}, {width}]"
         x = f"all_gather of float32{part}"
-        assert [str(one) for one in sent] == [x, f"all_gather of float32[3, {rows}]", x, f"reduce_scatter (sum) of float32{whole}"]
+        assert [str(one) for one in sent] == [x, f"all_gather of float32[4, {rows}]", x, f"reduce_scatter (sum) of float32{whole}"]
 
 
 def bad_calls(tp):
@@ -248,6 +248,26 @@ def test_what_is_not_finite_reaches_all_ranks():
     assert_close(torch.cat(dxs, -1)[1], dx[1], dtype=torch.float32)
 
 
+@pytest.mark.parametrize("shift", [0.0, -1e4])
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_rank_whose_classes_are_all_masked(n, shift):
+    """As the end of a padded vocabulary is: it adds nothing to the sum, and has no gradient."""
+    logits, labels = torch.randn(5, 8) + shift, torch.tensor([0, 1, 2, 3, 3])
+    logits[:, 8 - 8 // n :] = float("-inf")
+    plain = CrossEntropyConfig(z_loss=1e-4, reduction="none")
+    want, residuals = cross_entropy.fwd(None, (logits, labels), plain)
+    (dlogits, _) = cross_entropy.bwd(residuals, torch.ones(5), plain)[1]
+
+    def each(mesh):
+        cfg = dist.VocabCrossEntropyConfig(mesh["tp"], z_loss=1e-4, reduction="none")
+        y, kept = dist.vocab_cross_entropy_fwd(None, (logits.chunk(n, -1)[mesh.rank], labels), cfg)
+        return y, dist.vocab_cross_entropy_bwd(kept, torch.ones(5), cfg)[1][0]
+
+    ys, parts = zip(*run_ranks({"tp": n}, each), strict=True)
+    assert want.isfinite().all() and not dlogits[:, 8 - 8 // n :].any()
+    assert_close((ys[0], torch.cat(parts, -1)), (want, dlogits), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_parts_of_rows_by_triton(smoothing):
     """Without a rank to talk to. A label that is no class makes NaN there, as in the plain op."""
@@ -255,21 +275,29 @@ def test_parts_of_rows_by_triton(smoothing):
     for rank, expected in ((0, [0, 9, None, None, None]), (1, [None, None, 0, 9, None])):
         cfg = dist.VocabCrossEntropyConfig(axis_of(2, rank), label_smoothing=smoothing)
         with backend("triton"):
-            lse, picked, *mean = parts_of_rows(logits, labels, cfg)
-        assert_close(lse, logits.logsumexp(-1), dtype=torch.float32)
+            highest, rest, picked, *below = parts_of_rows(logits, labels, cfg)
+        assert_close(highest + rest, logits.logsumexp(-1), dtype=torch.float32)
         want = [0.0 if at is None else logits[row, at].item() for row, at in enumerate(expected)]
         assert_close(picked[:5], torch.tensor(want), dtype=torch.float32)
         assert picked[5].isnan()
-        assert [m.shape for m in mean] == [(6,)] * bool(smoothing)
+        assert len(below) == bool(smoothing)
+        for b in below:
+            assert_close(b[:5], (highest - logits.mean(-1))[:5], dtype=torch.float32)
+
+
+def own_losses(parts, labels, cfg):
+    """Of this rank's classes alone."""
+    highest, rest, picked = parts[:3]
+    return rest + highest - picked, torch.stack((highest, rest), -1)
 
 
 WRONG = {
     "ids of others": ("vocab_embedding", "places_of", lambda ids, size, axis, fill=0: (ids % size, torch.zeros_like(ids).bool())),
-    "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", lambda parts, labels, cfg: (parts[0] - parts[1], parts[0])),
+    "losses of a rank": ("vocab_cross_entropy", "losses_of_rows", own_losses),
     "losses of a chunk": (
         "vocab_linear_cross_entropy",
         "losses_of_rows",
-        lambda parts, labels, cfg: (parts[0] - parts[1], parts[0]),
+        own_losses,
     ),
 }
 

@@ -1,6 +1,5 @@
 """The main job on several ranks: the losses of one process on every mesh, and checkpoints that go from one mesh to another."""
 
-import ast
 import csv
 import json
 import os
@@ -210,11 +209,3 @@ def test_torchrun_starts_it(text, tmp_path):
     done = subprocess.run([*command, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("2 processes: pp 1 x dp 1 x ep 1 x cp 1 x tp 2") == 1 and len(rows(tmp_path)) == 2
-
-
-def test_one_process_imports_no_pipelines():
-    """They warn of a torch that they were not tried with, and take a second."""
-    for file in (ROOT / "examples" / "train_lm.py", *(ROOT / "examples" / "lm").glob("*.py")):
-        for node in ast.parse(file.read_text()).body:
-            name = node.module if isinstance(node, ast.ImportFrom) else ""
-            assert not str(name).startswith("funcops.adapters.pipelining"), file

@@ -90,3 +90,21 @@ def test_a_run_that_does_more_is_a_fault(odd):
 
     faults = check_capturable(longer, *inputs())
     assert any(fault.kind == "baked value" and "only one of two runs does" in fault.message for fault in faults), faults
+
+
+SAID = {
+    "host copy": ["CUDA error: no device", "no kernel for device cuda:0", "Torch not compiled with CUDA enabled", "a cuda tensor"],
+    "dynamic shape": ["the shape of x is 3", "shapes differ", "got shape [2]"],
+    "baked value": ["no", "", "Cudnn is absent", "ship it"],
+}
+
+
+@pytest.mark.parametrize(("kind", "text"), [(kind, text) for kind, texts in SAID.items() for text in texts])
+def test_what_is_raised_says_what_kind_of_fault_it_is(kind, text):
+    """Torch writes the name of the device in small letters, that of what makes it work in capitals."""
+
+    def raising(x, ids):
+        raise RuntimeError(text)
+
+    (fault,) = check_capturable(raising, *inputs())
+    assert fault.kind == kind and text in fault.message and fault.where.file == __file__

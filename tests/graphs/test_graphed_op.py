@@ -206,3 +206,24 @@ def test_bad_arguments():
     with pytest.raises(ValueError, match=r"linear_fwd: x must be \[..., 3\]"):
         graphed_op(linear, cfg, params, x[:, :2])
     same(params, before)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_graph_is_asked_for_by_name_and_slot(slots, tmp_path, monkeypatch):
+    """The first slot's where none is named; a recording stands here for what a device captured."""
+    graph, *_ = small(slots)
+    kind = type(graph.graphs()["fwd"])
+    monkeypatch.setattr(kind, "raw_graph", property(lambda self: self))
+    monkeypatch.setattr(kind, "dot", lambda self, path: asked.append((self, path)))
+    asked = []
+    for name in ("fwd", "dgrad", "wgrad", "bwd"):
+        ours = [graph.graphs(slot)[name] for slot in range(slots)]
+        assert len({id(one) for one in ours}) == slots and graph.graphs()[name] is ours[0]
+        assert graph.raw_graph(name) is ours[0] and [graph.raw_graph(name, slot) for slot in range(slots)] == ours
+        graph.dot("a", name)
+        graph.dot("b", name, slots - 1)
+        assert asked[-2:] == [(ours[0], "a"), (ours[-1], "b")]
+    graph.dot("c")
+    assert asked[-1] == (graph.graphs(0)["fwd"], "c")
+    with pytest.raises(IndexError):
+        graph.raw_graph("fwd", slots)

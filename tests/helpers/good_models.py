@@ -80,7 +80,7 @@ MODELS = {
     "models.plain_experts": Row(lambda: {"cfg": sparse()["experts"]}),
     "models.decoder": Row(lambda: {"cfg": LLAMA, "loss": True}),
     "models.decoder_x": Row(lambda: {"cfg": LLAMA, "ids": IDS, "dtype": torch.float32, "positions": torch.arange(3), "labels": IDS,
-        "key": random.key(0)},
+        "key": random.key(0), "length": 4},
         {"ids": (IDS[0],)}, {("ids", "int64[2, 3]"): "one tensor may be anywhere"}),
     "models.SamplingConfig": Row(lambda: {"temperature": 1.0, "top_k": 3, "top_p": 0.5}, {"top_k": ZERO, "top_p": (0.0, 1.5)}),
     "models.cache_init": Row(lambda: {"cfg": LLAMA, "batch": 2, "context": 6, "chunk": 3, "dtype": torch.float32, "device": "cpu"},

@@ -327,3 +327,45 @@ def test_tokens_come_as_often_as_their_probabilities_say():
         counts = torch.bincount(sample(logits.expand(rows, -1), random.key(3), cfg), minlength=6)
         share = kept.double() / kept.sum()
         assert torch.all((counts - rows * share).abs() <= 5 * (rows * share * (1 - share)).sqrt()), cfg
+
+
+ODD_ROWS = {
+    "nan": [0.0, torch.nan, 1.0], "all nan": [torch.nan] * 3, "inf": [0.0, torch.inf, 1.0], "two infs": [torch.inf, 0.0, torch.inf],
+    "-inf": [-torch.inf, 0.0, -torch.inf], "all -inf": [-torch.inf] * 3, "both": [torch.inf, -torch.inf, 0.0],
+    "nan and inf": [torch.nan, torch.inf, 0.0], "huge": [3e38, -3e38, 3e38], "equal": [1.0, 1.0, 1.0], "one": [2.0],
+}  # fmt: skip
+TEMPERATURES = (0.0, 5e-324, 1e-300, 1e-30, 1.0, 1e30, 3e38)
+FILTERS = ({}, {"top_k": 2}, {"top_p": 0.5}, {"top_k": 2, "top_p": 0.9}, {"top_p": 1e-300})
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("row", ODD_ROWS)
+def test_a_sampled_token_is_one_that_can_come_next(row, temperature, dtype):
+    """Of every row, temperature and filter: an id of the highest in the limit, one that has a chance in every other."""
+    logits = torch.tensor([ODD_ROWS[row]]).to(dtype)
+    possible = {i for i, value in enumerate(logits[0].tolist()) if value == value and value > -torch.inf}
+    refused = bool(logits.isnan().any()) or not possible
+    for options in FILTERS:
+        cfg = SamplingConfig(temperature=temperature, **options)
+        for seed in range(4):
+            if refused:
+                with pytest.raises(ValueError, match=r"^sample: logits must be (without NaN|above -inf)"):
+                    sample(logits, random.key(seed), cfg)
+            else:
+                (token,) = sample(logits, random.key(seed), cfg).tolist()
+                highest = {i for i in possible if logits[0, i] == logits[0].max()}
+                assert token in (highest if temperature <= 1e-30 or torch.inf in logits[0].tolist() else possible)
+            (token,) = recorded(logits, seed, cfg).tolist()
+            assert token in (possible or range(logits.shape[1]))
+
+
+def recorded(logits, seed, cfg):
+    """As where calls are recorded, so that no value is read."""
+
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        return sample(logits, random.key(seed), cfg)

@@ -115,13 +115,13 @@ class Tree:
     def planted(self, fault: Fault) -> Iterator[None]:
         path = self.folder / fault.file
         text = path.read_text()
-        self._write(path, fault.planted(text))
+        self.write(path, fault.planted(text))
         try:
             yield
         finally:
-            self._write(path, text)
+            self.write(path, text)
 
-    def _write(self, path: Path, text: str) -> None:
+    def write(self, path: Path, text: str) -> None:
         path.write_text(text)
         moment = next(self._moments)  # byte code is told apart by size and second alone
         os.utime(path, (moment, moment))

@@ -268,7 +268,9 @@ BAD = {
         ValueError,
     ),
     "edited codes": (
-        lambda: _kept(Fp8Block(), {"codes": torch.zeros(2, WIDE).byte()}), "codes must be [3, 256], got [2, 256]", ValueError,
+        lambda: _kept(Fp8Block(), {"codes": torch.zeros(2, WIDE).byte()}),
+        "residuals.x must be uint8[3, 256], as the forward kept it, got uint8[2, 256]",
+        ValueError,
     ),
     "edited format": (
         lambda: _kept(Fp8Block(), {"format": E4M3_TENSOR}), "format must be e4m3 1x128 pow2, got e4m3 allxall float32", ValueError,

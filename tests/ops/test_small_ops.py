@@ -110,14 +110,14 @@ def test_a_patch_embedding_is_torchs_convolution():
 
 
 def test_capped_logits_keep_what_others_keep():
-    """Four bytes a row, and the loss of Gemma 2's logits."""
+    """Eight bytes a row, and the loss of Gemma 2's logits."""
     rows, labels, weight = torch.randn(7, 3), torch.randint(0, 11, (7,)), 5 * torch.randn(11, 3)
     kept = {}
     for cap in (None, 2.0):
         cfg = LinearCrossEntropyConfig(3, 11, softcap=cap, chunk_bytes=300)
         y, residuals = linear_cross_entropy_fwd(LinearCrossEntropyParams(weight), (rows, labels), cfg)
         kept[cap] = nbytes([residuals.logsumexp, residuals.count])
-    assert kept[None] == kept[2.0] == 7 * 4 + 4
+    assert kept[None] == kept[2.0] == 7 * 8 + 4
     logits = torch.tanh(rows @ weight.T / 2.0) * 2.0
     assert_close(y, F.cross_entropy(logits, labels), dtype=torch.float32, length=11)
 

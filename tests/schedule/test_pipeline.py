@@ -1,4 +1,4 @@
-"""Schedules on torch's pipelining runtime: two Gloo processes give what one chain gives, and none hangs when one goes wrong."""
+"""Schedules on the processes of a group: two Gloo processes give what one chain gives, and none hangs when one goes wrong."""
 
 import json
 import math
@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from staged import DIM, decoder, gated, microbatches, reference, routed_stages
+from torch.distributed.pipelining import PipelineStage, schedules
 
 from funcops import ChainConfig, Needs, RopeConfig, ScaleConfig, Step, WithExtras, chain, random, rms_norm, rope, scale
 from funcops.adapters.pipelining import BucketedMean, Pipeline
@@ -27,7 +28,17 @@ IN_TURN_OF_FOUR = Schedule.from_csv("0F0,1F0,2F0,3F0,0F1,1F1,3B0,2F1,2I0,3F1,1B0
 IN_TURN = Schedule.from_csv("0F0,0F1,1F0,1B0,1F1,1B1,0B0,0B1")
 
 
-LINES = {"gradients": 2 * SCHEDULES, "curve": SCHEDULES - 2, "tied": 2, "frozen": 1, "outputs": 2, "reduce": 3, "modules": 12}
+LINES = {
+    "gradients": 2 * SCHEDULES,
+    "curve": SCHEDULES - 2,
+    "drawn": 18,
+    "leaves": 18,
+    "tied": 2,
+    "frozen": 1,
+    "outputs": 2,
+    "reduce": 3,
+    "modules": 12,
+}
 
 
 PAIRS = {"whole": [*LINES, "nan"], "killed": ["frozen", "kill"], "raised": ["raise"]}
@@ -229,15 +240,15 @@ def test_a_gradient_unlike_the_example_is_named(what, alone, monkeypatch):
 
 def test_torch_loads_and_dumps_the_text(alone, tmp_path):
     """The compute-only form, both ways: our text to torch's runtime, and what that writes back."""
-    cfg = decoder(2)
     made = Schedule.from_csv("0F0,1F0,1I0,0F1,(1F1;0B0)OVERLAP_F_B,1W0,1B1,0I1,0W1", "mine")
-    torchs = Pipeline(made, cfg, microbatches(1, cfg)[0]).runtime._runtime
-    torchs._dump_csv(str(tmp_path / "dumped.csv"), format="compute_only")
-    assert Schedule.from_csv((tmp_path / "dumped.csv").read_text(), "mine") == made
+    stages = [PipelineStage(torch.nn.Identity(), i, 2, torch.device("cpu")) for i in range(2)]
+    torchs = schedules._PipelineScheduleRuntime(stages, made.microbatches, loss_fn=torch.nn.functional.mse_loss)
     (tmp_path / "mine.csv").write_text(made.to_csv())
     torchs.pipeline_order = {}
     torchs._load_csv(str(tmp_path / "mine.csv"))
     assert [str(action) for action in torchs.pipeline_order[0]] == made.to_csv().strip().split(",")
+    torchs._dump_csv(str(tmp_path / "dumped.csv"), format="compute_only")
+    assert Schedule.from_csv((tmp_path / "dumped.csv").read_text(), "mine") == made
 
 
 def test_what_does_not_fit_is_named(alone):

@@ -311,7 +311,7 @@ def test_a_window_is_counted(window):
     assert faster < 0 if (window or SMALL.seq) < SMALL.seq else faster == 0
 
 
-@pytest.mark.slow
+@pytest.mark.turns("sizes")
 @pytest.mark.parametrize("sizes", [(64, 3, 4, 2, 96, 128), (48, 5, 3, 3, 80, 50), (32, 2, 4, 1, 64, 64)])
 def test_a_decoder_of_ours_is_counted(sizes):
     """Its params, and what a layer keeps, are those of a forward of it; so is what is said of one described by its sizes."""
@@ -364,3 +364,10 @@ def test_sixteen_thousand_gpus_are_planned_with_little_simulated(monkeypatch):
     assert len(plan.rows) == 10 and plan.counted > 10_000 and len(plan.refused) > 100
     assert sum(seen) < 500_000 and len(seen) < 100
     assert plan.best.time < predict(llama, published.PUBLISHED[5].layout).time * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("batch", [4, 8, 12])
+def test_a_prediction_counts_the_tokens_of_a_step(batch):
+    found = predict(dataclasses.replace(SMALL, batch=batch), Layout(pp=1), "H100")
+    assert found.tokens_per_second * found.time == pytest.approx(batch * SMALL.seq)
+    assert f"{found.flops * found.layout.gpus * found.time:.6e}" == f"{found.model.flops:.6e}"

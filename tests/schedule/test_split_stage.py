@@ -1,17 +1,24 @@
 """torch's `dw_builder` route: stages that are modules, their weight gradients at W."""
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
+import funcops
 from funcops import delayed_wgrad
 from funcops import nn as fnn
 from funcops.adapters.autograd.delayed import WgradStore
 from funcops.adapters.pipelining import split_stage
+from funcops.adapters.pipelining.torch_stages import StageOfRank
 from funcops.testing.tolerances import assert_close
 
 DIM, M = 8, 8
+PACKAGE = Path(funcops.__file__).parent
+TORCHS = "torch.distributed.pipelining"
 
 
 def stages_of_modules(count=4):
@@ -71,16 +78,16 @@ def test_a_store_open_in_the_dry_run_spoils_the_first_batch(alone, static):
         return own.run
 
     stages = [
-        PipelineStage(m, i, 2, "cpu", *((ex[i], ex[i + 1]) if static else ()), dw_builder=builder) for i, m in enumerate(modules)
+        StageOfRank(m, i, 2, "cpu", *((ex[i], ex[i + 1]) if static else ()), dw_builder=builder) for i, m in enumerate(modules)
     ]
     with store:
         ScheduleZBVZeroBubble(stages, M, loss_fn=square_error).step(x, target=target)
     grads = [p.grad for p in modules.parameters()]
-    if static:
-        assert set(counts) == {2}
+    if counts[0] == 4:
+        assert not static and not all(torch.allclose(g, w) for g, w in zip(grads, want, strict=True))
+    else:  # with examples; and in torch 2.11, whose dry run has no backward
+        assert (static or torch.__version__.startswith(("2.11", "2.12"))) and set(counts) == {2}
         assert_close(grads, want, dtype=torch.float64)
-    else:
-        assert counts[0] == 4 and not all(torch.allclose(g, w) for g, w in zip(grads, want, strict=True))
 
 
 def test_weight_gradients_wait_for_w(alone):
@@ -101,3 +108,14 @@ def test_weight_gradients_wait_for_w(alone):
     ScheduleZBVZeroBubble(stages, M, loss_fn=square_error).step(x, target=target)
     assert len(seen) == 2 * M and {same for full, same in seen if not full} == {True}
     assert_close([p.grad for p in modules.parameters()], want, dtype=torch.float64)
+
+
+def test_one_file_needs_torchs_pipelining():
+    """And no other imports it before it is asked for a stage: schedules run without."""
+    needs = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.parse(file.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
+            if any(name.startswith((TORCHS, "funcops.adapters.pipelining.torch_stages")) for name in names):
+                needs.add(file.name)
+    assert needs == {"torch_stages.py"}

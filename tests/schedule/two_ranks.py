@@ -1,13 +1,14 @@
 """Pairs of ranks that run a pipeline, all at once: `python two_ranks.py FOLDER MODES...`. Each rank prints a line of numbers a
 case, or fails; their exit codes are printed last.
 
-MODES of a pair, with commas between: gradients (for every schedule), curve (for six); tied; frozen; outputs; reduce; modules; nan,
-kill, raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
+MODES of a pair, with commas between: gradients (for every schedule), curve (for six); drawn; leaves; tied; frozen; outputs; reduce;
+modules; nan, kill, raise (rank 1 goes wrong in its second step). Each says `== MODE` first.
 """
 
 import functools
 import json
 import os
+import random as random_numbers
 import sys
 import time
 from datetime import timedelta
@@ -15,8 +16,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from drawn import every
+from exchanged import check_exchanged, exchange, exchanged
 from forked import codes
 from staged import DIM, decoder, microbatches, reference, routed_stages
+from test_exchange import setup as linears
 from test_run import USER
 from test_split_stage import square_error, stages_of_modules
 
@@ -35,9 +39,10 @@ from funcops.schedule import (
     run,
     zb_v,
 )
+from funcops.testing.checks import same_bits
 from funcops.trees import paths, tree_map, tree_map_tensors
 
-M = 8
+M, DRAWN = 8, 18
 LONG, SHORT = timedelta(minutes=10), timedelta(seconds=20)
 
 
@@ -82,6 +87,28 @@ def gradients():
             assert ys is None or torch.equal(torch.stack(ys), torch.stack(losses))
             assert sorted(dparams) == sorted(pipeline.names)
             print(name, distance(dparams, want))
+
+
+def drawn():
+    """The bits of `run`, for the rank's part."""
+    for schedule in every(seed=6, count=DRAWN, ranks=2):
+        cfg, params, xs, dys = linears(schedule)
+        want = run(schedule, params, xs, cfg, dys)
+        pipeline = Pipeline(schedule, cfg, xs[0])
+        ys, dparams, dxs, _ = pipeline.step(local(pipeline, params), xs, dys)
+        same_bits(dparams, {name: want.dparams[name] for name in pipeline.names}, f"of {schedule}")
+        for here, found, wanted in (("s0" in dparams, dxs, want.dxs), (ys is not None, ys, want.ys)):
+            if here:
+                same_bits(found, wanted, f"of {schedule}")
+        print("drawn", 0.0)
+
+
+def leaves():
+    """Messages of leaves of any kind."""
+    for case in range(DRAWN):
+        sent = exchanged(random_numbers.Random(case))
+        check_exchanged(dist.get_rank(), sent, exchange(dist.get_rank(), sent))
+        print("leaves", 0.0)
 
 
 ADAMW = AdamWConfig(lr=1e-2)

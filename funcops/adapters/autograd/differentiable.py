@@ -21,8 +21,9 @@ from torch.autograd import Function
 from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import any_autocast, without_autocast
-from funcops.adapters.autograd import delayed, recompute
-from funcops.adapters.autograd.first_order import first_order
+from funcops.adapters.autograd import delayed, recompute, transforms
+from funcops.adapters.autograd.first_order import Reads, anchor, first_order
+from funcops.adapters.autograd.outputs import owned
 from funcops.adapters.autograd.recompute import large, left_out
 from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
@@ -40,7 +41,7 @@ _ddp: Any = DistributedDataParallel
 class Bound:
     """An op with its config and needs, and what was written for it: the readers of its residuals and gradients."""
 
-    __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "fwd", "kind", "needs", "op", "slots", "write", "y_shape")
+    __slots__ = ("bwd", "cfg", "choice", "empty", "fill", "fwd", "kind", "needs", "op", "reads", "slots", "write", "y_shape")
     fill: Any  # those of `slots`
     empty: Any
     fwd: Any  # of the op; once it has checked the params of this kind, what it runs after its checks
@@ -54,9 +55,11 @@ class Bound:
         self.fwd, self.kind, self.bwd = op.fwd, None, op.bwd
         self.slots: Any = None  # made of the first residuals; False where those cannot be had so
         self.y_shape: Any = None  # None for a tensor
+        self.reads: Any = None  # a `Reads`, of the first call
 
-    def made(self, params: Any, residuals: Any) -> Any:
+    def made(self, params: Any, leaves: Any, y: Any, residuals: Any) -> Any:
         """After the first forward: what is known of the next ones."""
+        self.reads = Reads.of(leaves, params, y, residuals)
         slots: Any = slots_of(residuals) or False
         if slots:
             self.fill, self.empty = slots.fill, slots.empty
@@ -80,49 +83,55 @@ class _Node(Function):
             y, residuals = (bound.fwd if type(params) is bound.kind else op.fwd)(params, x, bound.cfg, needs=bound.needs)
         slots: Any = bound.slots
         if slots is None:
-            slots = bound.made(params, residuals)
+            slots = bound.made(params, leaves, y, residuals)
+        single = isinstance(y, Tensor)
+        outputs: list[Any] = [y] if single else []
+        bound.y_shape = shape = None if single else flatten(y, outputs)
+        views = y._is_view() if single else any([t._is_view() for t in outputs])
+        own = (anchor(y),) if bound.reads.anchored else ()
         if slots:
             found = slots.take(residuals)
+            if views:
+                found = owned(outputs, found, leaves)
             if type(x) is Tensor and x.numel() >= recompute.FEW:
                 found, again = left_out(x, found)
+                if again is not None:
+                    own = (anchor(y),)
             try:
-                ctx.save_for_backward(*found)
+                ctx.save_for_backward(*found, *own)
             except TypeError:  # a policy packs what it left alone in the first call
                 slots.fill(residuals, found)
                 slots, again = False, None
         if not slots:
             kept: list[Tensor] = []
-            residuals = flatten(residuals, kept)
-            ctx.save_for_backward(*kept)
-        if recipe is not None and again is None:  # what is made of what was left out would be computed twice over
-            recompute.note(y, op, recipe)
+            residuals, own = flatten(residuals, kept), (anchor(y),)
+            ctx.save_for_backward(*(owned(outputs, kept, leaves) if views else kept), *own)
+        if single and recipe is not None and again is None:  # what is made of what was left out would be computed twice over
+            recompute.note(outputs[0], op, recipe)
         if _ddp._active_ddp_module is not None:
             ctx.synced = delayed.synced()
-        if isinstance(y, Tensor):
-            bound.y_shape = None
-            ctx.call = bound, params, residuals, bool(slots), again, None
-            return y
-        outputs: list[Tensor] = []
-        bound.y_shape = shape = flatten(y, outputs)
         ctx.call = bound, params, residuals, bool(slots), again, shape
+        if single and not own:
+            return outputs[0]
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*[t for t in outputs if not able(t)])
-        return tuple(outputs)
+        if not single:
+            ctx.mark_non_differentiable(*[t for t in outputs if not able(t)])
+        return (*outputs, *own)
 
     @staticmethod
     def backward(ctx: Any, *dys: Any) -> Any:
         choice = ctx.call[0].choice
         if choice is None and not any_autocast() and not _grad_enabled():
-            return _backward(ctx, *dys)
+            return _backward(ctx, ctx.saved_tensors, *dys)
         with contextlib.ExitStack() as stack:
             if choice is not None:  # autograd's threads for devices have contexts of their own
                 stack.enter_context(select.chosen(choice))
             if any_autocast():  # the forward had none
                 stack.enter_context(without_autocast(dys))
-            return _once(ctx, *dys) if _grad_enabled() else _backward(ctx, *dys)
+            return _once(ctx, *dys) if _grad_enabled() else _backward(ctx, ctx.saved_tensors, *dys)
 
 
-def _backward(ctx: Any, *dys: Any) -> Any:
+def _backward(ctx: Any, saved: Any, *dys: Any) -> Any:
     global _calls
     _calls += 1
     bound, params, residuals, slotted, again, y_shape = ctx.call
@@ -134,15 +143,19 @@ def _backward(ctx: Any, *dys: Any) -> Any:
         return (None,) * len(ctx.needs_input_grad)
     op, store = bound.op, delayed._current
     if slotted:
-        bound.fill(residuals, ctx.saved_tensors if again is None else again.refilled(ctx.saved_tensors))
+        bound.fill(residuals, saved if again is None else again.refilled(saved))
     else:
-        residuals = unflatten(residuals, ctx.saved_tensors)
+        residuals = unflatten(residuals, saved)
+    del saved
     try:
         if store is None:
             dparams, dx = (bound.bwd if slotted and dy is not None else op.bwd)(residuals, dy, bound.cfg)
         else:
             dx, pending = op.dgrad(residuals, dy, bound.cfg)
             dparams = delayed.put(store, op, bound.cfg, pending, params, getattr(ctx, "synced", False))
+    except (NotImplementedError, RuntimeError) as error:
+        transforms.refuse_batches(op, dys, error)
+        raise
     finally:
         if slotted:
             bound.empty(residuals)
@@ -161,17 +174,20 @@ def backward_calls() -> Iterator[Callable[[], int]]:
 
 def _once(ctx: Any, *dys: Any) -> Any:
     """The backward under `create_graph=True`."""
-    op = ctx.call[0].op
+    bound, params = ctx.call[:2]
+    op, saved = bound.op, ctx.saved_tensors  # read once: what is computed again is there for one reading
     if delayed._current is not None:
         fail(f"{op.name}_bwd", "a backward inside delayed_wgrad", "without create_graph", "create_graph=True", RuntimeError)
     with torch.no_grad():
-        found = _backward(ctx, *dys)
-    return first_order(f"{op.name}_bwd", found)
+        found = _backward(ctx, saved, *dys)
+    sources = [*dys, *saved, *(tensors(params) if bound.reads.params else ())]
+    return first_order(f"{op.name}_bwd", ctx, found, sources, bound.reads.leaves)
 
 
 _apply = super(Function, _Node).apply  # Function.apply after its search for functorch's wrappers, which `run` has refused
 
 
+_forward_ad: Any = torch.autograd.forward_ad
 _transforms = torch._C._functorch.maybe_current_level
 _jit_tracing = torch._C._get_tracing_state
 _compiling, _grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
@@ -185,11 +201,13 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any =
     if any_autocast():
         refuse_autocast(op.name, params, x)
     if _transforms() is not None:  # torch.compile would drop the backward of a node in silence
-        _refuse_transforms(op)
+        transforms.refuse_transforms(op)
     if _compiling():
         return run_traced(op, params, x, cfg)
     if leaves is None:
         leaves = tensors((params, x))
+    if _forward_ad._current_level >= 0:
+        transforms.refuse_tangents(op, leaves)
     if not _grad_enabled():
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     asked = tuple(map(_requires_grad, leaves))
@@ -206,8 +224,8 @@ def run(op: Op, params: Any, x: Any, cfg: Any, leaves: Any = None, bounds: Any =
         if bounds is not None and not select.chosen_anywhere:
             bounds[asked] = bound
     found = _apply(bound, (params, x), *leaves)
-    if bound.y_shape is not None:
-        return unflatten(bound.y_shape, found)
+    if type(found) is tuple:
+        return found[0] if bound.y_shape is None else unflatten(bound.y_shape, found)
     return found
 
 
@@ -225,7 +243,8 @@ def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
 
     params and x are trees of tensors as the op takes them. Gradients flow to the leaves that require them. A graph may be kept and
     run backward again, but not differentiated twice: that raises `RuntimeError`. So does a call under `torch.autocast` (an op's
-    dtype is that of its inputs, and nothing is cast in silence) or inside a `torch.func` transform.
+    dtype is that of its inputs, and nothing is cast in silence), inside a `torch.func` transform, or of a leaf with a tangent
+    (`torch.autograd.forward_ad`) where a leaf requires grad or Triton's kernels run.
 
     >>> import torch
     >>> from funcops import ScaleConfig, differentiable, scale
@@ -237,10 +256,3 @@ def differentiable(op: Op) -> Callable[[Any, Any, Any], Any]:
     """
     require_type("differentiable", "op", op, Op)
     return functools.partial(run, op)
-
-
-def _refuse_transforms(op: Op) -> None:
-    raise RuntimeError(
-        f"{op.name}: must run outside of torch.func transforms (grad, vjp, vmap), got one around it. Use funcops.value_and_grad or "
-        "funcops.vjp, which need no autograd, or torch.autograd.grad"
-    )

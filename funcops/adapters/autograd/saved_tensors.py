@@ -12,6 +12,7 @@ from torch import Tensor
 
 from funcops.adapters.flatten import Place, Shape, flatten
 from funcops.formats import QTensor, QWeight
+from funcops.names import literal
 from funcops.residuals.nested import Nested
 from funcops.schema import Saved
 
@@ -55,7 +56,7 @@ def _visit(at: str, node: Any, lines: _Lines) -> bool:
     if node is None:
         return True
     if isinstance(node, Nested):
-        return all([_visit(f"{at}[{name!r}]", child, lines) for name, child in node.items()])
+        return all([_visit(f"{at}[{literal(name)}]", child, lines) for name, child in node.items()])
     if not isinstance(node, Saved):
         return False
     name = f"n{len(lines.nodes)}"
@@ -116,7 +117,7 @@ def _reads(at: str, shape: Any, reads: list[str]) -> None:
             _reads(f"{at}.{name}", child, reads)
     elif isinstance(shape, dict):
         for name in sorted(shape):  # as optree orders the leaves of a dict
-            _reads(f"{at}[{name!r}]", shape[name], reads)
+            _reads(f"{at}[{literal(name)}]", shape[name], reads)
     elif isinstance(shape, (tuple, list)):
         for i, child in enumerate(shape):
             _reads(f"{at}[{i}]", child, reads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -58,5 +59,25 @@ def run_traced(op: Op, params: Any, x: Any, cfg: Any) -> Any:
         return op.fwd(params, x, cfg, needs=Needs.NONE)[0]
     delayed.traced()
     shapes: list[Any] = []
+    _floats_as_constants(True)
     found = _TracedNode.apply((op, cfg, params_shape, x_shape, needs), shapes, *leaves)
+    _floats_as_constants(False)
     return unflatten(shapes[0], found)
+
+
+_before: list[bool] = []  # what the tracer was told of floats, while a node is traced
+
+
+def _floats_as_constants(on: bool) -> bool:
+    """Tell the tracer to take the floats of configs for constants, or what it did before. With `dynamic=True` they are symbols: one
+    that it has first met in a node is not there in the next (torch 2.13: "lift_tracked_freevar_to_input"). A node that is left by
+    an error leaves them constants until the next."""
+    config: Any = sys.modules["torch._dynamo.config"]
+    if on and not _before:
+        _before.append(config.specialize_float)
+    config.specialize_float = on or (_before.pop() if _before else config.specialize_float)
+    return on
+
+
+# What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it.
+_floats_as_constants._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.autograd.delayed import WgradStore, accumulate, delayed_wgrad
-from funcops.adapters.autograd.first_order import first_order
+from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
@@ -68,7 +68,7 @@ class _Callable:
                 f"{self.where}: a slot must be free, got {len(self.slots)} calls whose backward has not run: capture with an order"
             )
         found = _Graphed.apply(self, slot, *given, *self.params)
-        return with_leaves(slot.outputs, _fill(leaves(slot.outputs), found))
+        return with_leaves(slot.outputs, _fill(leaves(slot.outputs), found[:-1]))
 
     def _check(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         """The tensors among the arguments, after every check."""
@@ -146,15 +146,17 @@ class _Graphed(torch.autograd.Function):
         ctx.of, ctx.slot, ctx.versions = of, slot, of.versions.now()
         made = [t.clone() if of.outputs == "clone" else t.detach() for t in slot.out_tensors]
         ctx.mark_non_differentiable(*[m for m, t in zip(made, slot.out_tensors, strict=True) if not t.requires_grad])
+        made.append(anchor(made))
+        ctx.save_for_backward(made[-1])
         return tuple(made)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> Any:
         if not torch.is_grad_enabled():
-            return _replayed(ctx, *dys)
+            return _replayed(ctx, *dys[:-1])
         with torch.no_grad():
-            found = _replayed(ctx, *dys)
-        return first_order(ctx.of.where, found)
+            found = _replayed(ctx, *dys[:-1])
+        return first_order(ctx.of.where, ctx, found, (*dys, *ctx.saved_tensors), ())
 
 
 def _replayed(ctx: Any, *dys: Tensor) -> Any:

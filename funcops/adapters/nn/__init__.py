@@ -6,12 +6,14 @@ from funcops.adapters.nn.layers import GELU as GELU
 from funcops.adapters.nn.layers import GLU as GLU
 from funcops.adapters.nn.layers import Dropout as Dropout
 from funcops.adapters.nn.layers import Embedding as Embedding
+from funcops.adapters.nn.layers import GroupNorm as GroupNorm
 from funcops.adapters.nn.layers import LayerNorm as LayerNorm
 from funcops.adapters.nn.layers import Linear as Linear
 from funcops.adapters.nn.layers import ReLU as ReLU
 from funcops.adapters.nn.layers import RMSNorm as RMSNorm
 from funcops.adapters.nn.layers import Sigmoid as Sigmoid
 from funcops.adapters.nn.layers import SiLU as SiLU
+from funcops.adapters.nn.layers import Softmax as Softmax
 from funcops.adapters.nn.layers import SwiGLU as SwiGLU
 from funcops.adapters.nn.layers import Tanh as Tanh
 from funcops.adapters.nn.losses import CrossEntropyLoss as CrossEntropyLoss

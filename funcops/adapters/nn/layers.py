@@ -11,18 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from funcops.adapters.autocast import LOWER
-from funcops.adapters.nn.module import OpModule, prepare
+from funcops.adapters.nn.module import OpModule, is_plain, prepare
 from funcops.adapters.nn.quantized import take_recipe
-from funcops.errors import require
+from funcops.errors import require, require_type
 from funcops.ops._norm import DTYPES
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.dropout import DropoutConfig, dropout
 from funcops.ops.embedding import EmbeddingConfig, EmbeddingParams, embedding
 from funcops.ops.glu import GLUConfig, glu
+from funcops.ops.group_norm import GroupNormConfig, GroupNormParams, group_norm
 from funcops.ops.layer_norm import LayerNormConfig, LayerNormParams, layer_norm
 from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.qlinear import QLinearConfig
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
+from funcops.ops.softmax import SoftmaxConfig, softmax
 from funcops.recipes import Recipe
 
 
@@ -68,9 +70,12 @@ class Embedding(OpModule, nn.Embedding):
     def op_input(self, x: Tensor) -> Tensor:
         return ids(x)
 
+    complete = True
+
     def make_cfg(self) -> EmbeddingConfig:
         for name in ("max_norm", "scale_grad_by_freq", "sparse"):
-            require(not getattr(self, name), "funcops.nn.Embedding", name, "off: it has no functional form", getattr(self, name))
+            wanted = "off (it has no functional form: use torch.nn.Embedding)"
+            require(not getattr(self, name), "funcops.nn.Embedding", name, wanted, getattr(self, name))
         return EmbeddingConfig(num_embeddings=self.num_embeddings, dim=self.embedding_dim, padding_idx=self.padding_idx)
 
 
@@ -79,8 +84,31 @@ def ids(t: Any) -> Any:
     return t.long() if getattr(t, "dtype", None) in (torch.int32, torch.uint8) else t
 
 
-class LayerNorm(OpModule, nn.LayerNorm):
-    """`torch.nn.LayerNorm` by `funcops.layer_norm`, with its weight.
+class _Norm(OpModule):
+    """A norm whose weight, and bias, may be missing: the op then gets ones, and zeros."""
+
+    complete = True
+    whole = 1  # how many of its parameters the op must have
+
+    def other_way(self) -> Any:
+        return self.affine_free if None in self._own()[: self.whole] else None
+
+    def affine_free(self, x: Any) -> Any:
+        own = self._own()
+        found = next((t for t in own if t is not None), x)
+        if not (is_plain(x) and is_plain(found)) or x.dtype not in self.dtypes or (x.dtype, found.dtype) not in DTYPES:
+            return self.plain(x)
+        for i, fill in ((0, torch.ones), (1, torch.zeros)):
+            if i < self.whole and own[i] is None:
+                own[i] = fill(self._sizes(), dtype=found.dtype, device=x.device)
+        return self.launched(own, x)
+
+    def _sizes(self) -> Any:
+        return self.normalized_shape
+
+
+class LayerNorm(_Norm, nn.LayerNorm):
+    """`torch.nn.LayerNorm` by `funcops.layer_norm`.
 
     >>> import torch
     >>> from funcops import nn
@@ -92,12 +120,12 @@ class LayerNorm(OpModule, nn.LayerNorm):
     autocast = "aten::layer_norm"
 
     def make_cfg(self) -> LayerNormConfig:
-        _affine("LayerNorm", self)
         return LayerNormConfig(dim=tuple(self.normalized_shape), eps=self.eps, bias=self.bias is not None)
 
 
-class RMSNorm(OpModule, nn.RMSNorm):
-    """`torch.nn.RMSNorm` by `funcops.rms_norm`, with its weight. An eps of None is the smallest step of the weight's dtype.
+class RMSNorm(_Norm, nn.RMSNorm):
+    """`torch.nn.RMSNorm` by `funcops.rms_norm`. An eps of None is the smallest step of the weight's dtype; without a weight, too,
+    torch's own forward runs.
 
     >>> import torch
     >>> from funcops import nn
@@ -108,18 +136,39 @@ class RMSNorm(OpModule, nn.RMSNorm):
     op, params_class, fields, values = rms_norm, RMSNormParams, ("weight",), ("normalized_shape", "eps")
     autocast, pairs = "aten::rms_norm", DTYPES
 
+    def other_way(self) -> Any:
+        return self.plain if self.weight is self.eps is None else super().other_way()
+
     def make_cfg(self) -> RMSNormConfig:
-        _affine("RMSNorm", self)
-        eps = torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps
+        eps = self.eps
+        if eps is None:
+            require(self.weight is not None, "funcops.nn.RMSNorm", "eps", "a number where there is no weight", None)
+            eps = torch.finfo(self.weight.dtype).eps
         return RMSNormConfig(dim=tuple(self.normalized_shape), eps=eps)
 
 
-def _affine(name: str, module: Any) -> None:
-    require(module.weight is not None, f"funcops.nn.{name}", "elementwise_affine", "True: the op has a weight", False)
+class GroupNorm(_Norm, nn.GroupNorm):
+    """`torch.nn.GroupNorm` by `funcops.group_norm`.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.GroupNorm(1, 2, eps=0.0)(torch.tensor([[1.0, 3.0]])).detach()
+    tensor([[-1.,  1.]])
+    """
+
+    op, params_class, fields, whole = group_norm, GroupNormParams, ("weight", "bias"), 2
+    values, autocast, pairs = ("num_groups", "num_channels", "eps"), "aten::group_norm", DTYPES
+
+    def make_cfg(self) -> GroupNormConfig:
+        return GroupNormConfig(self.num_groups, self.num_channels, eps=self.eps)
+
+    def _sizes(self) -> Any:
+        return self.num_channels
 
 
 class Dropout(OpModule, nn.Dropout):
     """`torch.nn.Dropout` by `funcops.dropout`. Its key is drawn from torch's generator, so `torch.manual_seed` decides.
+    In place it is torch's own, with torch's bits, but for a step of a `Sequential`.
 
     >>> import torch
     >>> from funcops import nn
@@ -134,15 +183,20 @@ class Dropout(OpModule, nn.Dropout):
         """Whether it gives x itself: without p, and in eval mode."""
         return self.p == 0.0 or not self.training
 
-    def forward(self, x: Tensor) -> Any:
-        return x if self.rests() else super().forward(x)
+    def forward(self, input: Tensor) -> Any:
+        return input if self.rests() else super().forward(input)
+
+    def other_way(self) -> Any:
+        return self.plain if self.inplace else None
 
     def make_cfg(self) -> DropoutConfig:
-        require(not self.inplace, "funcops.nn.Dropout", "inplace", "False", self.inplace)
         return DropoutConfig(p=self.p, train=self.training)
 
     def op_input(self, x: Tensor) -> Any:
         return x, drawn_key(x)
+
+
+Dropout._of_step = Dropout.forward
 
 
 def drawn_key(x: Tensor) -> Tensor:
@@ -151,11 +205,15 @@ def drawn_key(x: Tensor) -> Tensor:
 
 
 class _Activation(OpModule):
+    """In place it is torch's own, as x must hold y; but for a step of a `Sequential`, whose x nobody else has."""
+
     kind: str
     op = activation
 
+    def other_way(self) -> Any:
+        return self.plain if getattr(self, "inplace", False) else None
+
     def make_cfg(self) -> ActivationConfig:
-        require(not getattr(self, "inplace", False), f"funcops.nn.{type(self).__name__}", "inplace", "False", True)
         return ActivationConfig(kind=self.kind)
 
 
@@ -222,8 +280,38 @@ class Tanh(_Activation, nn.Tanh):
     kind = "tanh"
 
 
-class GLU(OpModule, nn.GLU):
-    """`torch.nn.GLU` over the last dimension by `funcops.glu`; `kind` and `gate` choose another of its gates.
+class _AlongDim(OpModule):
+    """An op over the last dimension; `dim` may be another."""
+
+    dim: Any
+
+    def other_way(self) -> Any:
+        return None if self.dim == -1 else self.along
+
+    def along(self, x: Any) -> Any:
+        if self.dim is None or not is_plain(x) or x.dtype not in self.dtypes or x.dim() == 0:
+            return self.plain(x)
+        return self.launched([], x.movedim(self.dim, -1)).movedim(-1, self.dim)
+
+
+class Softmax(_AlongDim, nn.Softmax):
+    """`torch.nn.Softmax` by `funcops.softmax`. Without a `dim`, torch's own chooses one.
+
+    >>> import torch
+    >>> from funcops import nn
+    >>> nn.Softmax(-1)(torch.zeros(2))
+    tensor([0.5000, 0.5000])
+    """
+
+    op, values, autocast = softmax, ("dim",), "aten::softmax.int"
+
+    def make_cfg(self) -> SoftmaxConfig:
+        require(self.dim is not None, "funcops.nn.Softmax", "dim", "an int: without one torch's own forward chooses", None)
+        return SoftmaxConfig()
+
+
+class GLU(_AlongDim, nn.GLU):
+    """`torch.nn.GLU` by `funcops.glu`; `kind` and `gate` choose another of its gates.
 
     >>> import torch
     >>> from funcops import nn
@@ -234,24 +322,28 @@ class GLU(OpModule, nn.GLU):
     op, values = glu, ("kind", "gate", "dim")
 
     def __init__(self, dim: int = -1, *, kind: str = "glu", gate: str = "second") -> None:
+        require_type("funcops.nn.GLU", "dim", dim, int)
         super().__init__(dim)
         self.kind, self.gate = kind, gate
         self.make_cfg()
         prepare(self)
 
     def make_cfg(self) -> GLUConfig:
-        require(self.dim == -1, "funcops.nn.GLU", "dim", "-1", self.dim)
         return GLUConfig(kind=self.kind, gate=self.gate)
 
     def plain(self, *given: Any) -> Any:
-        torchs = (self.kind, self.gate) == ("glu", "second")
         require(
-            torchs, f"funcops.nn.{type(self).__name__}", "x", f"a plain tensor: torch has no {self.kind}", type(given[0]).__name__
-        )
+            self._is_torchs(), f"funcops.nn.{type(self).__name__}", "x", f"a plain tensor: torch has no {self.kind}",
+            type(given[0]).__name__,
+        )  # fmt: skip
         return super().plain(*given)
 
+    def _is_torchs(self) -> bool:
+        return (self.kind, self.gate) == ("glu", "second")
+
     def extra_repr(self) -> str:
-        return f"kind={self.kind!r}, gate={self.gate!r}"
+        gates = "" if self._is_torchs() else f", kind={self.kind!r}, gate={self.gate!r}"
+        return f"dim={self.dim}{gates}"
 
 
 class SwiGLU(GLU):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import warnings
 from typing import Any
 
 import torch
@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.layers import ids
 from funcops.adapters.nn.module import OpModule, is_plain, prepare
-from funcops.errors import FLOATS, require, require_device, require_dtype
+from funcops.errors import FLOATS, describe, fail, require, require_count, require_device, require_dtype, require_flag, require_type
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, LinearCrossEntropyParams, linear_cross_entropy
+
+ALONE = "None: the op has no weights of classes, torch's own forward has"
 
 
 class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` of class indices, without class weights, by `funcops.cross_entropy`: logits [N, V] or [V], or
-    [N, V, *] as in torch. Targets that are probabilities are left to torch. The loss of 16-bit logits is float32.
+    [N, V, *] as in torch. Targets that are probabilities, and class weights, are left to torch's own. The loss of 16-bit logits is
+    float32. Raises `ValueError` for a reduction or a label_smoothing that torch would refuse in the first call.
 
     >>> import torch
     >>> from funcops import nn
@@ -28,65 +31,141 @@ class CrossEntropyLoss(OpModule, nn.CrossEntropyLoss):
 
     op, values = cross_entropy, ("label_smoothing", "ignore_index", "reduction")
 
-    def make_cfg(self) -> CrossEntropyConfig:
-        require(self.weight is None, "funcops.nn.CrossEntropyLoss", "weight", "None", "a tensor")
+    complete = True
+
+    def other_way(self) -> Any:
+        return None if self.weight is None else self.plain
+
+    def _options(self) -> CrossEntropyConfig:
         return CrossEntropyConfig(**{name: getattr(self, name) for name in self.values})
 
+    def make_cfg(self) -> CrossEntropyConfig:
+        require(self.weight is None, "funcops.nn.CrossEntropyLoss", "weight", ALONE, "a tensor")
+        return self._options()
+
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
-        if not (is_plain(input) and is_plain(target)) or getattr(target, "dtype", None) in FLOATS:
+        plain = is_plain(input) and is_plain(target) and self.weight is None
+        if not plain or getattr(target, "dtype", None) in FLOATS:
             return super().plain(input, target)
         logits = input.movedim(1, -1) if input.dim() > 2 else input
         return self.launched([], (logits, ids(target)))
 
 
-class LinearCrossEntropyLoss(OpModule):
-    """A projection and the cross entropy of its logits, which never exist as a whole: `funcops.linear_cross_entropy`.
+_torchs: Any = getattr(nn, "LinearCrossEntropyLoss", nn.Module)  # torch has it from 2.13 on
+_chunking: Any = getattr(nn, "LinearCrossEntropyOptions", type(None))
 
-    `weight`: [num_classes, in_features], initialised as that of `torch.nn.Linear`; give another module's to share it.
+
+class LinearCrossEntropyLoss(OpModule, _torchs):
+    """A projection and the cross entropy of its logits, which never exist as a whole: `funcops.linear_cross_entropy`. Arguments and
+    state_dict keys are those of `torch.nn.LinearCrossEntropyLoss` of torch 2.13.
+
+    `linear.weight`: [num_classes, in_features]; give another module's to share it. input: [*, in_features]; target: [*], indices.
+    Of a bias, out_features, class weights and targets that are probabilities ([N, num_classes, *out_features]) the op has no form:
+    the logits are then made as a whole, by torch. `options`, of torch's chunks, are not read: the op has its own.
 
     >>> import torch
     >>> from funcops import nn
     >>> loss = nn.LinearCrossEntropyLoss(8, 100)
-    >>> loss.weight.shape, loss(torch.zeros(4, 8), torch.tensor([0, 1, 2, 3])).detach()
+    >>> loss.linear.weight.shape, loss(torch.zeros(4, 8), torch.tensor([0, 1, 2, 3])).detach()
     (torch.Size([100, 8]), tensor(4.6052))
     """
 
-    op, params_class, fields = linear_cross_entropy, LinearCrossEntropyParams, ("weight",)
+    op, params_class = linear_cross_entropy, LinearCrossEntropyParams
     autocast = LOWER
-    values = ("in_features", "num_classes", "ignore_index", "reduction", "label_smoothing")
+    values = ("num_classes", "ignore_index", "reduction", "label_smoothing")
 
     def __init__(
-        self, in_features: int, num_classes: int, *, ignore_index: int = -100, reduction: str = "mean",
-        label_smoothing: float = 0.0,
-        device: Any = None, dtype: torch.dtype | None = None,
+        self, in_features: int, num_classes: int, *, out_features: tuple[int, ...] = (), bias: bool = False, device: Any = None,
+        dtype: torch.dtype | None = None, reduction: str = "mean", weight: Tensor | None = None, ignore_index: int | None = None,
+        label_smoothing: float = 0.0, options: Any = None,
     ) -> None:  # fmt: skip
-        super().__init__()
-        require_device("LinearCrossEntropyLoss", device)
-        require_dtype("LinearCrossEntropyLoss", dtype)
-        self.in_features, self.num_classes = in_features, num_classes
+        nn.Module.__init__(self)
+        where = "LinearCrossEntropyLoss"
+        require_device(where, device)
+        require_dtype(where, dtype)
+        require_type(where, "out_features", out_features, tuple)
+        for size in out_features:
+            require_count(where, out_features=size)
+        require_flag(where, bias=bias)
+        for name, value, kind in (("weight", weight, Tensor), ("options", options, _chunking)):
+            require_type(where, name, value, kind, type(None))
+        self.num_classes, self.out_features, self.options = num_classes, out_features, options
         self.ignore_index, self.reduction, self.label_smoothing = ignore_index, reduction, label_smoothing
-        self.make_cfg()
-        self.weight = nn.Parameter(torch.empty(num_classes, in_features, device=device, dtype=dtype))
-        self.reset_parameters()
+        self._options(in_features)
+        if weight is not None and tuple(weight.shape) != (num_classes,):
+            fail(where, "weight", f"[{num_classes}], a weight for each class", describe(weight))
+        self.register_buffer("weight", weight)
+        outer = num_classes
+        for size in self.out_features:
+            outer *= size
+        self.linear = nn.Linear(in_features, outer, bias=bias, device=device, dtype=dtype)
         prepare(self)
 
-    def reset_parameters(self) -> None:
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+    def _options(self, in_features: int) -> LinearCrossEntropyConfig:
+        ignore = -100 if self.ignore_index is None else self.ignore_index
+        return LinearCrossEntropyConfig(
+            in_features, self.num_classes, ignore_index=ignore, reduction=self.reduction, label_smoothing=self.label_smoothing
+        )
+
+    def _whole(self) -> bool:
+        """Whether the op has the loss of class indices."""
+        return self.weight is None and not self.out_features and self.linear.bias is None
 
     def make_cfg(self) -> LinearCrossEntropyConfig:
-        options = {name: getattr(self, name) for name in self.values[2:]}
-        return LinearCrossEntropyConfig(in_features=self.in_features, vocab=self.num_classes, **options)
+        where = "funcops.nn.LinearCrossEntropyLoss"
+        require(self.weight is None, where, "weight", ALONE, "a tensor")
+        require(not self.out_features, where, "out_features", "(): the op has one loss a row", self.out_features)
+        require(self.linear.bias is None, where, "bias", "False: the op has none", True)
+        return self._options(self.linear.in_features)
+
+    def _own(self) -> list[Any]:
+        return [self.linear.weight]
 
     def forward(self, input: Tensor, target: Tensor) -> Any:  # type: ignore[override]
-        weight = self.weight
-        if not (is_plain(input) and is_plain(weight)):
+        weight = self.linear.weight
+        indices = is_plain(target) and getattr(target, "dtype", None) not in FLOATS
+        if not (self._whole() and indices and is_plain(input) and is_plain(weight)):
             return self.plain(input, target)
         return self.launched([weight], (input, ids(target)))
 
     def plain(self, *given: Any) -> Any:
-        scores, options = nn.functional.linear(given[0], self.weight), {name: getattr(self, name) for name in self.values[2:]}
-        loss = nn.functional.cross_entropy(scores.flatten(0, -2), given[1].flatten(), **options)
-        return loss.view(given[1].shape) if self.reduction == "none" else loss
+        x, target = given
+        logits = self.linear(x)
+        if logits.dim() > 2 and not self.out_features and target.dtype not in FLOATS:  # [*, V], as the op has them
+            loss = self._loss(logits.flatten(0, -2), target.flatten())
+            return loss.view(target.shape) if self.reduction == "none" else loss
+        if self.out_features:
+            logits = logits.reshape(*x.shape[:-1], self.num_classes, *self.out_features)
+        if target.dtype in FLOATS and self.ignore_index is not None:
+            fail("LinearCrossEntropyLoss", "ignore_index", "None for targets that are probabilities", self.ignore_index)
+        return self._loss(logits, target)
+
+    def _loss(self, logits: Tensor, target: Tensor) -> Tensor:
+        ignore = -100 if self.ignore_index is None else self.ignore_index
+        return nn.functional.cross_entropy(
+            logits, target, weight=self.weight, ignore_index=ignore, reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight" and isinstance(value, Tensor) and value.dim() == 2:
+            said = (
+                "LinearCrossEntropyLoss.weight: as in torch 2.13 it is for the weights of classes, and the projection's weight is "
+            )
+            warnings.warn(said + "linear.weight: set that. A matrix will be refused from 0.4 on.", DeprecationWarning, stacklevel=2)
+            self.linear.weight = value
+            return
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        old = state_dict.get(f"{prefix}weight")
+        if old is not None and old.dim() == 2 and f"{prefix}linear.weight" not in state_dict:  # as earlier versions saved it
+            state_dict[f"{prefix}linear.weight"] = state_dict.pop(f"{prefix}weight")
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.num_classes}, ignore_index={self.ignore_index}, reduction={self.reduction!r}"
+        names = ("num_classes", "out_features", "reduction", "ignore_index", "label_smoothing", "options")
+        shown = {name: getattr(self, name) for name in names}
+        first, last = list(shown.items())[:2], list(shown.items())[2:]
+        parts = [("in_features", self.linear.in_features), *first, ("bias", self.linear.bias is not None), *last]
+        return ", ".join([f"{name}={value}" for name, value in parts])

@@ -17,6 +17,7 @@ TORCH: dict[type, type] = {
     nn.Embedding: layers.Embedding,
     nn.LayerNorm: layers.LayerNorm,
     nn.RMSNorm: layers.RMSNorm,
+    nn.GroupNorm: layers.GroupNorm,
     nn.Dropout: layers.Dropout,
     nn.GELU: layers.GELU,
     nn.ReLU: layers.ReLU,
@@ -24,9 +25,12 @@ TORCH: dict[type, type] = {
     nn.Sigmoid: layers.Sigmoid,
     nn.Tanh: layers.Tanh,
     nn.GLU: layers.GLU,
+    nn.Softmax: layers.Softmax,
     nn.CrossEntropyLoss: losses.CrossEntropyLoss,
     nn.Sequential: Sequential,
 }
+if hasattr(nn, "LinearCrossEntropyLoss"):  # from torch 2.13 on
+    TORCH[nn.LinearCrossEntropyLoss] = losses.LinearCrossEntropyLoss
 
 ROWS: tuple[tuple[str, dict[str, type]], ...] = (
     # the module of transformers.models that defines the classes, and what each of them is

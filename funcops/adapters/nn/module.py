@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from funcops.adapters.autocast import FLOAT32, LOWER, any_autocast, casts, is_on
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.unchanged import HOOKS, parameters_of, same_parameters
 from funcops.errors import FLOATS, describe, fail
+from funcops.names import exact
 from funcops.op import Op
 from funcops.trees import tensors, tree_map_tensors
 
@@ -35,6 +39,10 @@ class Prepared(nn.Module):
         if recipe is not None:
             self.take(recipe)
         prepare(self)
+        if self.complete and type(self).__init__ is Prepared.__init__ and self.other_way() != self.plain:
+            self.known_cfg()  # refuses what every call would
+
+    complete = False  # whether torch's constructor sets all that the config of an OpModule is made of
 
     def train(self, mode: bool = True) -> Any:
         super().train(mode)
@@ -95,16 +103,26 @@ class OpModule(Prepared):
     dtypes: frozenset[Any] = frozenset(FLOATS)
     pairs: frozenset[Any] = frozenset()
     _of_torch: bool = False  # whether there is a forward for `plain`
+    _of_step: Any = None  # the forward that is no more than the op; a class with another one is no step of a chain
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        for names in ("values", "fields"):
+            if names in cls.__dict__:
+                setattr(cls, names, exact(cls.__dict__[names]))
         if not is_rule(cls.autocast):
             known = '"", "lower", "float32" or an operator of torch ("aten::layer_norm")'
             fail(cls.__name__, "autocast", known, repr(cls.autocast))
         if "values" in cls.__dict__ and cls.make_cfg is OpModule.make_cfg and isinstance(getattr(cls, "op", None), Op):
             _check_values(cls)
         beside = cls.__mro__[cls.__mro__.index(OpModule) + 1 :]
-        cls._of_torch = any("forward" in vars(base) for base in beside if base is not nn.Module)
+        theirs = next((vars(base)["forward"] for base in beside if base is not nn.Module and "forward" in vars(base)), None)
+        cls._of_torch = theirs is not None
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        if owner is not cls and issubclass(owner, OpModule):
+            of_step = owner.forward is owner._of_step
+            cls.forward = copied(owner.forward, theirs)  # type: ignore[method-assign]
+            cls._of_step = cls.forward if of_step else cls._of_step
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -146,6 +164,10 @@ class OpModule(Prepared):
         """The op's x for the module's x."""
         return x
 
+    def other_way(self) -> Callable[[Any], Any] | None:
+        """What a call runs on x instead of the op on x and the parameters, for values that ask for it; None where it is the op."""
+        return None
+
     def plain(self, *given: Any) -> Any:
         """What torch's module gives, for tensors of classes of their own (a DTensor, a quantised weight), which ops do not know,
         and for dtypes that are not the op's. Raises `TypeError` where the class is no module of torch beside."""
@@ -159,6 +181,9 @@ class OpModule(Prepared):
             call = self.__dict__.get("_cached")
             if call is not None and call.fits(self, x):
                 return run(call.op, call.params, x, call.cfg, [*call.leaves, x], call.bounds)
+        way = self.other_way()
+        if way is not None:
+            return way(x)
         own = self._own()
         for t in (x, *own):
             if not (PLAIN.get(type(t)) or is_plain(t)):
@@ -207,6 +232,25 @@ class OpModule(Prepared):
     def _own(self) -> list[Any]:
         parameters = self._parameters
         return [parameters[name] if name in parameters else getattr(self, name) for name in self.fields]
+
+
+OpModule._of_step = OpModule.forward
+
+
+def copied(forward: Any, theirs: Any) -> Any:
+    """A forward for one class: of code of its own, as torch.compile counts compilations by code; its first argument has the name
+    that it has in `theirs`, torch's, as callers may name it."""
+    code, names = forward.__code__, forward.__code__.co_varnames
+    known = getattr(theirs, "__code__", code)
+    name = known.co_varnames[1] if known.co_argcount > 1 else names[1]
+    if name not in names[2:]:
+        names = (names[0], name, *names[2:])
+    own: Any = types.FunctionType(code.replace(co_varnames=names), forward.__globals__, forward.__name__, None, forward.__closure__)
+    functools.update_wrapper(own, forward)
+    del own.__wrapped__
+    own.__defaults__, own.__kwdefaults__ = forward.__defaults__, forward.__kwdefaults__
+    own.__annotations__ = {name if at == code.co_varnames[1] else at: hint for at, hint in forward.__annotations__.items()}
+    return own
 
 
 def _check_values(cls: Any) -> None:
@@ -304,4 +348,7 @@ def functional(module: Any) -> tuple[Op, Any, Any]:
     """
     if not hasattr(type(module), "op_params"):
         fail("functional", "module", "a module of funcops.nn", describe(module), TypeError)
+    if isinstance(module, OpModule) and module.other_way() is not None:
+        wanted = "one whose call is its op on its own parameters (with a weight, over the last dimension, not in place)"
+        fail("functional", "module", wanted, repr(module))
     return module.op, module.known_cfg(), tree_map_tensors(lambda t: t.detach(), module.op_params())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -16,6 +17,7 @@ from funcops.adapters.nn.unchanged import same_modules, state_of, watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
 from funcops.errors import require
+from funcops.memo import reading
 from funcops.program.rules import FEW
 from funcops.trees import WithExtras
 
@@ -122,10 +124,21 @@ class Sequential(Prepared, nn.Sequential):
 
     def _groups(self) -> list[Group]:
         """The groups, made anew when a module, its config or its hooks have changed."""
+        if _compiling():
+            self._looked_through_while_tracing()
         cached = self.__dict__.get("_cached")
         if cached is None or _compiling() or cached.same is None or not cached.same(self._modules, cached.before):
             cached = self._looked_through(cached)
         return cached.groups  # type: ignore[no-any-return]
+
+    def _looked_through_while_tracing(self) -> bool:
+        """Make the groups where they are others: a tracer cannot make a config, but finds one."""
+        with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError), reading():  # it comes upon the error itself
+            self._looked_through(self.__dict__.get("_cached"))
+        return True
+
+    # What `torch.compiler.assume_constant_result` does, which would import the compiler: the tracer runs it.
+    _looked_through_while_tracing._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _looked_through(self, cached: Any) -> Any:
         """Each module looked at by itself."""
@@ -163,14 +176,16 @@ class Cached:
             self.same = same_modules(fields)
 
 
-FORWARDS = (OpModule.forward, Dropout.forward)
-
-
 def _joins(module: Any) -> bool:
-    """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op."""
-    if not isinstance(module, OpModule) or type(module).forward not in FORWARDS:
+    """Whether the module may be a step of a chain: it takes x alone, and a call of it would be no more than its op. One that writes
+    to its x may, where that is an earlier step's y, which nobody else has."""
+    if not isinstance(module, OpModule) or type(module).forward is not type(module)._of_step:
         return False
-    return untouched(module, module.fields)
+    return untouched(module, module.fields) and (_in_place(module) or module.other_way() is None)
+
+
+def _in_place(module: Any) -> bool:
+    return getattr(module, "inplace", False) is True
 
 
 def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
@@ -187,7 +202,7 @@ def _grouped(modules: dict[str, Any], joins: list[bool]) -> list[Group]:
     for i, (name, module) in enumerate(modules.items()):
         if joins[i] and isinstance(module, Dropout) and module.rests():
             continue  # it gives x itself
-        if joins[i]:
+        if joins[i] and (joined or not _in_place(module)):
             joined.append((f"m{i}", module))  # a module's name need not be an identifier
         else:
             close()

@@ -7,6 +7,8 @@ of that (what is swapped in place keeps its identity).
 
 from __future__ import annotations
 
+import functools
+import itertools
 import linecache
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -39,40 +41,33 @@ def state_of(modules: Sequence[Any], fields: Sequence[Sequence[str]]) -> tuple[A
     return tuple(parts)
 
 
-_written: dict[Any, Same] = {}
-
-
+@functools.cache
 def same_parameters(fields: tuple[str, ...]) -> Same:
     """`same(parameters, before)` for a module's dict of them."""
-    if fields not in _written:
-        names = _names("", fields)
-        _written[fields] = _compiled("parameters, before", _unpacked(names) + [f"    return {_same('parameters', '', fields)}"])
-    return _written[fields]
+    return _compiled("parameters, before", _unpacked(_names("", fields)) + [f"    return {_same('parameters', '', fields)}"])
 
 
+@functools.cache
 def same_modules(fields: tuple[tuple[str, ...], ...]) -> Same:
     """`same(modules, before)` for a container's dict of modules with these fields."""
-    if fields not in _written:
-        heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
-        lines = [
-            f"    if len(modules) != {len(fields)} or {WATCHED}: return False",
-            *_unpacked([n for head in heads for n in head]),
-        ]
+    heads = [[f"m{i}", f"k{i}", f"f{i}", f"c{i}", *_names(str(i), own)] for i, own in enumerate(fields)]
+    lines = [f"    if len(modules) != {len(fields)} or {WATCHED}: return False", *_unpacked([n for head in heads for n in head])]
+    if fields:
         lines.append(f"    {''.join(f'a{i}, ' for i in range(len(fields)))} = modules.values()")
-        for i, own in enumerate(fields):
-            lines.append(f"    s = a{i}.__dict__")
-            if own:
-                lines.append("    p = s['_parameters']")
-            called = "".join(f" or s['{name}']" for name in HOOKS)
-            lines.append(
-                f"    if a{i} is not m{i} or type(a{i}) is not k{i} or k{i}.forward is not f{i} or s.get('_cfg') is not c{i}"
-                f"{called} or 'forward' in s or not ({_same('p', str(i), own)}): return False"
-            )
-        _written[fields] = _compiled("modules, before", [*lines, "    return True"])
-    return _written[fields]
+    for i, own in enumerate(fields):
+        lines.append(f"    s = a{i}.__dict__")
+        if own:
+            lines.append("    p = s['_parameters']")
+        called = "".join(f" or s['{name}']" for name in HOOKS)
+        lines.append(
+            f"    if a{i} is not m{i} or type(a{i}) is not k{i} or k{i}.forward is not f{i} or s.get('_cfg') is not c{i}"
+            f"{called} or 'forward' in s or not ({_same('p', str(i), own)}): return False"
+        )
+    return _compiled("modules, before", [*lines, "    return True"])
 
 
 HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_numbers = itertools.count()
 
 
 def _names(of: str, fields: Sequence[str]) -> list[str]:
@@ -91,7 +86,7 @@ def _same(parameters: str, of: str, fields: Sequence[str]) -> str:
 
 def _compiled(arguments: str, lines: list[str]) -> Same:
     text = f"def same({arguments}):\n" + "\n".join(lines) + "\n"
-    file = f"<funcops unchanged {len(_written)}>"
+    file = f"<funcops unchanged {next(_numbers)}>"
     linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
     scope: dict[str, Any] = {"hooks": hooks, "s_": object()}
     exec(compile(text, file, "exec"), scope)

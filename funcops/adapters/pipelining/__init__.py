@@ -1,5 +1,5 @@
-"""Schedules on the processes of a group, by torch.distributed.pipelining's runtime: `Pipeline` over a staged chain, `split_stage`
-for models of modules, and `BucketedMean` for gradients of data-parallel replicas."""
+"""Schedules on the processes of a group: `Pipeline` over a staged chain, `split_stage` for models of modules under
+torch.distributed.pipelining's own schedules, and `BucketedMean` for gradients of data-parallel replicas."""
 
 from funcops.adapters.bucketed_mean import BucketedMean as BucketedMean
 from funcops.adapters.pipelining.modules import split_stage as split_stage

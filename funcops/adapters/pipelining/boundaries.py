@@ -30,7 +30,7 @@ class Boundaries:
             self.main, self.extras = split_x("Pipeline", tree_map_tensors(fake, x), cfg)
             self.params = tied("Pipeline", tree_map_tensors(lambda t: fake(t, dtype), abstract_params(chain, cfg)), cfg.ties)
         self.trees = self._of_example(x)
-        self._fit = {_looks(self._whole(self.main, self.extras))}
+        self._fit = {looks(self._whole(self.main, self.extras))}
         self._fit_dtypes = {dtype}
         for i, tree in enumerate(self.trees[1:-1], 1):
             for t in leaves(tree):
@@ -42,12 +42,12 @@ class Boundaries:
         read here."""
         for m, (main, more) in enumerate(zip(mains, extras, strict=True)):
             given = main if first else self.main
-            looks = _looks(self._whole(given, more))
-            if looks in self._fit:
+            found = looks(self._whole(given, more))
+            if found in self._fit:
                 continue
             if not self._same(given, more):
                 self._name(where, m, self._whole(given, more))
-            self._fit.add(looks)
+            self._fit.add(found)
 
     def check_params(self, where: str, own: Mapping[str, Any]) -> None:
         """Raises for params all of another dtype than was told, unless what their stages give is of the told one nevertheless."""
@@ -64,7 +64,7 @@ class Boundaries:
                         y = self._forward(index, params[step.name], self.trees[index], self.extras)
                 except ERRORS:
                     y = None
-                if y is None or _looks(y) != _looks(self.trees[index + 1]):
+                if y is None or looks(y) != looks(self.trees[index + 1]):
                     fail(where, "params", f"{short(self.dtype)}, as Pipeline was told", f"{short(dtype)}: give it dtype={dtype}")
         self._fit_dtypes.add(dtype)
 
@@ -94,7 +94,7 @@ class Boundaries:
 
     def _same(self, main: Any, extras: dict[str, Any]) -> bool:
         try:
-            return _looks(self._through(main, extras)[1:]) == _looks(self.trees[1:])
+            return looks(self._through(main, extras)[1:]) == looks(self.trees[1:])
         except ERRORS:
             return False
 
@@ -108,7 +108,8 @@ class Boundaries:
         fail(where, what, f"{describe(want.get(path))}, as that of the example x", describe(got.get(path)))
 
 
-def _looks(tree: Any) -> tuple[Any, ...]:
+def looks(tree: Any) -> tuple[Any, ...]:
+    """Shapes and dtypes, by path."""
     return tuple((path, _look(value)) for path, value in paths(tree).items())
 
 

@@ -3,12 +3,7 @@ gradients run where the schedule says W."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
-
-from torch.distributed.pipelining import PipelineStage
-
-from funcops.adapters.autograd.delayed import WgradStore, delayed_wgrad
 
 
 def split_stage(
@@ -30,22 +25,6 @@ def split_stage(
     them torch finds the shapes in a dry run, forward and backward, on made-up values. The store is open in real backwards alone:
     what a dry run left there, the first microbatch's W would add to the gradients.
     """
+    from funcops.adapters.pipelining.torch_stages import SplitStage
+
     return SplitStage(module, stage_index, num_stages, device, input_args, output_args, group=group)
-
-
-class SplitStage(PipelineStage):
-    """The stage that `split_stage` makes."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.store = delayed_wgrad()
-        super().__init__(*args, **kwargs | {"dw_builder": self.take})
-
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self.store:
-            return super().backward_one_chunk(*args, **kwargs)
-
-    def take(self) -> Callable[[], None]:
-        """What the backward that just ended left, to be run once."""
-        own = WgradStore()
-        own.waiting, self.store.waiting = self.store.waiting, []
-        return own.run

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from funcops.adapters.pipelining.boundaries import Boundaries
-from funcops.adapters.pipelining.runtime import Runtime, Values
-from funcops.compose.chain import ChainConfig
+from funcops.adapters.pipelining.boundaries import Boundaries, looks
+from funcops.adapters.pipelining.messages import Messages, Values, from_all
+from funcops.adapters.pipelining.runtime import Runtime
+from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.errors import describe, fail, require_type
 from funcops.needs import Needs
 from funcops.precision import nonfinite
@@ -32,15 +35,17 @@ class Stepped(NamedTuple):
 
 
 class Pipeline:
-    """A schedule over the chain `cfg`, whose steps are the stages, on torch.distributed.pipelining's runtime.
+    """A schedule over the chain `cfg`, whose steps are the stages, on the ranks of a process group.
 
         pipeline = Pipeline(zb_v(2, 8), cfg, x)            # on every rank
         ys, dparams, dxs, _ = pipeline.step(params, xs)    # params of this rank's stages
 
-    x: an example of one microbatch, of which the shapes are read. dtype: of params (by default torch's, and so to be given for
-    others). `group`: as many processes as the schedule has ranks. Ties between stages of one rank hold; others are refused.
-    Raises `ValueError` or `TypeError` where these do not fit, `RuntimeError` for a version of torch whose runtime was not
-    checked.
+    Messages go by `torch.distributed.batch_isend_irecv` (Gloo, NCCL), in an order that follows from the schedule and lets no ranks
+    wait for each other. x: an example of one microbatch, from which the shapes are read. dtype: that of params, by default torch's.
+    `group`: as many processes as the schedule has ranks. Ties between stages of one rank hold; others are refused.
+
+    All ranks make it together: they compare their schedules and shapes. Raises `ValueError` or `TypeError` where these do not fit,
+    on all ranks where they differ; `RuntimeError` where another rank could not make it.
     """
 
     def __init__(
@@ -48,11 +53,7 @@ class Pipeline:
         group: Any = None,
         needs: Needs = Needs.ALL,
     ) -> None:  # fmt: skip
-        import torch.distributed as dist
-
         require_type("Pipeline", "schedule", schedule, Schedule)
-        check_staged("Pipeline", cfg, schedule.stages)
-        check_ties("Pipeline", cfg, schedule.rank_of)
         if dist.get_world_size(group) != len(schedule.ranks):
             fail(
                 "Pipeline",
@@ -61,11 +62,42 @@ class Pipeline:
                 dist.get_world_size(group),
             )
         self.schedule, self.cfg, self.needs, self.group, self.device = schedule, cfg, needs, group, torch.device(device)
-        self._example = Boundaries(cfg, x, dtype or torch.get_default_dtype())
-        self.boundaries = self._example.trees
-        self.runtime = Runtime(schedule, [tuple(leaves(b)) for b in self.boundaries], self.device, group)
-        self.names = tuple(cfg.steps[index].name for index in self.runtime.stages)
         self._failed = False
+        fault: Exception | None = None
+        try:
+            self._prepare(x, dtype or torch.get_default_dtype())
+        except Exception as error:
+            fault = error
+        self._compare(fault)
+
+    def _prepare(self, x: Any, dtype: torch.dtype) -> None:
+        check_staged("Pipeline", self.cfg, self.schedule.stages)
+        check_ties("Pipeline", self.cfg, self.schedule.rank_of)
+        self._example = Boundaries(self.cfg, x, dtype)
+        self.boundaries = self._example.trees
+        values = [tuple(leaves(tree)) for tree in self.boundaries]
+        asked = [bool(one) for one in needs_of_steps(self.cfg, self.needs)]
+        messages = Messages(values, (False, *asked), self.device, self.group)
+        self.runtime = Runtime(self.schedule, dist.get_rank(self.group), messages)
+        self.names = tuple(self.cfg.steps[index].name for index in self.runtime.stages)
+
+    def _compare(self, fault: Exception | None) -> None:
+        """With the other ranks, before any message: one that is not expected would be waited for without end."""
+        said = ("", "")
+        if fault is None:
+            between = [looks(tree) for tree in self.boundaries[1:-1]], self.runtime.messages.gradients
+            said = f"{self.schedule.ranks}{sorted(self.schedule.together)}", str(between)
+        digests = [int.from_bytes(hashlib.blake2b(one.encode(), digest_size=7).digest(), "little") for one in said]
+        rows = from_all((fault is not None, *digests), self.device, self.group)
+        if fault is not None:
+            raise fault
+        for rank, row in enumerate(rows):
+            if row[0]:
+                raise RuntimeError(f"Pipeline: every rank must be able to make it, got an error on rank {rank}: see what that said")
+        for i, what in enumerate(("schedule", "what lies between stages (by cfg, x, dtype and needs)"), 1):
+            other = next((rank for rank, row in enumerate(rows) if row[i] != rows[0][i]), None)
+            if other is not None:
+                fail("Pipeline", what, "the same on all ranks", f"another on rank {other} than on rank 0")
 
     def step(
         self, params: dict[str, Any], xs: Sequence[Any], dys: Sequence[Any] | None = None, *, into: dict[str, Any] | None = None,
@@ -107,14 +139,10 @@ class Pipeline:
         return Stepped(ys, dparams, work.dxs(), work.ledger.peak_bytes)
 
     def _check_finite(self, ys: list[Any], dparams: Any) -> None:
-        import torch.distributed as dist
-
         where = nonfinite({"ys": tuple(ys), "dparams": dparams})
         rank = dist.get_rank(self.group)
-        flags = torch.zeros(len(self.schedule.ranks), dtype=torch.float32, device=self.device)
-        flags[rank] = float(where is not None)
-        dist.all_reduce(flags, group=self.group)
-        ranks = [r for r, flag in enumerate(flags.tolist()) if flag]
+        rows = from_all((where is not None,), self.device, self.group)
+        ranks = [r for r, (found,) in enumerate(rows) if found]
         if ranks:
             shown = f"{where} on this rank, {rank}" if where is not None else f"others on rank {', '.join(map(str, ranks))}"
             raise FloatingPointError(f"Pipeline.step: ys and gradients must be finite, got {shown}")

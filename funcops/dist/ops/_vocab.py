@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
 from funcops.dist import comm
 from funcops.dist.mesh import Axis
 from funcops.kernels import cross_entropy as kernels
@@ -24,27 +23,33 @@ def places_of(ids: Tensor, size: int, axis: Axis, fill: int = 0) -> tuple[Tensor
 
 
 def parts_of_rows(logits: Tensor, labels: Tensor, cfg: Any) -> Tensor:
-    """[2, N], in the wide dtype, of this rank's logits [N, V/n]: their logsumexp, and the label's own where it is among them, else
-    0; with label smoothing [3, N], with their mean."""
+    """[3, N], in the wide dtype, of this rank's logits [N, V/n]: both numbers of their logsumexp, and the label's own where it is
+    among them, else 0; with label smoothing [4, N], with how far their mean is below the highest."""
     places, elsewhere = places_of(labels, logits.shape[-1], cfg.axis)
-    ignored = labels == cfg.ignore_index
-    losses, lse = kernels.cross_entropy_fwd(logits, places.masked_fill_(ignored, 0), 0.0, NO_LABEL, 0.0)
-    found = [lse, (lse - losses).masked_fill_(elsewhere | ignored, 0.0)]
-    if cfg.label_smoothing:
-        found.append(logits.mean(-1, dtype=wide(logits.dtype)))
-    return torch.stack(found)
+    places.masked_fill_(labels == cfg.ignore_index, 0)
+    # with all of the smoothing a loss is logsumexp less the mean
+    losses, lse = kernels.cross_entropy_fwd(logits, places, 1.0 if cfg.label_smoothing else 0.0, NO_LABEL, 0.0)
+    highest, rest = lse.unbind(-1)
+    inside = places.clamp(0, logits.shape[-1] - 1)
+    picked = logits.gather(-1, inside.unsqueeze(-1)).squeeze(-1).to(lse.dtype).masked_fill_(inside != places, float("nan"))
+    found = [highest, rest, picked.masked_fill_(elsewhere | (labels == cfg.ignore_index), 0.0)]
+    return torch.stack([*found, losses - rest] if cfg.label_smoothing else found)
 
 
 def losses_of_rows(parts: Tensor, labels: Tensor, cfg: Any) -> tuple[Tensor, Tensor]:
-    """losses [N] and logsumexp [N] over the classes of all ranks, from the parts of each: one gather, and the same bits on every
+    """losses [N] and logsumexp [N, 2] over the classes of all ranks, from the parts of each: one gather, and the same bits on every
     rank. A maximum over the ranks first, and sums of exponentials after it, would be two collectives, of which Gloo's first one
     may lose a NaN."""
     smoothing, n = cfg.label_smoothing, cfg.axis.size
     every = comm.gather(parts, cfg.axis).reshape(n, *parts.shape)
-    lse, picked = torch.logsumexp(every[:, 0], 0), every[:, 1].sum(0)
-    losses = lse - picked
+    highest = every[:, 0].amax(0)
+    lower = highest - every[:, 0]  # what a rank's own highest is below that of all
+    rest = (every[:, 1] - lower).exp_().sum(0).log_()
+    below = highest - every[:, 2].sum(0)
+    losses = rest + below
     if smoothing:
-        losses += smoothing * (picked - every[:, 2].mean(0))
+        losses += smoothing * ((every[:, 3] + lower).mean(0) - below)
+    lse = torch.stack((highest, rest), -1)
     if cfg.z_loss:
-        losses += cfg.z_loss * lse.square()
+        losses += cfg.z_loss * lse.sum(-1).square_()
     return losses.masked_fill_(labels == cfg.ignore_index, 0.0), lse

@@ -7,9 +7,9 @@ r: a rank of the axis, of n; s: label_smoothing; z: z_loss. x is `(logits, label
 r V/n on, of one float dtype; labels: [*] int64, the same on all ranks, as is y: a float32 scalar (float64 for float64), or [*] with
 reduction "none". Rows with label ignore_index have loss and gradient 0 and do not count in the mean.
 
-The ranks talk once, in the forward: they gather three floats a row, lse_r, the label's logit where rank r has it, and mean_r (two
-without smoothing). Each then has the same bits. The gradient needs no communication.
-Kept: logits and labels, aliases, and lse: 4 bytes a row; no probabilities.
+The ranks talk once, in the forward: they gather four floats a row, lse_r, which is two numbers, as `cross_entropy` keeps it, the
+label's logit where rank r has it, and mean_r (three without smoothing). Each then has the same bits. The gradient needs no
+communication. Kept: logits and labels, aliases, and lse, two numbers: 8 bytes a row; no probabilities.
 
 >>> import torch
 >>> from funcops import dist
@@ -70,7 +70,7 @@ class VocabCrossEntropyConfig(OpConfig):
 class VocabCrossEntropyResiduals(Residuals, static=("inputs",)):
     logits: Tensor = saved("[*, V/n]", alias="x.0", needed_by=DGRAD, of=("x.0",))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    logsumexp: Tensor = saved("[*]", needed_by=DGRAD, of=("x.0",))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",))
     count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
 
 
@@ -90,7 +90,7 @@ def vocab_cross_entropy_fwd(
         losses, lse = losses_of_rows(parts_of_rows(rows, flat, cfg), flat, cfg)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
     kept = VocabCrossEntropyResiduals.keep(
-        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(labels.shape), count=count, inputs=Inputs.of(x)
+        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
     )
     return y, kept
 
@@ -109,7 +109,7 @@ def vocab_cross_entropy_dgrad(
         dloss.reshape(-1) if dloss.dim() else dloss,
         logits.reshape(-1, classes),
         labels.reshape(-1),
-        residuals.logsumexp.reshape(-1),
+        residuals.logsumexp.reshape(-1, 2),
         cfg.label_smoothing,
         cfg.ignore_index,
         cfg.z_loss,

@@ -6,9 +6,9 @@ r: a rank of the axis, of n. x is `(x, labels)`. w_r, dw_r: [V/n, I]; labels: [*
 is y; one float dtype. In sequence parallelism x is shared out along its first dimension: a rank has 1/n of it, gathers the whole,
 and gets 1/n of dx, of a sum that is scattered. Without, x is the same on all ranks, as dx is. dw_r is whole either way.
 
-For the losses the ranks gather three floats a row, once, after the last chunk. Kept: x and w_r and labels, aliases, and logsumexp:
-4 bytes a row; each half of the backward, and the whole one once, gathers x and recomputes the logits of a chunk of classes at a
-time, as `linear_cross_entropy` does.
+For the losses the ranks gather four floats a row (three without label smoothing), once, after the last chunk. Kept: x and w_r and
+labels, aliases, and logsumexp, two numbers: 8 bytes a row; each half of the backward, and the whole one once, gathers x and
+recomputes the logits of a chunk of classes at a time, as `linear_cross_entropy` does.
 
 >>> import torch
 >>> from funcops import LinearCrossEntropyParams, dist
@@ -32,7 +32,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from funcops.backend import wide
 from funcops.configs import OpConfig
 from funcops.dist import comm
 from funcops.dist.init import init_part
@@ -116,7 +115,7 @@ class VocabLinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, I]", alias="x.0", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     weight: Tensor = saved("[V/n, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
-    logsumexp: Tensor = saved("[*]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
 
 
@@ -124,7 +123,7 @@ class VocabLinearCrossEntropyPending(Pending):
     x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD)
     labels: Tensor = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
     weight: Tensor = saved("[V/n, I]", alias="residuals.weight", needed_by=WGRAD)
-    logsumexp: Tensor = saved("[*]", alias="residuals.logsumexp", needed_by=WGRAD)
+    logsumexp: Tensor = saved("[*, 2]", alias="residuals.logsumexp", needed_by=WGRAD)
     dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
 
 
@@ -158,11 +157,10 @@ def vocab_linear_cross_entropy_fwd(
         losses, lse = losses_of_chunks(rows, flat, weight, own)
     else:
         parts = [parts_of_rows(logits_of(rows[c], weight, cfg.softcap), flat[c], cfg) for c in own.row_chunks(rows.shape[0])]
-        joined = torch.cat(parts, 1) if parts else t.new_empty((2, 0), dtype=wide(t.dtype))
-        losses, lse = losses_of_rows(joined, flat, cfg) if parts else joined
+        losses, lse = losses_of_rows(torch.cat(parts, 1), flat, cfg) if parts else losses_of_chunks(rows, flat, weight, own)
     y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
     kept = VocabLinearCrossEntropyResiduals.keep(
-        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse.reshape(labels.shape), count=count, inputs=Inputs.of(x)
+        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
     )
     return y, kept
 

@@ -18,14 +18,34 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
-def _gather(t, inside, highest, weights, total, SMOOTHED: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr):
-    """The online softmax of every lane after more logits, -inf where there are none; one exponential each."""
+def _gather(t, inside, highest, weights, total, seen, SMOOTHED: tl.constexpr, DEEP: tl.constexpr, LANES: tl.constexpr):
+    """The online softmax of every lane after more logits, -inf where there are none; one exponential each. total: the sum of
+    t - highest over the `seen` logits of a lane; where it has a higher one each of them is the further away."""
     t = tl.reshape(t, [DEEP, LANES, t.shape[0] // (DEEP * LANES)])
-    if SMOOTHED:
-        total += tl.sum(tl.sum(tl.where(tl.reshape(inside, t.shape), t, 0.0), 2), 0)
     top = tl.maximum(highest, tl.max(tl.max(t, 2), 0))
-    weights = weights * tl.exp(highest - top) + tl.sum(tl.sum(tl.exp(t - top[None, :, None]), 2), 0)
+    below = t - top[None, :, None]
+    if SMOOTHED:
+        total = _lowered(total, seen, highest, top)
+        total += tl.sum(tl.sum(tl.where(tl.reshape(inside, t.shape), below, 0.0), 2), 0)
+    weights = weights * tl.exp(highest - top) + tl.sum(tl.sum(tl.exp(below), 2), 0)
     return top, weights, total
+
+
+@triton.jit
+def _lowered(total, seen, highest, top):
+    """The sum of `seen` differences to `highest` as that of differences to `top`; there is none yet where nothing was seen."""
+    return tl.where(seen > 0, total + seen * (highest - top), 0.0)
+
+
+@triton.jit
+def _seen(size, DEEP: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of `size` logits each lane has seen."""
+    EACH: tl.constexpr = BLOCK // (DEEP * LANES)
+    left = size % BLOCK - tl.arange(0, LANES) * EACH
+    seen = tl.full([LANES], 0, tl.int32) + size // BLOCK * (BLOCK // LANES)
+    for deep in tl.static_range(DEEP):
+        seen += tl.minimum(tl.maximum(left - deep * LANES * EACH, 0), EACH)
+    return seen
 
 
 @triton.jit
@@ -43,12 +63,12 @@ def _forward(
     full = size // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         t = tl.load(logits_ptr + start + i).to(tl.float32)
-        highest, weights, total = _gather(t, i >= 0, highest, weights, total, SMOOTHED, DEEP, LANES)
+        highest, weights, total = _gather(t, i >= 0, highest, weights, total, start // LANES, SMOOTHED, DEEP, LANES)
     if full < size:
         inside = full + i < size
         t = tl.load(logits_ptr + full + i, mask=inside, other=-float("inf")).to(tl.float32)
-        highest, weights, total = _gather(t, inside, highest, weights, total, SMOOTHED, DEEP, LANES)
-    top, sum_t = tl.max(highest, 0), tl.sum(total, 0)
+        highest, weights, total = _gather(t, inside, highest, weights, total, full // LANES, SMOOTHED, DEEP, LANES)
+    top = tl.max(highest, 0)
     if EVEN:
         sum_exp = tl.sum(weights * tl.exp(highest - top), 0)
     else:
@@ -56,22 +76,25 @@ def _forward(
         t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
         top = tl.maximum(top, tl.max(t, 0))
         sum_exp = tl.sum(weights * tl.exp(highest - top), 0) + tl.sum(tl.exp(t - top), 0)
-        sum_t += tl.sum(tl.where(inside, t, 0.0), 0)
-    lse = top + tl.log(sum_exp)
-    inside = (label >= 0) & (label < vocab)
-    picked = load_wide(logits_ptr + (label - before), inside)
-    loss = lse - picked + z_loss * lse * lse
+    rest = tl.log(sum_exp)
+    wanted = (label >= 0) & (label < vocab)
+    picked = load_wide(logits_ptr + (label - before), wanted) - top
+    loss = rest - picked + z_loss * (top + rest) * (top + rest)
     if SMOOTHED:
+        sum_t = tl.sum(_lowered(total, _seen(size, DEEP, LANES, BLOCK), highest, top), 0)
+        if not EVEN:
+            sum_t += tl.sum(tl.where(inside, t - top, 0.0), 0)
         loss += smoothing * (picked - sum_t / vocab)
-    loss = tl.where(inside, loss, float("nan"))  # a label that is neither a class nor ignored
+    loss = tl.where(wanted, loss, float("nan"))  # a label that is neither a class nor ignored
     tl.store(losses_ptr + row, tl.where(label == ignore_index, 0.0, loss))
-    tl.store(lse_ptr + row, lse)
+    tl.store(lse_ptr + 2 * row, top)
+    tl.store(lse_ptr + 2 * row + 1, rest)
 
 
 @triton.jit
-def _descend(t, at, label, lse, at_all, at_label, scale):
+def _descend(t, at, label, highest, at_all, at_label, scale):
     """dlogits of logits t at classes `at`."""
-    return scale * tl.exp(t - lse) - tl.where(at == label, at_label, at_all)
+    return scale * tl.exp(t - highest) - tl.where(at == label, at_label, at_all)
 
 
 @triton.jit
@@ -83,27 +106,27 @@ def _backward(
     row = tl.program_id(0).to(tl.int64)
     logits_ptr, before, size = whole_groups(logits_ptr, row * classes, classes, EVEN)
     dlogits_ptr, _, _ = whole_groups(dlogits_ptr, row * classes, classes, EVEN)
-    label, lse = tl.load(labels_ptr + row), tl.load(lse_ptr + row)
+    label, highest, rest = tl.load(labels_ptr + row), tl.load(lse_ptr + 2 * row), tl.load(lse_ptr + 2 * row + 1)
     d = tl.where(label == ignore_index, 0.0, tl.load(dloss_ptr + row * dloss_step).to(tl.float32))
-    at_all, scale = d * (smoothing / vocab), d * (1.0 + 2.0 * z_loss * lse)
+    at_all, scale = d * (smoothing / vocab), d * (1.0 + 2.0 * z_loss * (highest + rest)) * tl.exp(-rest)
     at_label = d * (1.0 - smoothing) + at_all
     # where it is not one of these classes, no index
     label = tl.where((label >= first) & (label < first + classes), label - first - before, -1 - before).to(tl.int32)
     i = tl.arange(0, BLOCK)
     if not EVEN:  # read first, so that nothing is read that other threads have written
         at, inside = ends(before, size, classes)
-        t = load_wide(logits_ptr + at, inside)
+        t = tl.load(logits_ptr + at, mask=inside, other=-float("inf")).to(tl.float32)
     full = size // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         t_whole = tl.load(logits_ptr + start + i).to(tl.float32)
-        dt = _descend(t_whole, start + i, label, lse, at_all, at_label, scale)
+        dt = _descend(t_whole, start + i, label, highest, at_all, at_label, scale)
         tl.store(dlogits_ptr + start + i, rounded(dt, dlogits_ptr.dtype.element_ty))
     if full < size:
-        t_whole = load_wide(logits_ptr + full + i, full + i < size)
-        dt = _descend(t_whole, full + i, label, lse, at_all, at_label, scale)
+        t_whole = tl.load(logits_ptr + full + i, mask=full + i < size, other=-float("inf")).to(tl.float32)
+        dt = _descend(t_whole, full + i, label, highest, at_all, at_label, scale)
         store_rounded(dlogits_ptr + full + i, dt, full + i < size)
     if not EVEN:
-        store_rounded(dlogits_ptr + at, _descend(t, at, label, lse, at_all, at_label, scale), inside)
+        store_rounded(dlogits_ptr + at, _descend(t, at, label, highest, at_all, at_label, scale), inside)
 
 
 _launch_forward, _launch_backward = launcher(_forward), launcher(_backward)
@@ -114,7 +137,7 @@ def cross_entropy_fwd(logits: Tensor, labels: Tensor, smoothing: float, ignore_i
     logits, labels = logits.contiguous(), labels.contiguous()
     rows, vocab = logits.shape
     losses = logits.new_empty(rows, dtype=torch.float32)
-    lse = torch.empty_like(losses)
+    lse = losses.new_empty((rows, 2))
     if rows:
         block = block_of(vocab, BLOCK)
         warps = max(1, block // 1024)

@@ -246,7 +246,7 @@ def _describable(t: Tensor) -> bool:
 def precision(dtype: torch.dtype) -> str:
     """float32 products are exact unless torch's own switches ask for tf32, so that cuBLAS and these kernels agree: this is what
     `torch.backends.cuda.matmul.fp32_precision` reads, which knows the older switches too."""
-    asked = dtype is torch.float32 and torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
+    asked = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return "tf32" if asked else "ieee"
 
 

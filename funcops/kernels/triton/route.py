@@ -61,11 +61,11 @@ def _in_best_groups(
 
 @triton.jit
 def _exponentials(t):
-    """exp(t - max), their sum, and log sum exp t, of rows."""
+    """exp(t - max), their sum, and the max, of rows. log sum exp t, their sum's logarithm and the max, has the size of t, and is
+    rounded as such: what is taken from t is the max."""
     top = tl.max(t, 1)
     each = tl.exp(t - top[:, None])
-    total = tl.sum(each, 1)
-    return each, total, top + tl.log(total)
+    return each, tl.sum(each, 1), top
 
 
 @triton.jit
@@ -105,10 +105,10 @@ def _forward(
         row = tl.program_id(1).to(tl.int64) * length + token
         t = load_wide(logits_ptr + row[:, None] * EXPERTS + expert[None, :], inside[:, None] & real[None, :])
         t = tl.where(real[None, :], t, -float("inf"))
-        lse = tl.zeros([TOKENS], tl.float32)
+        top, total = tl.zeros([TOKENS], tl.float32), tl.full([TOKENS], 1.0, tl.float32)
         s = t
         if (SOFTMAX and (SCORED or AUX or not NORMALIZE)) or Z:
-            each, total, lse = _exponentials(t)
+            each, total, top = _exponentials(t)
             s = each / total[:, None]
         if not SOFTMAX and (SCORED or AUX):
             s = _sigmoid(t)
@@ -116,6 +116,7 @@ def _forward(
             q = s if SOFTMAX else s / tl.sum(s, 1)[:, None]
             sums += tl.where(inside[:, None], q, 0.0)
         if Z:
+            lse = top + tl.log(total)
             squares += tl.where(inside, lse * lse, 0.0)
         preferred = s if SCORED else t
         if BIASED:
@@ -136,7 +137,7 @@ def _forward(
         to, wanted = row[:, None] * TOP_K + k[None, :], inside[:, None] & (k < TOP_K)[None, :]
         if SCORED:
             chosen = _chosen(logits_ptr, row, index, wanted, inside, EXPERTS)
-        picked, share = _weighted(chosen, lse, SOFTMAX, NORMALIZE)
+        picked, share = _weighted(chosen, top, total, SOFTMAX, NORMALIZE)
         tl.store(weights_ptr + to, picked * (scale / share)[:, None], mask=wanted)
         tl.store(indices_ptr + to, index, mask=wanted)
         if KEEP:
@@ -149,17 +150,18 @@ def _forward(
 
 
 @triton.jit
-def _weighted(chosen, lse, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """Scores of the chosen logits, -inf where there are none, and what they are divided by."""
+def _weighted(chosen, top, total, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Scores of the chosen logits, -inf where there are none, and what they are divided by; top and total: those of all logits,
+    where scores are made of them."""
     if SOFTMAX and not NORMALIZE:
-        return tl.exp(chosen - lse[:, None]), lse * 0.0 + 1.0
+        return tl.exp(chosen - top[:, None]) / total[:, None], tl.full(total.shape, 1.0, tl.float32)
     if SOFTMAX:
         each, total, _ = _exponentials(chosen)
         return each, total
     picked = _sigmoid(chosen)
     if NORMALIZE:
         return picked, tl.sum(picked, 1) + LEAST
-    return picked, lse * 0.0 + 1.0
+    return picked, tl.full(total.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -276,7 +278,7 @@ def _backward(
             g = _of_chosen(g, s if NORMALIZE and not SOFTMAX else s / scale, SOFTMAX, NORMALIZE)
         spread = _spread(g, tl.where(wanted, index, -1), expert, k, TOP_K, TOKENS, BLOCK)
     if ROWS and (SOFTMAX or Z):
-        each, total, lse = _exponentials(t)
+        each, total, top = _exponentials(t)
         p = each / total[:, None]
         if SOFTMAX and (AUX or not NORMALIZE):
             d = _of_losses(counts_ptr, dloss_ptr, expert, aux, EXPERTS, AUX, TOKENS, BLOCK)
@@ -284,7 +286,7 @@ def _backward(
                 d += spread
             d = p * (d - tl.sum(tl.where(inside, d * p, 0.0), 1)[:, None])
         if Z:
-            d += (tl.load(dloss_ptr) * z) * lse[:, None] * p
+            d += (tl.load(dloss_ptr) * z) * (top + tl.log(total))[:, None] * p
     if not SOFTMAX and AUX:
         s = _sigmoid(t)
         total = tl.sum(s, 1)[:, None]

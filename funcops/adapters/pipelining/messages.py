@@ -1,0 +1,101 @@
+"""Messages between ranks, by `torch.distributed.batch_isend_irecv`; and numbers that all ranks tell each other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from funcops.schedule.actions import Action
+from funcops.schedule.exchange import Exchange
+
+Values = tuple[Any, ...]  # the leaves of what lies between two stages: tensors, and None where there is no gradient
+
+
+class Started(NamedTuple):
+    """A message on its way: its leaves, and what there is to wait for."""
+
+    values: Values
+    works: Sequence[Any]
+
+    def wait(self) -> Values:
+        for work in self.works:
+            work.wait()
+        return self.values
+
+
+class Messages:
+    """What this rank sends and receives. `boundaries[s]`: examples of the leaves that stage s is given; `gradients[s]`: whether
+    gradients of these go back. Shapes and dtypes are known from the examples, so that nothing but values is sent.
+
+    What was started is kept until it is waited for: a backend may still read it."""
+
+    def __init__(self, boundaries: Sequence[Values], gradients: Sequence[bool], device: torch.device, group: Any) -> None:
+        self.boundaries, self.gradients, self.device, self.group = boundaries, gradients, device, group
+        self._given: dict[Action, Values] = {}
+        self._sent: dict[Action, Started] = {}
+        self._coming: dict[Action, Started] = {}
+
+    def put(self, message: Action, values: Values) -> None:
+        """Have the leaves of a message sent, when its exchange starts."""
+        self._given[message] = values
+
+    def start(self, exchange: Exchange) -> None:
+        """One batch for all messages of an exchange."""
+        batch: list[tuple[dict[Action, Started], Action, Values, Any]] = [
+            *((self._sent, one, self._leaves(one, self._given.pop(one)), dist.isend) for one in exchange.sends),
+            *((self._coming, one, self._leaves(one), dist.irecv) for one in exchange.receives),
+        ]
+        peer = {"group": self.group, "group_peer": exchange.peer}
+        ops = [[dist.P2POp(op, t, **peer) for t in values if t is not None and t.numel()] for *_, values, op in batch]
+        count = sum(map(len, ops))
+        works = dist.batch_isend_irecv(list(itertools.chain(*ops))) if count else []
+        left = iter(works)
+        for (into, message, values, _), own in zip(batch, ops, strict=True):
+            # where the backend makes one work of a batch, each of its messages waits for all
+            waits = list(itertools.islice(left, len(own))) if len(works) == count else works
+            into[message] = Started(values, waits)
+
+    def take(self, message: Action) -> tuple[Values, bool]:
+        """The leaves of a message, once they are there, and whether any was sent."""
+        started = self._coming.pop(message)
+        return started.wait(), bool(started.works)
+
+    def forget(self, messages: Sequence[Action]) -> None:
+        """Drop what was sent, once it has gone."""
+        for message in messages:
+            self._sent[message].wait()
+            del self._sent[message]
+
+    def finish(self) -> None:
+        """Wait for all that was sent."""
+        self.forget(tuple(self._sent))
+
+    def _leaves(self, message: Action, given: Values | None = None) -> Values:
+        """Those of the given ones that are sent, or memory to receive them. A gradient that is None is zero to its reader."""
+        forward = message.kind == "F"
+        examples = self.boundaries[message.stage + 1 if forward else message.stage]
+        goes = [forward or (self.gradients[message.stage] and t.is_floating_point()) for t in examples]
+        if given is None:
+            return tuple(self._empty(t) if one else None for t, one in zip(examples, goes, strict=True))
+        return tuple(
+            (torch.zeros_like(self._empty(example)) if t is None else t) if one else None
+            for t, example, one in zip(given, examples, goes, strict=True)
+        )
+
+    def _empty(self, example: Tensor) -> Tensor:
+        return torch.empty(example.shape, dtype=example.dtype, device=self.device)
+
+
+def from_all(numbers: Sequence[int], device: torch.device, group: Any) -> list[list[int]]:
+    """The numbers of every rank of the group, which all give as many: a small all-reduce, and a wait for the device."""
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    found = torch.zeros(size, len(numbers), dtype=torch.int64, device=device)
+    found[rank] = torch.tensor(numbers, dtype=torch.int64, device=device)
+    dist.all_reduce(found, group=group)
+    rows: list[list[int]] = found.tolist()
+    return rows

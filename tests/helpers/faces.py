@@ -1,0 +1,201 @@
+"""Every way to put ops under torch's autograd, each beside the plain torch that it stands for: two modules of equal parameters."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    LayerNormConfig,
+    LayerNormParams,
+    LinearConfig,
+    LinearParams,
+    ScaleConfig,
+    SoftmaxConfig,
+    Step,
+    TorchConfig,
+    activation,
+    chain,
+    differentiable,
+    layer_norm,
+    linear,
+    op_from_torch,
+    scale,
+    softmax,
+    with_policy,
+)
+from funcops import nn as fnn
+from funcops.adapters.autograd import recompute
+from funcops.residuals import Offload, Policy
+
+D = 4
+
+
+class Pure(nn.Module):
+    """An op through `differentiable`; `tree(*parameters)` makes its params."""
+
+    def __init__(self, op, cfg, tree, *parameters):
+        super().__init__()
+        self.run, self.cfg, self.tree = differentiable(op), cfg, tree
+        self.own = nn.ParameterList(parameters)
+
+    def forward(self, x):
+        return self.run(self.tree(*self.own), x, self.cfg)
+
+
+class Plain(nn.Module):
+    def __init__(self, fn, *parameters):
+        super().__init__()
+        self.fn, self.own = fn, nn.ParameterList(parameters)
+
+    def forward(self, x):
+        return self.fn(x, *self.own)
+
+
+class Frozen(nn.Module):
+    """A layer whose weights are constants: their gradients are asked for nowhere."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = [layer.double().requires_grad_(False)]  # in a list, and so no parameters of this module
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+class Recomputed(nn.Module):
+    """The node of the linear keeps what the output of the norm is made of, as it does for large inputs."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        few, recompute.FEW = recompute.FEW, 1
+        try:
+            return self.inner(x)
+        finally:
+            recompute.FEW = few
+
+
+def weights(*shape):
+    return nn.Parameter(torch.randn(*shape, dtype=torch.float64))
+
+
+def group_norm(params, x, cfg):
+    return F.group_norm(x, 2) * params["w"]
+
+
+def init(cfg, *, key=None, device=None, dtype=None):
+    return {"w": torch.ones(D, device=device, dtype=dtype)}
+
+
+def mlp(of):
+    return of.Sequential(of.LayerNorm(D), of.Linear(D, 8), of.GELU(), of.Linear(8, D))
+
+
+def swapped(model):
+    """A copy, swapped, beside the model."""
+    ours = copy.deepcopy(model)
+    assert fnn.from_torch(ours).replaced
+    return ours, model
+
+
+class Wrapped(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def hugging_face():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    return swapped(LlamaMLP(transformers.LlamaConfig(hidden_size=D, intermediate_size=8, num_attention_heads=2)))
+
+
+def parts():
+    """A chain's params of a linear's weight and bias."""
+    return lambda w, b: {"up": LinearParams(w, b), "act": None}
+
+
+CHAIN = ChainConfig(steps=(Step("up", linear, LinearConfig(D, D)), Step("act", activation, ActivationConfig("silu"))))
+OFFLOAD = with_policy(chain, Policy({"*.x": Offload()}))
+
+
+def silu_of_linear(x, w, b):
+    return F.silu(F.linear(x, w, b))
+
+
+def pure(op, cfg, tree, plain, *shapes):
+    def make():
+        own = [weights(*shape) for shape in shapes]
+        return Pure(op, cfg, tree, *own), Plain(plain, *[nn.Parameter(p.detach().clone()) for p in own])
+
+    return make
+
+
+def both(make):
+    """The same of `funcops.nn` and of `torch.nn`, with the weights of the second."""
+    ours, plain = make(fnn), make(nn)
+    ours.load_state_dict(plain.state_dict())
+    return ours, plain
+
+
+def frozen():
+    """Two of them: the first keeps nothing by which its x could be found."""
+
+    def make(of):
+        return of.Sequential(of.Linear(D, D), of.Softplus() if of is nn else nn.Softplus(), of.Linear(D, D))
+
+    ours, plain = both(make)
+    return Frozen(ours), Frozen(plain)
+
+
+def of_both(wrap, make):
+    return lambda: tuple(map(wrap, both(make)))
+
+
+FACES = {
+    "linear": pure(linear, LinearConfig(D, D), LinearParams, F.linear, (D, D), (D,)),
+    "layer_norm": pure(layer_norm, LayerNormConfig(D), LayerNormParams, lambda x, w, b: F.layer_norm(x, (D,), w, b), (D,), (D,)),
+    "activation": pure(activation, ActivationConfig("gelu"), lambda: None, F.gelu),
+    "scale": pure(scale, ScaleConfig(3.0), lambda: None, lambda x: 3 * x),
+    "softmax": pure(softmax, SoftmaxConfig(), lambda: None, lambda x: x.softmax(-1)),
+    "op_from_torch": pure(
+        op_from_torch(group_norm, init=init), TorchConfig(), lambda w: {"w": w}, lambda x, w: group_norm({"w": w}, x, None), (D,)
+    ),
+    "chain": pure(chain, CHAIN, parts(), silu_of_linear, (D, D), (D,)),
+    "policy": pure(OFFLOAD, CHAIN, parts(), silu_of_linear, (D, D), (D,)),
+    "module": lambda: both(lambda of: of.Linear(D, D)),
+    "frozen": frozen,
+    "sequential": lambda: both(mlp),
+    "recomputed": of_both(Recomputed, lambda of: nn.Sequential(of.LayerNorm(D), of.Linear(D, D), of.GELU())),
+    "from_torch": lambda: swapped(Wrapped(mlp(nn))),
+    "llama_mlp": hugging_face,
+    "checkpoint": of_both(lambda inner: Checkpointed(inner, False), mlp),
+}
+
+
+def made(face):
+    """`(ours, plain)` in float64, of the same numbers on every machine."""
+    torch.manual_seed(0)
+    ours, plain = FACES[face]()
+    return ours.double(), plain.double()

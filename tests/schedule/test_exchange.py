@@ -1,0 +1,245 @@
+"""What follows from a schedule: messages that no ranks wait for in a ring, and the same bits as one process gives."""
+
+import random
+
+import pytest
+import torch
+from drawn import GENERATORS, disturbed, every
+from exchanged import check_exchanged, exchange, exchanged
+from rendezvous import on_threads
+
+from funcops import ChainConfig, LinearConfig, Needs, Step, chain, linear, schedule
+from funcops import random as keys
+from funcops.adapters.pipelining import Pipeline
+from funcops.schedule import Schedule, gpipe, one_f_one_b, run, zb_v
+from funcops.schedule.exchange import Exchange, message_of, program, reader_of, taken_by
+from funcops.testing.checks import same_bits
+
+DIM = 2
+
+
+def setup(made):
+    cfg = ChainConfig(steps=tuple(Step(f"s{i}", linear, LinearConfig(DIM, DIM)) for i in range(made.stages)))
+    params = chain.init(cfg, key=keys.key(0))
+    generator = torch.Generator().manual_seed(0)
+    xs, dys = torch.randn(2, made.microbatches, 3, DIM, generator=generator)
+    return cfg, params, list(xs), list(dys)
+
+
+def check_bits(made, whole):
+    """Every rank's part of a step against `run`."""
+    cfg, params, xs, dys = setup(made)
+    want = run(made, params, xs, cfg, dys)
+
+    def work(rank):
+        pipeline = Pipeline(made, cfg, xs[0])
+        return pipeline.step({name: params[name] for name in pipeline.names}, xs, dys)
+
+    parts, _ = on_threads(len(made.ranks), work, whole)
+    first, last = (parts[made.rank_of[stage]] for stage in (0, made.stages - 1))
+    dparams = {name: part.dparams[name] for name in want.dparams for part in parts if name in part.dparams}
+    assert sum(len(part.dparams) for part in parts) == made.stages
+    same_bits((last.ys, dparams, first.dxs), (want.ys, want.dparams, want.dxs), f"of {made}")
+
+
+def test_drawn_schedules_give_the_bits_of_one_process():
+    """All generators, folded and delayed ones, and stages and actions in any order: on ranks that wait for each message."""
+    for i, made in enumerate(every(seed=1, count=9)):
+        check_bits(made, whole=i % 2 == 0)
+
+
+@pytest.mark.slow
+def test_more_drawn_schedules_give_the_bits_of_one_process():
+    for i, made in enumerate(every(seed=2, count=63)):
+        check_bits(made, whole=i % 2 == 0)
+
+
+def strict(made):
+    """Goes through the programs of all ranks as a network does that moves a rank's messages one batch at a time, each when its peer
+    has come to the same. Gives the most messages that a rank waits to receive at once."""
+    rows = [program(made, rank) for rank in range(len(made.ranks))]
+    at, queues, moved, let_go, most = [0] * len(rows), [[] for _ in rows], set(), set(), 0
+    progress = True
+    while progress:
+        progress = False
+        for rank, own in enumerate(rows):
+            while at[rank] < len(own.steps):
+                step = own.steps[at[rank]]
+                if isinstance(step, Exchange):
+                    assert {made.rank_of[one.stage] for one in step.sends} <= {rank}, "a rank sends what it made"
+                    queues[rank].append(step)
+                    most = max(most, sum(len(one.receives) for one in queues[rank]))
+                else:
+                    needed = taken_by(step, made.stages)
+                    if needed is not None and made.rank_of[needed.stage] != rank and needed not in moved:
+                        break
+                    gone = set(own.arrived.get(step, ()))
+                    assert gone <= moved and not gone & let_go, "what is let go has come, and is let go once"
+                    let_go |= gone
+                at[rank], progress = at[rank] + 1, True
+        for rank, queue in enumerate(queues):
+            while queue and queues[queue[0].peer] and queues[queue[0].peer][0].peer == rank:
+                mine = queue.pop(0)
+                theirs = queues[mine.peer].pop(0)
+                assert (mine.sends, mine.receives) == (theirs.receives, theirs.sends), "both start the same batch"
+                moved.update(mine.sends, mine.receives)
+                progress = True
+    assert [len(own.steps) for own in rows] == at and not any(queues), f"stuck at {at}: {made}"
+    wanted = {message_of(a) for row in made.ranks for a in row if crosses(made, a)}
+    for row, own in zip(made.ranks, rows, strict=True):
+        for before, action in zip(row, row[1:], strict=False):
+            if action in made.together and crosses(made, before):
+                steps = own.steps[: own.steps.index(action)]
+                assert any(isinstance(one, Exchange) and before in one.sends for one in steps), "sent while the other runs"
+    assert moved == wanted
+    return most
+
+
+def crosses(made, action):
+    reader = reader_of(action, made.stages)
+    return reader is not None and made.rank_of[reader] != made.rank_of[action.stage]
+
+
+def test_no_drawn_schedule_waits_in_a_ring():
+    for made in every(seed=5, count=90):
+        strict(made)
+    assert strict(gpipe(4, 20)) == 2
+
+
+def shown(made, rank):
+    """`+` sends, `-` receives."""
+    signs = (("+", "sends"), ("-", "receives"))
+    return [
+        " ".join(f"{sign}{one}" for sign, of in signs for one in getattr(step, of)) if isinstance(step, Exchange) else str(step)
+        for step in program(made, rank).steps
+    ]
+
+
+def test_messages_of_one_time_are_one_batch():
+    """A rank starts to receive before the action that runs meanwhile."""
+    made = one_f_one_b(2, 3)
+    assert shown(made, 0) == ["0F0", "+0F0", "0F1", "+0F1", "-1I0", "0B0", "0F2", "+0F2 -1I1", "-1I2", "0B1", "0B2"]
+    assert shown(made, 1) == ["-0F0", "-0F1", "1F0", "1B0", "+1I0", "1F1", "1B1", "+1I1 -0F2", "1F2", "1B2", "+1I2"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("generator", GENERATORS)
+def test_no_schedule_of_a_grid_waits_in_a_ring(generator):
+    """And no rank has memory for more than a few messages ahead, whatever the number of microbatches."""
+    for p in range(1, 9):
+        for m in (*range(1, 13), 3 * p, 4 * p + 1):
+            assert strict(generator(p, m)) <= 5
+
+
+def test_a_disturbed_schedule_is_refused_or_whole():
+    """Two actions of a rank exchanged: Schedule names the ring, or what it lets through comes to its end on every network."""
+    rng, refused, whole = random.Random(3), 0, 0
+    for made in every(seed=4, count=180):
+        if all(len(row) < 2 for row in made.ranks):
+            continue
+        try:
+            changed = Schedule("changed", disturbed(made, rng))
+        except ValueError as error:
+            assert "Schedule 'changed': rank " in str(error) and "without end" in str(error)
+            refused += 1
+        else:
+            strict(changed)
+            whole += 1
+    assert min(refused, whole) > 40
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "interleaved_1f1b", "zb_v", "dualpipe_v"])
+def test_what_was_sent_is_let_go(name):
+    """The tensors of messages that are alive do not grow with the microbatches."""
+
+    def most(count):
+        made = getattr(schedule, name)(3, count)
+        cfg, params, xs, dys = setup(made)
+
+        def work(rank):
+            pipeline = Pipeline(made, cfg, xs[0])
+            pipeline.step({name: params[name] for name in pipeline.names}, xs, dys, check_finite=False)
+            return pipeline
+
+        pipelines, network = on_threads(3, work)
+        assert all(not p.runtime.messages._sent and not p.runtime.messages._coming for p in pipelines)
+        return network.most
+
+    assert most(24) == most(12)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_leaves_of_any_kind_come_as_they_were_sent(whole):
+    """Of any shapes and dtypes, none at all included; a gradient of None is zero to its reader, and integers have none."""
+    for case in range(25):
+        drawn = exchanged(random.Random(case))
+        found, _ = on_threads(2, lambda rank, drawn=drawn: exchange(rank, drawn), whole)
+        for rank in range(2):
+            check_exchanged(rank, drawn, found[rank])
+
+
+DIFFERENT = {
+    "schedule": {"schedule": one_f_one_b(3, 3)},
+    "x": {"x": torch.ones(2, DIM)},
+    "dtype": {"x": torch.ones(3, DIM, dtype=torch.float64), "dtype": torch.float64},
+    "needs": {"needs": Needs(x=False, params=("s2",))},
+    "error": {"x": torch.ones(3, DIM + 1)},
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_ranks_that_differ_are_told_before_any_message(odd, what):
+    """All of them, whichever differs."""
+    made = one_f_one_b(3, 2)
+    cfg, _, xs, _ = setup(made)
+
+    def work(rank):
+        given = {"schedule": made, "cfg": cfg, "x": xs[0]} | (DIFFERENT[what] if rank == odd else {})
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            Pipeline(**given)
+        return str(caught.value)
+
+    found, network = on_threads(3, work)
+    assert not any(network.most)
+    if what == "error":
+        assert "linear" in found.pop(odd)
+        assert set(found) == {f"Pipeline: every rank must be able to make it, got an error on rank {odd}: see what that said"}
+    else:
+        said = "schedule" if what == "schedule" else "what lies between stages (by cfg, x, dtype and needs)"
+        assert set(found) == {f"Pipeline: {said} must be the same on all ranks, got another on rank {odd or 1} than on rank 0"}
+
+
+def test_a_wrong_microbatch_sends_nothing():
+    """The rank that is given it raises at once, and the others are not told: all go on with the next step."""
+    made = one_f_one_b(3, 2)
+    cfg, params, xs, dys = setup(made)
+
+    def work(rank):
+        pipeline = Pipeline(made, cfg, xs[0])
+        own = {name: params[name] for name in pipeline.names}
+        if rank == 0:
+            with pytest.raises(ValueError, match="Pipeline.step: microbatch 1 of xs must be"):
+                pipeline.step(own, [xs[0], xs[1][:2]], dys)
+        return pipeline.step(own, xs, dys)
+
+    found, _ = on_threads(3, work)
+    same_bits(found[2].ys, run(made, params, xs, cfg, dys).ys, "afterwards")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_stage_that_raises_says_where(stage):
+    """On its rank; the pipeline is not used after it."""
+    made = zb_v(2, 2)
+    cfg, params, xs, dys = setup(made)
+
+    def work(rank):
+        pipeline = Pipeline(made, cfg, xs[0])
+        own = {name: params[name] for name in pipeline.names}
+        if f"s{stage}" in own:
+            own[f"s{stage}"] = type(own[f"s{stage}"])(torch.ones(1, 1), None)
+        pipeline.step(own, xs, dys)
+
+    with pytest.raises(ValueError, match=r"linear_fwd: params.weight must be \[2, 2\]") as caught:
+        on_threads(2, work)
+    assert any(f"stage {stage} " in note for note in getattr(caught.value, "__notes__", [f"stage {stage} "]))

@@ -1,0 +1,243 @@
+"""Guards that no other test reaches: what each must stop, in its words, and the like of it that it lets through."""
+
+import pytest
+import torch
+
+from funcops import (
+    ActivationConfig,
+    ChainConfig,
+    ExpertsConfig,
+    GLUConfig,
+    GradModeError,
+    LatentSplitConfig,
+    Ledger,
+    LinearConfig,
+    LinearParams,
+    ModulateConfig,
+    Needs,
+    ParallelConfig,
+    PermuteConfig,
+    QKVSplitConfig,
+    QLinearConfig,
+    RepeatConfig,
+    RouteConfig,
+    RouteParams,
+    RopeConfig,
+    SkipConfig,
+    Step,
+    TorchConfig,
+    WithExtras,
+    activation,
+    chain,
+    dist,
+    glu,
+    latent_split,
+    linear,
+    modulate,
+    op_from_torch,
+    parallel,
+    permute,
+    qlinear,
+    random,
+    repeat,
+    rope,
+    route,
+    skip,
+    trees,
+)
+from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
+from funcops.low_precision import Format, Fp8Current, quantize_tensor
+from funcops.models import plain_experts
+from funcops.op import make_op
+from funcops.ops.low_rank import LowRankConfig, low_rank_dropout_fwd, low_rank_init
+from funcops.schedule import Collective, Costs, Schedule, one_f_one_b
+from funcops.schedule.stage import Stage
+from funcops.testing import Placed, run_ranks
+
+X, ROW, SCALAR = torch.ones(3, 4), torch.ones(4), torch.ones(())
+LINEAR = LinearConfig(4, 4)
+WEIGHT = LinearParams(torch.ones(4, 4), torch.ones(4))
+GELU = ActivationConfig("gelu")
+TWO = ChainConfig(
+    steps=(Step("a", linear, LINEAR), Step("b", linear, LinearConfig(4, 4, bias=False))), ties=(("b.weight", "a.weight"),)
+)
+BRANCHES = ParallelConfig(branches=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
+TWO_STAGES = ChainConfig(steps=(Step("a", linear, LINEAR), Step("b", linear, LINEAR)))
+LAYERS = RepeatConfig(linear, LINEAR, 2)
+LOW = QLinearConfig(4, 4, recipe=Fp8Current(), bias=False)
+ROUTED = RouteConfig(4, 2)
+SPLIT = LatentSplitConfig(2, shared=2, own=3, value=1)
+STEPS = ExpertStepsConfig(plain_experts(ExpertsConfig(4, dim=8, hidden=16)))
+ROUTED_X = torch.ones(3, 2), torch.ones(3, 8), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+LOW_RANK = LowRankConfig(4, 4, rank=2, dropout=0.5)
+
+
+def modulated(t):
+    return modulate.fwd(None, (t, torch.ones(3, 4), torch.ones(3, 4)), ModulateConfig())
+
+
+def paired(t):
+    return glu.fwd(None, (t, t), GLUConfig(kind="swiglu", paired=True))
+
+
+def split_back(dy):
+    x = torch.ones(1, 2, 5), torch.ones(1, 2, 4), torch.ones(1, 1, 2)
+    return latent_split.bwd(latent_split.fwd(None, x, SPLIT)[1], dy, SPLIT)
+
+
+def gathered_back(dy):
+    cfg = PermuteConfig(2, gathered=True)
+    x = torch.ones(3, 2), torch.ones(3, 4), torch.tensor([[0, 1]] * 3, dtype=torch.int32)
+    return permute.bwd(permute.fwd(None, x, cfg)[1], dy, cfg)
+
+
+def dropped_low_rank(x):
+    return low_rank_dropout_fwd(low_rank_init(LOW_RANK, key=random.key(0)), x, LOW_RANK)
+
+
+def one_chain(x):
+    return chain.fwd({"a": WEIGHT, "b": LinearParams(None, None)}, x, TWO)
+
+
+def chain_of(tied):
+    return chain.fwd({"a": WEIGHT, "b": LinearParams(tied, None)}, X, TWO)
+
+
+def skipped(body):
+    return skip.fwd(None, X, SkipConfig(*body))
+
+
+def parallel_back(dy):
+    return parallel.bwd(parallel.fwd({"a": WEIGHT, "b": WEIGHT}, X, BRANCHES)[1], dy, BRANCHES)
+
+
+def cheap_op(cheap):
+    made = make_op(
+        "mine", type(GELU), fwd=activation.fwd, dgrad=activation.dgrad, cheap=cheap, again=lambda *_: None if cheap else None
+    )
+    return made.cheap
+
+
+def scheduled(kind):
+    ranks = [
+        [action._replace(kind=kind if action.kind == "F" else action.kind) for action in one] for one in one_f_one_b(1, 2).ranks
+    ]
+    return Schedule("mine", tuple(map(tuple, ranks)))
+
+
+def from_torch(x):
+    return op_from_torch(lambda params, x, cfg: x * 2).fwd(None, x, TorchConfig())
+
+
+def on_two(fn):
+    return run_ranks({"tp": 2}, lambda mesh: fn(mesh))
+
+
+def finished(into):
+    return on_two(lambda mesh: dist.finish(dist.gather_start(torch.ones(2), mesh["tp"]), into=into))
+
+
+# what is called, what it takes, what it does not, and the words
+GUARDS = {
+    "modulate": (modulated, X, torch.ones(4), ValueError, "modulate_fwd: x.0 (x) must be [B, ..., D], got [4]"),
+    "glu of a scalar": (paired, ROW, SCALAR, ValueError, "glu_fwd: x.0 (gate) must be [..., H], got []"),
+    "latent_split's dy": (
+        split_back, (None, None, None), [None] * 3, TypeError, "latent_split_dgrad: dy must be a tuple (dq, dk, dv)",
+    ),
+    "permute's dy": (
+        gathered_back, (None,) * 5, (None,) * 4, TypeError,
+        "permute_dgrad: dy must be a tuple (dx, d weights, None, None, None), got tuple of 4",
+    ),
+    "route_wgrad's config": (lambda cfg: route.wgrad(None, cfg), ROUTED, LINEAR, TypeError, "route_wgrad: cfg must be RouteConfig"),
+    "route_wgrad's pending": (
+        lambda p: route.wgrad(p, ROUTED), None, X, TypeError, "route_wgrad: pending must be None (no parameter has a gradient)",
+    ),
+    "route_wgrad's into": (
+        lambda into: route.wgrad(None, ROUTED, into=into), RouteParams(None), WEIGHT, TypeError,
+        "route_wgrad: into must be RouteParams",
+    ),
+    "low_rank's x": (
+        dropped_low_rank, (X, random.key(1)), X, TypeError, "low_rank_dropout_fwd: x must be a tuple (x, key), got float32[3, 4]",
+    ),
+    "extras that nobody declares": (
+        one_chain, X, WithExtras(X, {"a": X}), ValueError, "chain_fwd: x must be without extras (the config declares none)",
+    ),
+    "a tied leaf": (
+        chain_of, None, torch.ones(4, 4), ValueError, "chain_fwd: params.b.weight must be None (it is tied to a.weight)",
+    ),
+    "a skip's body": (
+        skipped, (activation, GELU), (glu, GLUConfig(kind="swiglu", gate="first")), ValueError,
+        "skip_fwd: body(x) must be like x, float32[3, 4], got float32[3, 2]",
+    ),
+    "parallel's dy": (
+        parallel_back, (X, None), (X, X, X), TypeError, "parallel_bwd: dy must be a tuple of 2 (None for zero), got tuple of 3",
+    ),
+    "the config of a wgrad": (
+        lambda cfg: chain.wgrad(None, cfg), TWO, LINEAR, TypeError, "chain_wgrad: cfg must be ChainConfig, got LinearConfig",
+    ),
+    "replace": (
+        lambda name: trees.replace(WEIGHT, **{name: None}), "bias", "bais", ValueError,
+        "replace: changes must be of fields among weight, bias, got 'bais'",
+    ),
+    "make_op's cheap": (
+        cheap_op, "norm", "cheap", ValueError, """make_op 'mine': cheap must be "elementwise", "norm" or "", got 'cheap'""",
+    ),
+    "a schedule's kinds": (scheduled, "F", "X", ValueError, "must be of the kinds F, I, W, B, got 0X0"),
+    "quantize_tensor": (
+        lambda x: quantize_tensor(x, Format("e4m3")), ROW, SCALAR, ValueError, "x must be [*, K], of one dimension at least",
+    ),
+    "expert steps": (
+        ExpertStepsConfig, plain_experts(ExpertsConfig(4, dim=8, hidden=16)), TWO, ValueError,
+        "ExpertStepsConfig: cfg must be a chain as plain_experts makes it, got one of steps",
+    ),
+    "Placed.split": (
+        lambda t: Placed("shard").split(t, 2), torch.ones(4), torch.ones(3), ValueError,
+        "check_dist: a tensor must be of a size along dimension 0 that 2 divides, got [3]",
+    ),
+    "costs": (
+        lambda one: Costs(collectives=(one,)), Collective("all_gather", "tp", 1.0), "all_gather", TypeError,
+        "Costs: collectives.0 must be Collective",
+    ),
+    "qlinear's bias": (
+        lambda bias: qlinear.fwd(LinearParams(torch.ones(4, 4), bias), X, LOW), None, ROW, ValueError,
+        "qlinear_fwd: params.bias must be None (cfg.bias is False)",
+    ),
+    "the config of a repeat's bwd": (
+        lambda cfg: repeat.bwd(repeat.fwd((WEIGHT, WEIGHT), X, LAYERS)[1], X, cfg), LAYERS, LINEAR, TypeError,
+        "repeat_bwd: cfg must be RepeatConfig, got LinearConfig",
+    ),
+    "into of a stage": (
+        lambda into: Stage(TWO_STAGES, 1, WEIGHT, Ledger(), Needs.ALL, into, count=1), trees.tree_map(torch.zeros_like, WEIGHT),
+        {"weight": X}, ValueError, "stage 1: into must be a tree with the paths of params: weight, bias, got a difference at bias",
+    ),
+    "qkv_split over ranks": (
+        lambda kv: QKVSplitConfig(4, 8, kv_heads=kv).shared_out(1, 2), 2, 1, ValueError,
+        "QKVSplitConfig: kv_heads must be a number that 2 ranks can share out, got 1",
+    ),
+    "op_from_torch's x": (
+        from_torch, X, X.clone().requires_grad_(), GradModeError, "x must",
+    ),
+    "rope's x": (
+        lambda t: rope.fwd(None, (t, torch.arange(3)), RopeConfig(4)), torch.ones(3, 2, 4), torch.ones(3, 2, 4).requires_grad_(),
+        GradModeError, "rope_fwd: x.0",
+    ),
+    "the config of expert steps": (
+        lambda cfg: expert_steps.fwd(expert_steps.init(STEPS, key=random.key(0)), ROUTED_X, cfg), STEPS, LINEAR, TypeError,
+        "expert_steps_fwd: cfg must be ExpertStepsConfig, got LinearConfig",
+    ),
+    "finish": (finished, None, X, TypeError, "finish: into must be None (these are no sums of reduce_start)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_stops_what_is_wrong(name):
+    call, _, wrong, error, said = GUARDS[name]
+    with pytest.raises(error) as raised:
+        call(wrong)
+    assert said in str(raised.value), raised.value
+
+
+@pytest.mark.parametrize("name", GUARDS)
+def test_a_guard_lets_through_what_is_right(name):
+    call, right, *_ = GUARDS[name]
+    call(right)

@@ -1,0 +1,105 @@
+"""`make newest` installs what it says, keeps what is there, and names what keeps it from running; no test asks an index."""
+
+import collections
+import subprocess
+
+import drawn_part
+import newest
+import pytest
+
+Ran = collections.namedtuple("Ran", "returncode stdout stderr")
+FAULTS = {  # pip's status and words, or what it raises -> the start of what is said
+    "unreachable": (Ran(1, "", "WARNING: Retrying\nERROR: Max retries exceeded: Connection refused"), "index: pip"),
+    "no such name": (Ran(1, "", "ERROR: Temporary failure in name resolution"), "index: pip"),
+    "slow": (subprocess.TimeoutExpired("pip", 1), "index: pip install must end within"),
+    "timed out": (Ran(2, "", "ERROR: Read timed out."), "index: pip"),
+    "no such version": (Ran(1, "", "ERROR: No matching distribution found for torch==9"), "index: pip"),
+    "full": (Ran(1, "", "ERROR: [Errno 28] No space left on device"), "disk: pip install ran out of room"),
+}
+
+
+@pytest.fixture
+def pips(monkeypatch, tmp_path):
+    """Every command that is run; `answer(command)` gives what pip returns, or raises it."""
+    said = []
+
+    def run(command, **options):
+        said.append([str(part) for part in command])
+        if "venv" in command:
+            (tmp_path / "env" / "bin").mkdir(parents=True)
+            (tmp_path / "env" / "bin" / "python").touch()
+            (tmp_path / "env" / "lib" / "python3.11" / "site-packages").mkdir(parents=True)
+        outcome = pips.answer(said[-1]) if "pip" in command else Ran(0, "torch 2.15.0, Triton 3.9.0", "")
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def pips():
+        return said
+
+    pips.answer = lambda command: Ran(0, "torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.0\n", "")
+    monkeypatch.setattr(newest.subprocess, "run", run)
+    monkeypatch.setattr(newest.shutil, "disk_usage", lambda _: collections.namedtuple("Usage", "free")(pips.free))
+    pips.free = 100e9
+    return pips
+
+
+def installs(pips):
+    return [command for command in pips() if "install" in command]
+
+
+@pytest.mark.parametrize("asked, torch", [([], "2.15.0"), (["--torch", "2.11.0"], "2.11.0")])
+def test_an_environment_is_made_once_for_a_version(pips, tmp_path, capsys, asked, torch):
+    folder = tmp_path / "env"
+    for _ in range(2):
+        newest.main([str(folder), *asked])
+    assert len(installs(pips)) == 1 and ".[test]" in installs(pips)[0]
+    pins = (folder / "constraints.txt").read_text().splitlines()
+    assert f"torch=={torch}" in pins and not [pin for pin in pins if pin.startswith("triton")]
+    committed = set((newest.ROOT / "constraints.txt").read_text().splitlines())
+    assert {pin.partition("==")[0] for pin in committed - set(pins)} == {"torch", "triton"}
+    assert "Triton 3.9.0" in capsys.readouterr().out
+    newest.main([str(folder), "--torch", "2.12.0"])
+    assert len(installs(pips)) == 2  # another version is
+
+
+def test_beside_another_environment_torch_alone_is_installed(pips, tmp_path):
+    site = tmp_path / "other" / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    newest.main([str(tmp_path / "env"), "--beside", str(tmp_path / "other")])
+    assert installs(pips)[0][-1] == "torch"
+    assert (tmp_path / "env/lib/python3.11/site-packages/beside.pth").read_text() == f"{newest.ROOT}\n{site}\n"
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_cannot_be_had_is_named_and_leaves_nothing_half_made(pips, tmp_path, capsys, fault):
+    good, (outcome, words) = pips.answer, FAULTS[fault]
+    pips.answer = lambda command: outcome if "install" in command else good(command)
+    with pytest.raises(SystemExit) as ended:
+        newest.main([str(tmp_path / "env")])
+    assert ended.value.code == newest.TRY_LATER
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"newest: not run: {words}")
+    pips.answer = good
+    newest.main([str(tmp_path / "env")])
+    assert len(installs(pips)) == 2  # the next attempt installs
+
+
+def test_a_short_disk_is_named_before_anything_is_made(pips, tmp_path, capsys):
+    pips.free = 7.9e9
+    with pytest.raises(SystemExit, match="75"):
+        newest.main([str(tmp_path / "env"), "--torch", "2.11.0"])
+    assert "must have 8 GB of room, got 7.9 GB" in capsys.readouterr().out and not pips()
+
+
+def test_a_fault_of_pip_itself_is_no_reason_to_go_on(pips, tmp_path):
+    pips.answer = lambda command: Ran(1, "", "ERROR: Cannot install torch and peft: they conflict")
+    with pytest.raises(SystemExit, match="they conflict") as ended:
+        newest.main([str(tmp_path / "env"), "--torch", "2.11.0"])
+    assert ended.value.code != newest.TRY_LATER
+
+
+def test_a_part_is_drawn_by_name_and_seed():
+    names = [f"tests/test_a.py::test[{i}]" for i in range(2000)]
+    parts = [{name for name in names if drawn_part.chosen(name, 10, seed)} for seed in ("a", "b")]
+    assert all([120 < len(part) < 280 for part in parts]) and parts[0] != parts[1]
+    assert {name for name in names if drawn_part.chosen(name, 1, "a")} == set(names)
