@@ -466,3 +466,10 @@ def test_code_is_the_executable_sections_of_a_file(seed):
     struct.pack_into("<HH", head, 58, entry, len(sections))
     table = b"".join(struct.pack("<IIQQQQ", 7, 1, flags, 9, 11, size) + drawn.randbytes(entry - 40) for flags, size in sections)
     assert _code_bytes(bytes(head) + table + drawn.randbytes(64)) == sum(size for flags, size in sections if flags & 4)
+
+
+def test_every_format_of_a_recipe_has_its_fused_quantisers():
+    from funcops.bench import choices
+
+    formats = {r.x for r in choices.recipes() if tuple(r.x.tile)[0] == 1 and r.x.element != "e2m1"}
+    assert formats and len(list(choices._quantised_outputs())) == 4 * len(formats)
