@@ -99,7 +99,7 @@ def test_an_axis_of_one_rank_has_no_group(sizes, monkeypatch):
     wide = [name for name, n in sizes.items() if n > 1]
     assert [(axis.name, axis.size) for axis in mesh.axes] == list(sizes.items())
     for axis in mesh.axes:
-        rank, group = (
-            (wide.index(axis.name) + 1, f"group of {axis.name}") if axis.size > 1 else (0, Mesh.abstract({"a": 1}, 0).axes[0].group)
+        own = axis.name in wide
+        assert axis == (
+            Axis(axis.name, axis.size, wide.index(axis.name), f"group of {axis.name}") if own else Axis(axis.name, 1, 0)
         )
-        assert (axis.rank, axis.group) == (rank, group)
