@@ -4,7 +4,7 @@ PY = $(VENV)/bin/python
 ARGS ?=
 RESULTS ?= docs/benchmarks
 
-.PHONY: help train train-parallel test test-rest test-all interpreters newest newest-part gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants docs release-check clean
+.PHONY: help train train-parallel test test-rest test-all interpreters newest newest-part gpu gpu-smoke gpu-test gpu-kernels gpu-graph gpu-step gpu-recipes aot traffic check mutants mutants-drawn docs release-check clean
 
 help:
 	@echo "make train   set up, then train the language model (ARGS=... for its flags)"
@@ -20,6 +20,7 @@ help:
 	@echo "make traffic set up, then count the bytes that changed kernels move, and write docs/benchmarks/traffic.csv"
 	@echo "make check   set up, then lint and type-check, the code blocks of the pages too"
 	@echo "make mutants plant known faults one at a time in a copy, and say which the tests notice (ARGS=... for its flags)"
+	@echo "make mutants-drawn  draw faults over the package by a seed, and say which of them the first tier notices"
 	@echo "make docs    build the site, of docs/, the docstrings and the notebooks, into site/: strict, any warning fails"
 	@echo "make release-check   build the wheel and the source archive, and try them with each Python that the machine has (ARGS=--here for one)"
 	@echo "make clean   remove the environments; all that these install is in $(VENV), $(NEWEST), $(NEWEST)-part and .interpreters, and each says how much before"
@@ -128,6 +129,9 @@ check: $(VENV)/.dev
 
 mutants: $(VENV)/.test
 	$(PY) tests/mutants/run.py $(ARGS)
+
+mutants-drawn: $(VENV)/.dev
+	$(PY) tests/mutants/drawn.py $(ARGS)
 
 release-check: $(VENV)/.test
 	$(PY) tests/release.py $(ARGS)

@@ -308,6 +308,9 @@ def _form(leaf: Any) -> Form | None:
         return None
 
 
+STAND_INS: set[type] = set()  # of what is put in a leaf's place for a while, by one who puts the leaf back before a backward
+
+
 class Unlike(NamedTuple):
     """Stands for the marks of a node of which a leaf is not of the form that the forward gave it: what its backward says (nothing,
     where all leaves were cast or moved together), the marks that it would have, and what it was made of."""
@@ -431,7 +434,8 @@ class Moved(NamedTuple):
             if leaves and forms and len(leaves) != len(forms):
                 found = name, f"{len(forms)} tensors, as the forward kept them", f"{len(leaves)}. {_BACK}", TypeError
                 break
-            rows += [(_joined(name, path), form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False) if form]
+            pairs = [(path, form, leaf) for (path, leaf), form in zip(leaves.items(), forms, strict=False)]
+            rows += [(_joined(name, path), form, leaf) for path, form, leaf in pairs if form and type(leaf) not in STAND_INS]
         found = found or _unlike(rows)
         if found or any([got is not None and not form.fits(got) for _, form, leaf in rows for got in [_form(leaf)]]):
             node._marks = Unlike(*(found or ("", "", "", TypeError)), node._marks, self)

@@ -467,3 +467,17 @@ def test_code_is_the_executable_sections_of_a_file(seed):
     struct.pack_into("<HH", head, 58, entry, len(sections))
     table = b"".join(struct.pack("<IIQQQQ", 7, 1, flags, 9, 11, size) + drawn.randbytes(entry - 40) for flags, size in sections)
     assert _code_bytes(bytes(head) + table + drawn.randbytes(64)) == sum(size for flags, size in sections if flags & 4)
+
+
+def test_every_format_of_a_recipe_has_its_fused_quantisers(monkeypatch):
+    """With its element, the length of its tiles, and its kind of scales."""
+    from funcops.bench import choices
+
+    asked = []
+    for name in ("rms_norm", "layer_norm", "glu", "activation"):
+        monkeypatch.setattr(choices.quantize_after, f"{name}_quantize", lambda *args, name=name: asked.append((name, *args[-3:])))
+    for call in choices._quantised_outputs():
+        call()
+    formats = {r.x for r in choices.recipes() if r.x.tile[0] == 1 and r.x.element != "e2m1"}
+    assert set(asked) == {(name, f.element, f.tile[1], f.scales) for name, *_ in asked for f in formats}
+    assert len(asked) == 4 * len(formats) > 0

@@ -469,3 +469,14 @@ def test_plain_routing_chooses_as_ours_does(score, groups, top_groups):
     (ours, indices, load, _), _ = route.fwd(RouteParams(), logits, RouteConfig(8, 2, **options))
     assert_close(weights, torch.zeros(33, 8).scatter(1, indices.long(), ours), dtype=torch.float32)
     assert counts.tolist() == load.tolist()
+
+
+def test_sizes_of_weight_gradients_are_the_callers():
+    import argparse
+
+    from funcops.bench import wgrads
+
+    parser = argparse.ArgumentParser()
+    wgrads.add_arguments(parser)
+    assert parser.parse_args(["--rows", "3", "5"]).rows == [3, 5] and parser.parse_args([]).rows == list(wgrads.ROWS)
+    assert parser.parse_args(["--features", "7"]).features == 7 and parser.parse_args([]).features == wgrads.FEATURES

@@ -462,3 +462,18 @@ def test_users_add_rules():
         register_fusion("scale")
     with pytest.raises(ValueError, match="Rule: phase must be one of forward, backward"):
         Rule("a", "sideways", match, run_both)
+
+
+@pytest.mark.parametrize("library", [True, False])
+def test_a_reader_by_the_library_saves_nothing(library, monkeypatch):
+    """Of a product whose sum the library would do as a call of its own the fork's gradient is written as it is without the rule."""
+    from types import SimpleNamespace
+
+    from funcops import linear, rms_norm
+    from funcops.fused import fork
+
+    monkeypatch.setattr(fork, "by_library", lambda *_: library)
+    for reader, none in ((linear, library), (rms_norm, False)):
+        calls = SimpleNamespace(op=None), SimpleNamespace(op=reader, cfg=SimpleNamespace(in_features=8))
+        saved = fork._saves(SimpleNamespace(calls=calls, dtype=torch.float32))
+        assert (saved == fork.Saving()) == none, (reader.name, saved)

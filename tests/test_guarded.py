@@ -330,3 +330,16 @@ def test_the_law_notices_a_copy_that_is_declared_an_alias():
     holds(None, "frugal", keep=torch.clone)
     with pytest.raises(AssertionError, match=r"law 'frugal', .*: residuals.x must be x itself, got another tensor"):
         holds("x", "frugal", keep=torch.clone)
+
+
+def test_a_missing_field_is_explained_by_its_declaration():
+    """`of` is said where it is not what the phases make of it."""
+    from types import SimpleNamespace
+
+    from funcops.schema import DGRAD, WGRAD
+    from funcops.testing.frugal import _declared
+
+    for needed, usual in ((DGRAD, ("x",)), (WGRAD, ("params",)), (DGRAD | WGRAD, ("x", "params"))):
+        said = "|".join(str(phase.name) for phase in (DGRAD, WGRAD) if phase in needed)
+        assert _declared(SimpleNamespace(needed_by=needed, of=usual)) == f"needed_by={said}"
+        assert _declared(SimpleNamespace(needed_by=needed, of=("x.0",))) == f"needed_by={said}, of=('x.0',)"

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from mutants import run
+from mutants import draw, run
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = run.load()
@@ -87,3 +87,45 @@ def test_the_runner_tells_them_apart(tmp_path, monkeypatch, capsys):
 def test_a_fault_that_does_not_fit_is_named():
     with pytest.raises(ValueError, match=r"core.toml: funcops/__init__.py: must occur once, got 2: 'x \* 2'"):
         fault("x").planted("x * 2 + x * 2")
+
+
+SMALL = '''"""Words: a == b."""
+from typing import TYPE_CHECKING
+__all__ = ["f"]
+Alias = dict[str, "Alias"] | None
+if TYPE_CHECKING:
+    from math import pi
+WIDTH = 16
+
+def f(a: int | None, b: "int" = 2) -> int | str:
+    """More words, 1 + 1."""
+    if a < b and not b:
+        raise ValueError(f"{a + 1} words" + str(a - 1))
+    total = a
+    total += b * 3
+    g(total)
+    return {True: -a}[a is not None]
+'''
+CHANGES = {
+    "16 -> 17", "16 -> 15", "2 -> 3", "2 -> 1", "a < b -> a <= b", "a < b -> a >= b", "not b -> b",
+    "a < b and (not b) -> a < b or not b",
+    "b * 3 -> b / 3", "3 -> 4", "3 -> 2", "total += b * 3 -> total -= b * 3",
+    "True -> False", "-a -> a", "a is not None -> a is None",
+    "a < b and (not b) -> not (a < b and (not b))",
+}  # fmt: skip
+
+
+def test_every_change_of_a_program_can_be_drawn_and_no_other(tmp_path):
+    """Not of its words, its annotations, nor of what a checker of types alone reads; a line stays where it was."""
+    (tmp_path / "funcops").mkdir()
+    (tmp_path / "funcops" / "small.py").write_text(SMALL)
+    drawn = [one for seed in range(150) for one in draw.draw(tmp_path, 7, seed)]
+    assert {f"{one.was} -> {one.becomes}" for one in drawn if one.kind != "dropped"} == CHANGES
+    assert {one.was.partition("(")[0] for one in drawn if one.kind == "dropped"} == {"raise ValueError", "total += b * 3", "g"}
+    for one in drawn:
+        assert ast.dump(ast.parse(one.text)) != ast.dump(ast.parse(SMALL)) and one.text.count("\n") == SMALL.count("\n")
+        changed = [i for i, (a, b) in enumerate(zip(SMALL.split("\n"), one.text.split("\n"), strict=True), 1) if a != b]
+        assert len(changed) == 1 and one.line <= changed[0] <= one.last
+    assert draw.draw(tmp_path, 7, 3) == draw.draw(tmp_path, 7, 3) != draw.draw(tmp_path, 7, 4)
+    with pytest.raises(ValueError, match="draw: funcops must have 99 lines that can be changed, got 7"):
+        draw.draw(tmp_path, 99, 0)

@@ -120,11 +120,14 @@ def test_every_example_is_run(first):
 
 
 def test_no_folder_of_tests_is_left_out(request):
-    """Pytest's own list of folders to leave out has names that a room of the library may have, `dist` and `build` among them: what it
-    leaves out is not run, and nothing says so."""
+    """Pytest's own list of folders to leave out has names that a room of the library may have, as `dist`: what it leaves out is
+    not run, and nothing says so."""
     patterns = request.config.getini("norecursedirs")
     folders = {
-        part for file in (ROOT / "tests").rglob("test_*.py") for part in file.relative_to(ROOT).parent.parts if part != "__pycache__"
+        part
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for part in file.relative_to(ROOT).parent.parts
+        if part != "__pycache__"
     }
     assert {"dist", "adapters", "graphs"} <= folders
     assert {f: p for f in sorted(folders) for p in patterns if fnmatch.fnmatch(f, p)} == {}

@@ -351,3 +351,17 @@ def test_to_torch_leaves_what_was_changed_since():
     mine = decoder.loss_function = lambda *given, **options: None
     fnn.to_torch(decoder)
     assert decoder.loss_function is mine
+
+
+@pytest.mark.parametrize("kind", ["linear", "norm", "embedding"])
+def test_a_module_with_a_forward_of_its_own_stays_as_it_is(kind):
+    """Its neighbour is swapped; it is named, keeps its class, and runs what was set on it."""
+    from funcops.nn import from_torch as swap
+
+    made = {"linear": lambda: nn.Linear(4, 4), "norm": lambda: nn.LayerNorm(4), "embedding": lambda: nn.Embedding(5, 4)}[kind]
+    model = nn.ModuleDict({"own": made(), "other": made()})
+    before = type(model["own"])
+    model["own"].forward = lambda x: "mine"
+    swap(model)
+    assert type(model["own"]) is before and model["own"](torch.ones(1, 4)) == "mine"
+    assert type(model["other"]) is not before

@@ -78,3 +78,28 @@ def test_a_wrong_product_raises_before_a_group_is_made(monkeypatch):
     with pytest.raises(ValueError, match="sizes must be of product 6, the number of processes, got tp 4 = 4"):
         Mesh.of({"tp": 4})
     assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 1, "tp": 4}, {"dp": 2, "cp": 1, "tp": 2}, {"pp": 1, "dp": 4, "tp": 1}])
+def test_an_axis_of_one_rank_has_no_group(sizes, monkeypatch):
+    """Of the others each has its own, in the order of the sizes."""
+    from types import SimpleNamespace
+
+    from torch.distributed import device_mesh
+
+    def made(kind, counts, mesh_dim_names):
+        assert dict(zip(mesh_dim_names, counts, strict=True)) == {name: n for name, n in sizes.items() if n > 1}
+        ranks = {name: i for i, name in enumerate(mesh_dim_names)}
+        groups = {name: SimpleNamespace(group_name=f"group of {name}") for name in mesh_dim_names}
+        return SimpleNamespace(get_local_rank=ranks.__getitem__, get_group=groups.__getitem__)
+
+    monkeypatch.setattr(device_mesh, "init_device_mesh", made)
+    monkeypatch.setattr("funcops.dist.mesh._world", lambda: 4)
+    mesh = Mesh.of(sizes)
+    wide = [name for name, n in sizes.items() if n > 1]
+    assert [(axis.name, axis.size) for axis in mesh.axes] == list(sizes.items())
+    for axis in mesh.axes:
+        own = axis.name in wide
+        assert axis == (
+            Axis(axis.name, axis.size, wide.index(axis.name), f"group of {axis.name}") if own else Axis(axis.name, 1, 0)
+        )

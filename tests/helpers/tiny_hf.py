@@ -1,5 +1,6 @@
 """Tiny models of Hugging Face's with random weights, a family each; and theirs in float64 throughout."""
 
+import copy
 import json
 
 import pytest
@@ -90,7 +91,7 @@ def tiny(name, dtype=torch.float32):
     and zeros."""
     kind, options = FAMILIES[name]
     options = options if kind == "gpt2" else {**BASE, **options}
-    made = transformers.AutoConfig.for_model(kind, **options)
+    made = transformers.AutoConfig.for_model(kind, **copy.deepcopy(options))  # which writes into those of rope
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.promote_types(dtype, torch.float32))  # of constants, such as what Gemma multiplies embeddings by
     try:

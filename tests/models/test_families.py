@@ -83,3 +83,22 @@ def test_hugging_face_reads_what_is_written(name, tmp_path):
         tmp_path / "ours", attn_implementation="eager", experts_implementation="eager"
     )
     assert type(again) is type(model) and torch.equal(again.eval()(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("rows", [2, 6, 10])
+def test_rows_that_alternate_are_sorted_and_those_that_turn_come_first(rows):
+    """Of a family whose gates alternate with what they multiply, and of one whose heads end with what turns."""
+    from types import SimpleNamespace
+
+    import torch
+
+    from funcops.models.hf import Place
+
+    def order(kind, cfg=None):
+        found = Place(SimpleNamespace(order=kind, stacked=False), ("w",), ("w",), (2 * rows, 3), (2 * rows, 3), 0).order(cfg)
+        return None if found is None else found.tolist()
+
+    assert order("evens_first") == [*range(0, 2 * rows, 2), *range(1, 2 * rows, 2)] and order("") is None
+    cfg = SimpleNamespace(heads=2, latent=SimpleNamespace(rope_size=1))
+    assert order("turning_first", cfg) == [rows - 1, *range(rows - 1), 2 * rows - 1, *range(rows, 2 * rows - 1)]
+    assert torch.arange(2 * rows)[order("turning_first", cfg)].tolist() == order("turning_first", cfg)

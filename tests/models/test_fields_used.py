@@ -1,5 +1,6 @@
 """Every field of a config.json that is read, varied: Hugging Face's logits change as ours do, or the field is refused by name."""
 
+import copy
 import json
 import re
 
@@ -40,7 +41,8 @@ def read_by(family):
     """The fields that are taken of a family's config."""
     seen = fields.Fields("test", {}, None).taken
     kind, options = FAMILIES[family]
-    given = transformers.AutoConfig.for_model(kind, **(options if kind == "gpt2" else {**BASE, **options})).to_dict()
+    options = copy.deepcopy(options if kind == "gpt2" else {**BASE, **options})
+    given = transformers.AutoConfig.for_model(kind, **options).to_dict()
     real = fields.Fields
 
     class Noting(real):
@@ -81,7 +83,7 @@ def variants():
 @pytest.mark.parametrize(("family", "name", "value"), list(variants()))
 def test_a_field_that_is_read_is_used_as_hugging_face_uses_it(family, name, value, tmp_path):
     kind, options = FAMILIES[family]
-    options = {**({} if kind == "gpt2" else BASE), **options, name: value}
+    options = copy.deepcopy({**({} if kind == "gpt2" else BASE), **options, name: value})  # Hugging Face writes into them
     if name == "layer_types":
         options["layer_types"] = value[: options.get("num_hidden_layers", 2)]
     with Wide():

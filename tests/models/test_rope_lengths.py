@@ -1,5 +1,7 @@
 """Ropes that depend on the longest sequence (dynamic, LongRoPE): T is used where it is known, and nothing else is guessed."""
 
+import copy
+
 import pytest
 import torch
 from tiny_hf import BASE, LONG, YARN, transformers
@@ -29,7 +31,7 @@ def models(tmp_path_factory):
     made = {}
     for name, (kind, options, _) in KINDS.items():
         torch.manual_seed(0)
-        own = transformers.AutoConfig.for_model(kind, **{**BASE, **options, "num_hidden_layers": 1})
+        own = transformers.AutoConfig.for_model(kind, **copy.deepcopy({**BASE, **options, "num_hidden_layers": 1}))
         model = transformers.AutoModelForCausalLM.from_config(own, attn_implementation="eager").eval()
         with torch.no_grad():
             for p in model.parameters():

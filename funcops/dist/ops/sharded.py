@@ -43,6 +43,7 @@ from funcops.dist.mesh import Axis
 from funcops.dist.plain import require_axis
 from funcops.dist.shards import Gathering, own_shards, start_gathering
 from funcops.errors import describe, fail, require, require_count, require_dtype, short
+from funcops.marks import STAND_INS
 from funcops.needs import Needs, check_needs
 from funcops.op import Ahead, Op, config, init_of, make_op
 from funcops.program.into import check_into_tree
@@ -143,6 +144,9 @@ class Away:
 
     def __repr__(self) -> str:
         return f"Away({self.place})"
+
+
+STAND_INS.add(Away)
 
 
 class ShardedResiduals(Residuals):
