@@ -180,3 +180,19 @@ def test_operators_with_optional_results_trace(masks):
         assert any("funcops.rms_norm_bwd" in str(node.target) for node in graph.graph.nodes)
         for got, one in zip(graph(x), want, strict=True):
             assert got is one is None or torch.equal(got, one)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [4112, 8208])
+@pytest.mark.parametrize("centre", [False, True])
+def test_sums_of_a_row_are_of_that_row_and_all_of_it(centre, width, dtype):
+    """A gradient with a mean, which its own sum takes out of dx, and a row behind it that begins with a large element."""
+    x, dy, w = torch.randn(3, width).to(dtype), (torch.randn(3, width) + 3).to(dtype), torch.ones(width, dtype=dtype)
+    dy[2, 0] = x[2, 0] = 3e4
+    (y, *kept), backward = (norm.layer_norm_fwd(x, w, w, 1e-5, False), norm.layer_norm_bwd) if centre else (
+        norm.rms_norm_fwd(x, w, 1e-5, False), norm.rms_norm_bwd)  # fmt: skip
+    asked = (False, True, True, True) if centre else (False, True, True)
+    want = backward(dy, x, w, *kept, *asked)[0]
+    with backend("triton"):
+        got = backward(dy, x, w, *kept, *asked)[0]
+    assert_close(got[:2], want[:2], dtype=dtype)
