@@ -89,7 +89,8 @@ class Cuda:
         return Graph(self.clock)
 
     def graph_pool_handle(self):
-        return object()
+        self.pools = getattr(self, "pools", 0) + 1
+        return 0, self.pools  # a pair of numbers, as torch's are
 
     def device(self, device):
         return contextlib.nullcontext()

@@ -67,9 +67,10 @@ def of_enum(name):
 
 
 def of_str_enum(name):
-    if not hasattr(enum, "StrEnum"):
+    kind = getattr(enum, "StrEnum", None)
+    if kind is None:
         pytest.skip("Python 3.10 has none")
-    return enum.StrEnum("Name", {"ONE": name}).ONE
+    return kind("Name", {"ONE": name}).ONE
 
 
 KINDS = {"numpy": of_numpy, "enum": of_enum, "str_enum": of_str_enum, "hostile": Hostile}

@@ -182,7 +182,7 @@ def test_modules_can_be_looked_at():
             assert getattr(module, "cfg", 7) == 7
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:FutureWarning")  # of torch from 2.14 on; it works
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:FutureWarning")  # torch 2.15 calls trace and trace_method deprecated
 @pytest.mark.parametrize("name", ["Linear", "LayerNorm", "RMSNorm", "GELU", "GLU", "Dropout in eval", "Embedding", "Sequential"])
 def test_fx_and_jit_trace(name):
     module = MODULES[name](fnn)
