@@ -11,6 +11,7 @@ from lora_model import MODULES, NAMES, base_config, drawn, ours, plain, same_bit
 from funcops import chain, random
 from funcops.errors import CheckpointError
 from funcops.lora import adapter, load_adapter, lora_init, merge, save_adapter, with_lora
+from funcops.lora.files import WITHOUT_MEANING
 from funcops.trees import put, tree_map_tensors
 
 peft = pytest.importorskip("peft")
@@ -157,7 +158,9 @@ def settings():
     unknown = {name for name, default in fields.items() if not isinstance(default, bool)} - {*OTHERS, "peft_type", "runtime_config"}
     assert not unknown, f"name values of PEFT's new settings in OTHERS: {sorted(unknown)}"
     for name, default in fields.items():
-        yield from ((name, value) for value in OTHERS.get(name, [True, False] if isinstance(default, bool) else []))
+        marks = pytest.mark.slow if name in WITHOUT_MEANING else ()  # PEFT loads each of them, to say the same
+        for value in OTHERS.get(name, [True, False] if isinstance(default, bool) else []):
+            yield pytest.param(name, value, marks=marks)
     yield from (("of_tomorrow", value) for value in (None, False, [], True, 1, "x"))
 
 

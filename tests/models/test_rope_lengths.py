@@ -19,6 +19,7 @@ KINDS = {  # `known`: whether it turns one way, whatever the length
     "linear": ("llama", dict(rope_parameters=dict(rope_type="linear", rope_theta=100.0, factor=2.0)), True),
     "default": ("llama", {}, True),
 }  # fmt: skip
+EACH = [pytest.param(name, marks=pytest.mark.slow if known else ()) for name, (_, _, known) in KINDS.items()]
 LENGTHS = (3, ORIGINAL - 1, ORIGINAL, ORIGINAL + 1, 2 * ORIGINAL, 3 * ORIGINAL + 1)
 
 
@@ -50,7 +51,7 @@ def theirs(model, given):
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 @pytest.mark.parametrize("positions", [False, True], ids=["", "positions"])
 def test_a_forward_turns_by_the_length_that_it_is_given(name, tokens, positions, models):
     model, params, cfg = models[name]
@@ -62,7 +63,7 @@ def test_a_forward_turns_by_the_length_that_it_is_given(name, tokens, positions,
 
 @pytest.mark.parametrize("tokens", [1, 4, ORIGINAL])
 @pytest.mark.parametrize("prompt", LENGTHS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_generated_tokens_are_hugging_faces_or_refused(name, prompt, tokens, models):
     model, params, cfg = models[name]
     given, longest = ids(prompt), prompt + tokens - 1
@@ -78,7 +79,7 @@ def test_generated_tokens_are_hugging_faces_or_refused(name, prompt, tokens, mod
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", EACH)
 def test_decoding_goes_up_to_the_original_context_or_raises(name, tokens, models):
     model, params, cfg = models[name]
     given, cache = ids(tokens), cache_init(cfg, 2, context=4 * ORIGINAL, chunk=5)
