@@ -117,7 +117,6 @@ class ChainConfig(Composite):
         steps = tuple(step.with_op(*replace(step.name, step.op, step.cfg)) for step in self.steps)
         return dataclasses.replace(self, steps=steps, **changes)
 
-    part: ClassVar[str] = "step"  # what an error calls one
     known: ClassVar[tuple[str, ...]]  # the paths of params that are there
     recomputed: ClassVar[frozenset[str]]  # the steps whose outputs are computed again
     programs: ClassVar[dict[Any, Any]]
