@@ -51,7 +51,7 @@ def check_accumulator(where: str, path: str, accumulator: Any, shape: Any, devic
     name = f"into.{path}" if path else "into"
     if not isinstance(accumulator, Tensor):
         fail(where, name, f"a tensor {list(shape)}", describe(accumulator), TypeError)
-    if accumulator.shape != shape:
+    if tuple(accumulator.shape) != tuple(shape):  # two tuples: torch 2.11 cannot trace a comparison of a Size with one
         fail(where, name, str(list(shape)), list(accumulator.shape))
     if device is not None and accumulator.device != device:
         fail(where, name, f"on device {device}", accumulator.device)

@@ -402,7 +402,7 @@ def keep(cfg, needs{parameters}):
     if needs is ALL:
         {plain}
     else:
-        drop = dropped[needs] if not compiling and needs in dropped else unwanted(cls, needs, dropped)
+        drop = dropped[needs] if not compiling and needs in dropped else unwanted(cls, needs, None if compiling else dropped)
         if drop is None:
             return None
         {drops}
@@ -475,12 +475,12 @@ def _write_methods(cls: Any) -> dict[str, Any]:
     return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
 
 
-def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any]) -> tuple[str, ...] | None:
+def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[str, ...] | None:
     """The fields that `needs` does not ask for; None where nothing at all will be asked for. A tracer, which would guard on all
-    that the memo holds, computes them."""
+    that a memo holds, has none and computes them."""
     asked = needs.params if cls.kind == "pending" else needs
     found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
-    return remember(memo, needs, found)
+    return found if memo is None else remember(memo, needs, found)
 
 
 def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:

@@ -16,6 +16,9 @@ library = pytest.importorskip("funcops.kernels.triton.scaled_library")
 pytestmark = pytest.mark.skipif(library._WAYS is None, reason="torch has no scaled_mm")
 TENSOR, EACH, BLOCK, SQUARE = (0, 0), (1, 0), (1, 128), (128, 128)
 PAIRS = (TENSOR, TENSOR), (EACH, EACH), (BLOCK, SQUARE), (BLOCK, BLOCK)
+ON_CPU = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "CPU"), reason="this torch's CPU has no scaled_mm"
+)
 ELEMENTS = tuple(itertools.product(("e4m3", "e5m2"), repeat=2))
 
 
@@ -33,6 +36,7 @@ def on_cuda(t):
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda")
 
 
+@ON_CPU
 @pytest.mark.parametrize("tiles", PAIRS[:2], ids=str)
 def test_products_are_those_of_decoded_operands(tiles):
     for elements, (m, n, k) in itertools.product(ELEMENTS[:3], ((1, 16, 32), (37, 48, 16), (2, 16, 144))):
@@ -71,6 +75,7 @@ def test_scales_lie_as_the_library_reads_them():
         assert library._along(q.scales, tile).data_ptr() == q.scales.data_ptr()
 
 
+@ON_CPU
 def test_products_go_to_the_library_unless_ours_are_asked_for(monkeypatch):
     """As on a device that it serves; what it refuses is ours."""
     asked_for, product = [], library.product

@@ -62,7 +62,8 @@ def merge(total: tuple[Tensor, Tensor], out: Tensor, logsumexp: Tensor, first: i
     [B, H, T]. Not for keys of which there are none, whose logsumexp is 0."""
     y, lse = total[0][:, first:], total[1][..., first:]
     more = logsumexp[..., : lse.shape[-1]]
-    y.lerp_(out.to(y.dtype), torch.sigmoid(more - lse).transpose(1, 2).unsqueeze(-1))
+    weight = torch.sigmoid(more - lse).to(y.dtype)  # on the meta device torch 2.11 has a float32 logsumexp of float64
+    y.lerp_(out.to(y.dtype), weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, more))
 
 
