@@ -99,27 +99,27 @@ gpu-test:
 # not torch.compile, which takes seconds a kernel to compile
 gpu-kernels:
 	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 195 $(PYTHON) -m funcops.bench kernels --if-device --seconds 175 --json $(RESULTS)/kernels.json \
+	$(DEVICE) timeout 195 $(PYTHON) -m benchmarks kernels --if-device --seconds 175 --json $(RESULTS)/kernels.json \
 		--providers funcops triton torch liger cublas --jobs 12 \
 		--liger-csv $(RESULTS)/kernels-liger.csv --plot $(RESULTS)/kernels.png $(ARGS)
 
 gpu-graph:
 	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 40 $(PYTHON) -m funcops.bench graph --if-device --json $(RESULTS)/graph.json $(ARGS)
+	$(DEVICE) timeout 40 $(PYTHON) -m benchmarks graph --if-device --json $(RESULTS)/graph.json $(ARGS)
 
 gpu-step:
 	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 70 $(PYTHON) -m funcops.bench step --if-device --device cuda --json $(RESULTS)/step-cuda.json $(ARGS)
+	$(DEVICE) timeout 70 $(PYTHON) -m benchmarks step --if-device --device cuda --json $(RESULTS)/step-cuda.json $(ARGS)
 
 gpu-recipes:
 	@mkdir -p $(RESULTS)
-	$(DEVICE) timeout 40 $(PYTHON) -m funcops.bench recipes --if-device --json $(RESULTS)/recipes.json $(ARGS)
+	$(DEVICE) timeout 40 $(PYTHON) -m benchmarks recipes --if-device --json $(RESULTS)/recipes.json $(ARGS)
 
 aot: $(VENV)/.ready
-	$(PY) -m funcops.bench aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv
+	$(PY) -m benchmarks aot --changed $(RESULTS)/aot.csv --csv $(RESULTS)/aot.csv
 
 traffic: $(VENV)/.ready
-	$(PY) -m funcops.bench traffic --changed $(RESULTS)/traffic.csv --csv $(RESULTS)/traffic.csv $(ARGS)
+	$(PY) -m benchmarks traffic --changed $(RESULTS)/traffic.csv --csv $(RESULTS)/traffic.csv $(ARGS)
 
 check: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -20,9 +20,9 @@ from docs import examples
 
 ROOMS = ("adapters.pipelining", *funcops._ROOMS)  # the first is no attribute of funcops: to import it takes torch.distributed
 AUTHORS = {
-    "funcops.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
-    "funcops.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
-    "funcops.accumulators": ("accumulate",),
+    "funcops.contract.op": ("make_op", "config", "OpConfig", "forward", "init_of", "dgrad_of", "wgrad_of", "again_of"),
+    "funcops.contract.schema": ("Residuals", "Pending", "saved", "DGRAD", "WGRAD", "AGAIN"),
+    "funcops.contract.accumulators": ("accumulate",),
     "funcops.errors": ("check", "FLOATS"),
 }
 GROUP = re.compile(r"^(?: {4})?(\w[\w ]*?)(?: {2,}|$)")

@@ -22,9 +22,9 @@ from lm.model import described, init, model, model_x
 from torch import Tensor
 
 from funcops import Needs, WithExtras, chain, donate, quantization_report
+from funcops.low_precision.report import QuantizationReport
 from funcops.models import DecoderConfig
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
-from funcops.quantization import QuantizationReport
 
 NUMBERS = (
     ("steps", 100, "of training before"),

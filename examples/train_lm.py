@@ -34,11 +34,11 @@ from torch import Tensor
 from tqdm import tqdm
 
 from funcops import chain, dist, random
+from funcops.contract.op import Op
 from funcops.errors import size_of
 from funcops.graphs import graphed
 from funcops.low_precision import quantize_params, recipe_init
 from funcops.models import SamplingConfig, generate
-from funcops.op import Op
 from funcops.optim import AdamWConfig, adamw_init, decay_mask, warmup_cosine
 from funcops.precision import nonfinite
 from funcops.trees import tensors

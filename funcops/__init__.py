@@ -51,16 +51,21 @@ from funcops.adapters.autograd.delayed import delayed_wgrad as delayed_wgrad
 from funcops.adapters.from_function import TorchConfig as TorchConfig
 from funcops.adapters.from_function import op_from_torch as op_from_torch
 from funcops.backend import backend as backend
-from funcops.checking import checking as checking
 from funcops.compose.batch import batch_wgrads as batch_wgrads
 from funcops.compose.chain import *
 from funcops.compose.parallel import *
 from funcops.compose.repeat import *
 from funcops.compose.skip import *
 from funcops.compose.step import Step as Step
+from funcops.compose.vjp import value_and_grad as value_and_grad
+from funcops.compose.vjp import vjp as vjp
 from funcops.compose.walk import Part as Part
 from funcops.compose.walk import rewrite as rewrite
 from funcops.compose.walk import walk as walk
+from funcops.contract.checking import checking as checking
+from funcops.contract.moved import install as _serve_old_paths
+from funcops.contract.needs import Needs as Needs
+from funcops.contract.op import Op as Op
 from funcops.errors import BorrowedError as BorrowedError
 from funcops.errors import CaptureError as CaptureError
 from funcops.errors import CheckpointError as CheckpointError
@@ -69,12 +74,11 @@ from funcops.errors import GradModeError as GradModeError
 from funcops.errors import GraphOrderError as GraphOrderError
 from funcops.errors import LedgerError as LedgerError
 from funcops.errors import StaleResidualError as StaleResidualError
+from funcops.low_precision.report import quantization_report as quantization_report
 from funcops.memory.fit import Fitted as Fitted
 from funcops.memory.fit import fit as fit
 from funcops.memory.policy import with_policy as with_policy
 from funcops.memory.remat import remat as remat
-from funcops.needs import Needs as Needs
-from funcops.op import Op as Op
 from funcops.ops.activation import *
 from funcops.ops.add import *
 from funcops.ops.attention import *
@@ -121,7 +125,6 @@ from funcops.program.rules import Rule as Rule
 from funcops.program.rules import Saving as Saving
 from funcops.program.rules import register_fusion as register_fusion
 from funcops.program.rules import unregister_fusion as unregister_fusion
-from funcops.quantization import quantization_report as quantization_report
 from funcops.residuals import POLICIES as POLICIES
 from funcops.residuals import Compress as Compress
 from funcops.residuals import Drop as Drop
@@ -136,9 +139,8 @@ from funcops.residuals import fetch as fetch
 from funcops.residuals import report as report
 from funcops.residuals import stow as stow
 from funcops.trees import WithExtras as WithExtras
-from funcops.vjp import value_and_grad as value_and_grad
-from funcops.vjp import vjp as vjp
 
+_serve_old_paths()
 __version__ = "0.2.0"
 
 _ROOMS = [

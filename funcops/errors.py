@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from funcops.names import join_path
-
 Shape = tuple["int | str | EllipsisType", ...]
 Dtypes = torch.dtype | tuple[torch.dtype, ...] | None
 
@@ -400,3 +398,10 @@ def show_shape(shape: Shape) -> str:
 
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def join_path(path: str, name: object) -> str:
+    """The path of a part below `path`. A part whose name is None, as the body of a skip, has its combinator's path."""
+    if name is None or name == "":
+        return path
+    return f"{path}.{name}" if path else str(name)

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from funcops.contract.op import config
 from funcops.errors import check, describe, fail, require, require_device, require_type
-from funcops.op import config
 from funcops.trees import leaf, paths, same_structure, tensors, tree, tree_map, tree_map_tensors
 
 T = TypeVar("T")

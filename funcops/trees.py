@@ -51,8 +51,8 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor
 from typing_extensions import dataclass_transform
 
+from funcops.backend.source import exact
 from funcops.errors import describe, fail, require_callable, require_dtype, require_flag, require_type
-from funcops.names import exact
 
 NAMESPACE = "funcops"
 FIELDS: dict[type, tuple[tuple[str, ...], ...]] = {}  # of every node class: the names of leaves, of statics, and of what is neither

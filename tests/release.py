@@ -4,9 +4,9 @@
     python tests/release.py --here            of the Python that runs this alone; --python 3.11 of another
 
 With each Python, in an environment where the wheel and its dependencies are alone: every module imports without extras, the
-README's snippet and `python -m funcops.bench residuals` run, and, once pytest is there, the first tests of the source archive
-pass against the installed wheel. Where pip would install torch for CUDA a Python is not tried without `--cuda`, and the line says
-so.
+README's snippet runs, and so does `python -m benchmarks residuals`, from the source archive; once pytest is there, the first tests
+of that archive pass against the installed wheel. Where pip would install torch for CUDA a Python is not tried without `--cuda`, and
+the line says so.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ for name in names:
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:  # a bench may count with numpy; nothing else may need an extra
-        assert name.startswith("funcops.bench.") and error.name in {EXTRAS}, f"{{name}} imports {{error.name}}"
+        assert name.startswith("benchmarks.") and error.name in {EXTRAS}, f"{{name}} imports {{error.name}}"
 print(funcops.__version__, len(names))
 """
 
@@ -95,7 +95,7 @@ def tried(version: str, python: str, wheel: Path, tree: Path, envs: Path, cuda: 
     snippet = re.search(r"^```python\n(.*?)^```", (tree / "README.md").read_text(), re.S | re.M)
     assert snippet is not None, "README.md must have a snippet"
     assert "kept" in run(inside, "-I", "-c", snippet[1], cwd=envs, env=env)
-    table = run(inside, "-I", "-m", "funcops.bench", "residuals", cwd=envs, env=env)
+    table = run(inside, "-m", "benchmarks", "residuals", cwd=tree, env=env)  # which a wheel does not hold
     interpreters.put(version, envs, cuda, *interpreters.NEEDED)
     tests = run(inside, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_tiny.py", cwd=tree, env=env)
     return (

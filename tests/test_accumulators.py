@@ -40,8 +40,8 @@ from funcops import (
     with_policy,
 )
 from funcops.backend import backend
+from funcops.contract.needs import Needs
 from funcops.errors import GradModeError
-from funcops.needs import Needs
 from funcops.residuals import Compress, Offload, Policy, Recompute
 from funcops.testing.layouts import LAYOUTS
 from funcops.testing.tolerances import assert_close

@@ -2,7 +2,7 @@
 
 The committed table holds every build, and a hash of what it was compiled from. What has another hash now is compiled here,
 and of the rest a few, drawn anew each day; `make aot` compiles what changed and writes the table,
-`python -m funcops.bench aot` all.
+`python -m benchmarks aot` all.
 """
 
 import importlib
@@ -37,8 +37,8 @@ from funcops.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, 
 from funcops.backend.fingerprint import fingerprint
 from funcops.backend import backend
 from funcops.backend.launch import compiled_launches, launcher, planned_launches
-from funcops.bench.aot import never_built, plan, read
-from funcops.bench.choices import norms, recipes, scaled_product
+from benchmarks.aot import never_built, plan, read
+from benchmarks.choices import norms, recipes, scaled_product
 from funcops.kernels import quantize, quantize_after
 from funcops.kernels.triton.matmul import Epilogue, matmul
 from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
@@ -185,7 +185,7 @@ def kernel(x_ptr, BLOCK: tl.constexpr):
 
 
 def rows():
-    from funcops.bench.aot import read
+    from benchmarks.aot import read
 
     return [row._asdict() for row in read(TABLE)]
 
@@ -239,7 +239,7 @@ def wrong_rows(planned, table, compiler):
 
 
 def test_every_build_keeps_its_limits(found):
-    assert not found["missing"], "kernels without a sample in funcops/bench/samples.py"
+    assert not found["missing"], "kernels without a sample in benchmarks/samples.py"
     assert len(found["built"]) >= len(found["targets"]) * DRAWN
     for build in [*rows(), *found["built"]]:
         within_limits(build)
@@ -385,9 +385,9 @@ def test_the_hash_is_not_of_comments_and_layout(hashed):
 
 
 def test_the_bench_compiles_what_changed_alone(monkeypatch, tmp_path):
+    from benchmarks import aot
+    from benchmarks.measure import BenchError, write_csv
     from funcops.backend.aot import COMPILER, Build
-    from funcops.bench import aot
-    from funcops.bench.measure import BenchError, write_csv
 
     def made(launched, target):
         return Build(launched, "", target, 4, 8, 0, 0, "", 16, launched + target, COMPILER)
@@ -471,7 +471,7 @@ def test_code_is_the_executable_sections_of_a_file(seed):
 
 def test_every_format_of_a_recipe_has_its_fused_quantisers(monkeypatch):
     """With its element, the length of its tiles, and its kind of scales."""
-    from funcops.bench import choices
+    from benchmarks import choices
 
     asked = []
     for name in ("rms_norm", "layer_norm", "glu", "activation"):

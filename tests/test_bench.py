@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcops.bench import graph, memory, moe_step, residuals, schedule, step
-from funcops.bench.measure import BenchError
-from funcops.bench.models import Sizes
+from benchmarks import graph, memory, moe_step, residuals, schedule, step
+from benchmarks.measure import BenchError
+from funcops.models.blocks import Sizes
 
 COMMITTED = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "cpu-schedule.json"
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import device, kernels, measure, memory, overhead, plain, plain_moe, residuals, step
+from benchmarks.device import CudaTimer, Replay
+from benchmarks.samples import Sample, direct
 from funcops import RouteConfig, RouteParams, route
-from funcops.bench import device, kernels, measure, memory, overhead, plain_moe, residuals, step
-from funcops.bench.device import CudaTimer, Replay
-from funcops.bench.models import Sizes
-from funcops.bench.samples import Sample, direct
 from funcops.kernels import fused_linear, norm
+from funcops.models.blocks import Sizes
 from funcops.testing.tolerances import assert_close
 from funcops.trees import paths
 
@@ -327,7 +327,7 @@ def test_both_steps_hand_the_optimiser_the_same_clipped_gradients(clip, monkeypa
             super().step()
 
     def update(params, grads, *args, **kwargs):
-        found["funcops"] = {step.plain_name(path): g.clone() for path, g in paths(grads).items() if g is not None}
+        found["funcops"] = {plain.plain_name(path): g.clone() for path, g in paths(grads).items() if g is not None}
         return kept(params, grads, *args, **kwargs)
 
     kept = step.adamw_update
@@ -475,7 +475,7 @@ def test_plain_routing_chooses_as_ours_does(score, groups, top_groups):
 def test_sizes_of_weight_gradients_are_the_callers():
     import argparse
 
-    from funcops.bench import wgrads
+    from benchmarks import wgrads
 
     parser = argparse.ArgumentParser()
     wgrads.add_arguments(parser)

@@ -12,13 +12,13 @@ import pytest
 import torch
 from tiny_samples import names, tiny
 
+from benchmarks import kernels, plot
+from benchmarks.__main__ import main
+from benchmarks.device import Replay
+from benchmarks.liger import COLUMNS, write_liger_csv
+from benchmarks.measure import write_csv, write_json
+from benchmarks.plot import draw
 from funcops.backend import backend
-from funcops.bench import kernels, plot
-from funcops.bench.__main__ import main
-from funcops.bench.device import Replay
-from funcops.bench.liger import COLUMNS, write_liger_csv
-from funcops.bench.measure import write_csv, write_json
-from funcops.bench.plot import draw
 from funcops.testing.tolerances import FACTOR, ROUNDOFF
 
 pytest.importorskip("triton")
@@ -183,6 +183,6 @@ def test_the_picture_hides_no_mark(count, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
-    command = [sys.executable, "-m", "funcops.bench", "kernels"]
+    command = [sys.executable, "-m", "benchmarks", "kernels"]
     found = subprocess.run(command, capture_output=True, text=True)
     assert found.returncode == 2 and "no CUDA device" in found.stderr

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from funcops import LinearConfig, linear
-from funcops.accumulators import accumulate
+from funcops.contract.accumulators import accumulate
+from funcops.contract.needs import Needs
+from funcops.contract.op import OpConfig, again_of, config, dgrad_of, forward, make_op, wgrad_of
+from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
-from funcops.needs import Needs
-from funcops.op import OpConfig, again_of, config, dgrad_of, forward, make_op, wgrad_of
-from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.testing import check_op
 from funcops.trees import leaf, tree
 

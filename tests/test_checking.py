@@ -19,21 +19,20 @@ from funcops import (
     linear,
     linear_bwd,
     linear_fwd,
-    op,
     qlinear,
     random,
     rms_norm,
-    schema,
 )
 from funcops.adapters.from_function import TorchConfig
-from funcops.checking import active
+from funcops.contract import op, schema
+from funcops.contract.checking import active
+from funcops.contract.marks import SAMPLE, Sampled
+from funcops.contract.op import dgrad_of, forward, make_op
+from funcops.contract.schema import DGRAD, residuals, saved
 from funcops.errors import FLOATS, check
 from funcops.low_precision import Fp8Block, quantize_params
-from funcops.marks import SAMPLE, Sampled
-from funcops.op import dgrad_of, forward, make_op
 from funcops.program.rules import changes
 from funcops.residuals import donate
-from funcops.schema import DGRAD, residuals, saved
 from funcops.testing.checks import float_like, same_bits
 from funcops.testing.guarded import MOVES
 from funcops.trees import paths, tensors, tree_map_tensors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from committed import COMMITTED, committed
 
-from funcops.bench import memory, residuals
+from benchmarks import memory, residuals
 
 RECORDED = torch.__version__.startswith("2.13.")
 
@@ -82,7 +82,7 @@ def test_recipes_learn_as_well_as_bfloat16():
 def test_the_figures_of_the_first_page_are_committed_ones():
     """Each is the rounded value of a row of the bench that its line names."""
     text = (COMMITTED.parents[1] / "README.md").read_text()
-    lines = re.findall(r"^\| (.+) \| (.+) \| (.+) \| `python -m funcops\.bench (\w+)( --device cuda)?` \|$", text, re.M)
+    lines = re.findall(r"^\| (.+) \| (.+) \| (.+) \| `python -m benchmarks (\w+)( --device cuda)?` \|$", text, re.M)
     assert len(lines) >= 7
     for what, ours, theirs, bench, on_cuda in lines:
         rows = committed(f"{bench}-cuda" if on_cuda else bench if bench == "graph" else f"cpu-{bench}")

@@ -7,9 +7,9 @@ import torch
 from test_laws import CASES as LAW_CASES
 
 from funcops import ActivationConfig, ChainConfig, IdentityConfig, Step, activation, chain, identity, random, rewrite, walk
+from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, same_width
+from funcops.contract.schema import DGRAD, Residuals, saved
 from funcops.formats import QTensor
-from funcops.op import OpConfig, config, dgrad_of, forward, make_op, same_width
-from funcops.schema import DGRAD, Residuals, saved
 from funcops.trees import tensors
 
 CASES = list({id(case): (case, dtype) for case, dtype in LAW_CASES}.values())
@@ -82,7 +82,9 @@ def test_a_config_without_the_base_works_and_warns():
         by: float = field(kw_only=False)
         widths = same_width
 
-    with pytest.warns(DeprecationWarning, match=r"^TimesConfig: must be a subclass of funcops.op.OpConfig from version 0.4 on"):
+    with pytest.warns(
+        DeprecationWarning, match=r"^TimesConfig: must be a subclass of funcops.contract.op.OpConfig from version 0.4 on"
+    ):
         times = made_of(TimesConfig)
     cfg = ChainConfig(steps=(Step("a", times, TimesConfig(2.0)), Step("b", identity, IdentityConfig())))
     y, residuals = chain.fwd(chain.init(cfg), torch.ones(3), cfg)

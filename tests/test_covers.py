@@ -7,7 +7,7 @@ import torch
 from test_fusion import made
 
 from funcops import plan
-from funcops.bench.models import block_config
+from funcops.models.blocks import block_config
 from funcops.program import rules
 from funcops.program.rules import FORWARD, Rule, Saving
 

@@ -25,8 +25,8 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.bench.models import mlp_config
 from funcops.memory.fit import ON_CPU, _follow, fit
+from funcops.models.blocks import mlp_config
 from funcops.trees import fake, tree_map_tensors
 
 

@@ -45,7 +45,7 @@ from funcops import (
     with_policy,
 )
 from funcops.backend import backend
-from funcops.bench.models import gpt2_block_config, mlp_config
+from funcops.models.blocks import gpt2_block_config, mlp_config
 from funcops.program import rules
 from funcops.program.rules import FORWARD, Rule
 from funcops.testing import LAWS, Case

@@ -11,14 +11,14 @@ import torch
 from test_laws import CASES
 from test_train_lm import TINY, losses, run
 
+from benchmarks import kernels
+from benchmarks.samples import Maker, samples
 from funcops import WithExtras, chain, random, with_policy
 from funcops.backend import backend, gemm
-from funcops.bench import kernels
-from funcops.bench.models import gpt2_block_config
-from funcops.bench.samples import Maker, samples
 from funcops.formats import FORMATS, Format, quantize_tensor, turned
 from funcops.kernels import cross_entropy, norm, pointwise, quantize
 from funcops.kernels.scaled_mm import scaled_mm
+from funcops.models.blocks import gpt2_block_config
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.testing import LAWS
 from funcops.testing.checks import same_bits
@@ -209,7 +209,7 @@ def test_linear_cross_entropy_keeps_to_a_tenth_of_the_logits():
 
 
 def test_the_example_trains_as_on_the_cpu(tmp_path):
-    flags = [*TINY, "--text", "funcops/schema.py", "--steps", 10]
+    flags = [*TINY, "--text", "funcops/contract/schema.py", "--steps", 10]
     run(*flags, "--out", tmp_path / "a")
     run(*flags, "--out", tmp_path / "b", "--device", "cuda")
     for a, b in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):

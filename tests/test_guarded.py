@@ -33,16 +33,16 @@ from funcops import (
     random,
     remat,
     rms_norm,
-    schema,
     stow,
     trees,
     with_policy,
 )
 from funcops.adapters.from_function import TorchConfig
+from funcops.contract import schema
+from funcops.contract.marks import Moved
+from funcops.contract.op import dgrad_of, forward, make_op
+from funcops.contract.schema import DGRAD, Saved, residuals, saved
 from funcops.errors import FLOATS, check
-from funcops.marks import Moved
-from funcops.op import dgrad_of, forward, make_op
-from funcops.schema import DGRAD, Saved, residuals, saved
 from funcops.testing import Case, check_op
 from funcops.testing.guarded import COPIES, MOVES, law_guarded
 from funcops.trees import put, replace, same_structure, structure, tensors, tree_map, tree_map_tensors, unflatten, with_leaves
@@ -336,7 +336,7 @@ def test_a_missing_field_is_explained_by_its_declaration():
     """`of` is said where it is not what the phases make of it."""
     from types import SimpleNamespace
 
-    from funcops.schema import DGRAD, WGRAD
+    from funcops.contract.schema import DGRAD, WGRAD
     from funcops.testing.frugal import _declared
 
     for needed, usual in ((DGRAD, ("x",)), (WGRAD, ("params",)), (DGRAD | WGRAD, ("x", "params"))):

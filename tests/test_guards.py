@@ -46,9 +46,9 @@ from funcops import (
     trees,
 )
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
+from funcops.contract.op import make_op
 from funcops.low_precision import Format, Fp8Current, quantize_tensor
 from funcops.models import plain_experts
-from funcops.op import make_op
 from funcops.ops.low_rank import LowRankConfig, low_rank_dropout_fwd, low_rank_init
 from funcops.schedule import Collective, Costs, Schedule, one_f_one_b
 from funcops.schedule.stage import Stage

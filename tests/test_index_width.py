@@ -16,8 +16,8 @@ from index_ranges import wrong_addresses
 from funcops.backend import backend
 from funcops.backend.aot import TARGETS, name_of, stubbed
 from funcops.backend.launch import compiled_launches
-from funcops.bench.aot import never_built
-from funcops.bench.samples import Maker, samples
+from benchmarks.aot import never_built
+from benchmarks.samples import Maker, samples
 
 class Huge(Maker):
     def sizes(self, *sizes):

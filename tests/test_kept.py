@@ -30,7 +30,7 @@ from funcops import (
     skip,
     with_policy,
 )
-from funcops.bench.models import block_config, mlp_config
+from funcops.models.blocks import block_config, mlp_config
 from funcops.residuals.forms import Packed
 from funcops.testing.checks import float_like
 from funcops.testing.frugal import held, masks

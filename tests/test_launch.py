@@ -20,7 +20,7 @@ PROGRAM = """
 import json, torch
 from funcops.backend.launch import launcher
 from funcops.backend.aot import stubbed
-from funcops.bench.launch import cases
+from benchmarks.launch import cases
 from funcops.kernels.triton import random
 from triton import knobs
 

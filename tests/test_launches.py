@@ -16,7 +16,7 @@ from launches import launches
 
 from funcops import Needs, RopeConfig, SkipConfig, WithExtras, chain, donate, rope_table, skip
 from funcops import nn as fnn
-from funcops.bench.models import Sizes, block_config, decoder_config, gpt2_block_config, mlp_config
+from funcops.models.blocks import Sizes, block_config, decoder_config, gpt2_block_config, mlp_config
 
 BATCH, LENGTH = 4, 2048
 LLAMA = Sizes(dim=4096, layers=1, heads=32, kv_heads=8, hidden=11008, vocab=32000, context=LENGTH, batch=BATCH)

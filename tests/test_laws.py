@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import funcops
-from funcops.op import Op
+from funcops.contract.op import Op
 from funcops.testing import LAWS
 from funcops.testing.checks import float_like
 

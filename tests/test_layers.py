@@ -6,37 +6,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = (
-    "names",
     "errors",
-    "memo",
-    "trees",
-    "marks",
-    "needs",
-    "signatures",
-    "schema",
     "backend",
+    "trees",
     "random",
     "kernels",
-    "accumulators",
-    "configs",
-    "checking",
-    "op",
+    "contract",
     "formats",
-    "scaled",
-    "recipes",
     "residuals",
     "ops",
     "program",
     "compose",
     "memory",
-    "quantization",
     "low_precision",
     "fused",
-    "vjp",
     "optim",
     "precision",
     "checkpoint",
     "lora",
+    "distributed",
     "dist",
     "models",
     "schedule",
@@ -44,9 +32,8 @@ LAYERS = (
     "nn",
     "graphs",
     "testing",
-    "bench",
 )
-ANYWHERE = ("testing", "bench")
+ANYWHERE = ("testing",)
 
 
 def imports(path):

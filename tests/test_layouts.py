@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import funcops.kernels
+from benchmarks.samples import Maker, Sample, samples
 from funcops.backend import backend
-from funcops.bench.samples import Maker, Sample, samples
 from funcops.kernels import attention, bmm, embedding, grouped_quantize, latent_split, linear, rope, routing
 from funcops.kernels.grouped import group_of
 from funcops.testing.laws import poisoned_empties

@@ -6,6 +6,7 @@ from committed import committed
 from lora_model import MODULES, SIZES, TARGETS, base_config, batch, drawn, layered, ours, peft_name, same_bits, theirs
 from torch.testing import assert_close
 
+from benchmarks import residuals
 from funcops import (
     ChainConfig,
     EmbeddingConfig,
@@ -30,8 +31,6 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.bench import residuals
-from funcops.bench.models import gpt2_block_config
 from funcops.errors import StaleResidualError
 from funcops.graphs import check_capturable
 from funcops.lora import (
@@ -49,6 +48,7 @@ from funcops.lora import (
     with_lora,
 )
 from funcops.low_precision import Fp8Block, Fp8Delayed, quantize_params, split_amaxes, with_recipe
+from funcops.models.blocks import gpt2_block_config
 from funcops.ops.low_rank import low_rank_dropout_fwd, low_rank_fwd
 from funcops.testing import LAWS, Case, Error
 from funcops.trees import paths, tree_map_tensors
@@ -267,7 +267,7 @@ def test_frozen_weights_keep_no_input_of_their_own():
 
 
 def test_a_block_keeps_at_most_six_tenths_of_what_peft_has_autograd_keep():
-    """The rows of `python -m funcops.bench residuals`, counted again."""
+    """The rows of `python -m benchmarks residuals`, counted again."""
     rows, case = {row.provider: row.value for row in residuals._lora()}, "frozen llama block, LoRA"
     assert rows["funcops"] == pytest.approx(committed("cpu-residuals")[case, "funcops", "kept"], rel=1e-3)
     assert rows["funcops"] <= 0.6 * rows["autograd, peft"]

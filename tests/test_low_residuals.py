@@ -38,12 +38,12 @@ from funcops import (
     stow,
     with_policy,
 )
-from funcops.bench.models import mlp_config
 from funcops.errors import StaleResidualError
 from funcops.kernels import coded_glu
 from funcops.kernels import glu as glus
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QTensor, quantize_params, with_recipe
 from funcops.memory.policy import kept_paths
+from funcops.models.blocks import mlp_config
 from funcops.residuals.codec import BLOCKS, CODECS
 from funcops.residuals.forms import Packed
 from funcops.testing import LAWS

@@ -39,7 +39,7 @@ from funcops import (
     with_policy,
 )
 from funcops import nn as fnn
-from funcops.names import exact, literal
+from funcops.backend.source import exact, literal
 from funcops.residuals import Policy, Recompute
 
 D = 4

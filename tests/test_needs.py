@@ -8,7 +8,7 @@ import torch
 from test_laws import CASES
 
 from funcops import LinearConfig, LinearParams, Needs, linear_fwd
-from funcops.needs import sub_mask
+from funcops.contract.needs import sub_mask
 from funcops.trees import leaves, paths
 
 

@@ -43,8 +43,8 @@ from funcops import (
     with_policy,
 )
 from funcops.checkpoint import load, save
+from funcops.contract.op import wrap
 from funcops.errors import DonatedError
-from funcops.op import wrap
 from funcops.ops import linear_wgrads
 from funcops.testing.tolerances import assert_close
 from funcops.trees import cast, leaves, nbytes, paths, tensors, tree_map_tensors

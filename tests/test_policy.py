@@ -8,6 +8,7 @@ import torch
 from test_laws import CASES
 from tiers import drawn
 
+from benchmarks.memory import Live
 from funcops import (
     POLICIES,
     ChainConfig,
@@ -36,9 +37,8 @@ from funcops import (
     rms_norm,
     with_policy,
 )
-from funcops.bench.memory import Live
-from funcops.bench.models import block_config, gpt2_block_config, mlp_config
 from funcops.errors import DonatedError, StaleResidualError
+from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
 from funcops.ops.linear import LinearConfig
 from funcops.ops.linear_cross_entropy import LinearCrossEntropyConfig, linear_cross_entropy
 from funcops.residuals.forms import Packed

@@ -35,7 +35,7 @@ from funcops import (
     skip,
 )
 from funcops.backend import backend
-from funcops.op import make_op
+from funcops.contract.op import make_op
 from funcops.program.lower import Call, lower
 from funcops.testing.checks import float_like
 from funcops.trees import leaves, tensors

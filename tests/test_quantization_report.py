@@ -31,7 +31,6 @@ from funcops import (
     trees,
     with_policy,
 )
-from funcops.bench.models import mlp_config
 from funcops.compose.walk import steps
 from funcops.formats import (
     E2M1_NV,
@@ -43,6 +42,7 @@ from funcops.formats import (
 )
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, QuantizationReport, quantize_params, with_recipe
 from funcops.models import MoEConfig, moe, plain_experts
+from funcops.models.blocks import mlp_config
 from funcops.ops.grouped_qlinear import grouped_op_of
 from funcops.ops.qlinear import QLinearConfig, op_of
 

@@ -9,6 +9,7 @@ import torch
 from launches import launches
 from triton.runtime import interpreter
 
+from benchmarks.overhead import low_precision_cases
 from funcops import (
     ActivationConfig,
     ChainConfig,
@@ -33,7 +34,6 @@ from funcops import (
     rms_norm,
 )
 from funcops.backend import gemm
-from funcops.bench.overhead import low_precision_cases
 from funcops.kernels import activation as activations
 from funcops.kernels import glu as glus
 from funcops.kernels import norm, quantize_after

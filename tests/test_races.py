@@ -19,7 +19,7 @@ from races import memory_of, races, ttgir
 from funcops.backend import backend
 from funcops.backend.aot import TARGETS, config_of, name_of, stubbed
 from funcops.backend.launch import planned_launches
-from funcops.bench.samples import Maker, samples
+from benchmarks.samples import Maker, samples
 
 class Odd(Maker):
     def sizes(self, *sizes):

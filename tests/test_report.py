@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from funcops import LinearConfig, RepeatConfig, chain, diff, linear, random, repeat, report, with_policy
-from funcops.bench.models import mlp_config
+from funcops.models.blocks import mlp_config
 from funcops.residuals.equal_layers import merged
 from funcops.residuals.report import Row
 

@@ -34,8 +34,8 @@ from funcops import (
     stow,
     with_policy,
 )
-from funcops.bench.models import block_config, gpt2_block_config, mlp_config
 from funcops.memory.policy import kept_paths
+from funcops.models.blocks import block_config, gpt2_block_config, mlp_config
 from funcops.residuals.forms import Packed, one_form_each, pack, unpack
 from funcops.residuals.offload import copies
 from funcops.testing.checks import same_bits

@@ -29,11 +29,11 @@ from funcops import (
     random,
     report,
 )
+from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
+from funcops.contract.schema import pending as pending_decorator
+from funcops.contract.schema import residuals as residuals_decorator
 from funcops.errors import apart
 from funcops.ops.linear import LinearPending, LinearResiduals
-from funcops.schema import DGRAD, WGRAD, Pending, Residuals, derive_pending, saved
-from funcops.schema import pending as pending_decorator
-from funcops.schema import residuals as residuals_decorator
 from funcops.trees import nbytes, paths, replace, static, tree_map_tensors
 
 CFG = LinearConfig(4, 3)

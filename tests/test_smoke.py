@@ -25,9 +25,9 @@ from lines import Lines  # noqa: E402
 from pretend_cuda import pretended  # noqa: E402
 from tiny_samples import tiny  # noqa: E402
 
-from funcops.bench import graph, kernels, recipes, step  # noqa: E402
-from funcops.bench.__main__ import main as bench  # noqa: E402
-from funcops.bench.models import Sizes  # noqa: E402
+from benchmarks import graph, kernels, recipes, step  # noqa: E402
+from benchmarks.__main__ import main as bench  # noqa: E402
+from funcops.models.blocks import Sizes  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 SMALL = Sizes(dim=16, layers=1, heads=2, kv_heads=1, hidden=24, vocab=16, context=4, batch=1)

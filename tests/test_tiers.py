@@ -13,7 +13,7 @@ import pytest
 from conftest import COLLECTED
 
 import funcops
-from funcops.op import Op
+from funcops.contract.op import Op
 from funcops.testing import LAWS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,7 +120,7 @@ def test_every_example_is_run(first):
 
 
 def test_no_folder_of_tests_is_left_out(request):
-    """Pytest's own list of folders to leave out has names that a room of the library may have, as `dist`: what it leaves out is
+    """Pytest's own list of folders to leave out has names that a folder of ours may have, such as `dist`: what it leaves out is
     not run, and nothing says so."""
     patterns = request.config.getini("norecursedirs")
     folders = {
@@ -129,6 +129,6 @@ def test_no_folder_of_tests_is_left_out(request):
         for part in file.relative_to(ROOT).parent.parts
         if part != "__pycache__"
     }
-    assert {"dist", "adapters", "graphs"} <= folders
+    assert {"distributed", "adapters", "graphs"} <= folders
     assert {f: p for f in sorted(folders) for p in patterns if fnmatch.fnmatch(f, p)} == {}
     assert [name for name in (".git", ".venv", ".interpreters") if not any(fnmatch.fnmatch(name, p) for p in patterns)] == []

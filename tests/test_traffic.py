@@ -12,14 +12,14 @@ import torch
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
-from funcops.bench import traffic  # noqa: E402
-from funcops.bench.measure import BenchError  # noqa: E402
-from funcops.bench.traffic import Traffic, read, recount  # noqa: E402
-from funcops.bench.traffic.assembly import BITS, Instruction, per_byte, resident, widths  # noqa: E402
-from funcops.bench.traffic.calls import fingerprint_of, intercepted  # noqa: E402
-from funcops.bench.traffic.count import count, total  # noqa: E402
-from funcops.bench.traffic.limits import REASONS, missed  # noqa: E402
-from funcops.bench.traffic.ours import cases, plan  # noqa: E402
+from benchmarks import traffic  # noqa: E402
+from benchmarks.measure import BenchError  # noqa: E402
+from benchmarks.traffic import Traffic, read, recount  # noqa: E402
+from benchmarks.traffic.assembly import BITS, Instruction, per_byte, resident, widths  # noqa: E402
+from benchmarks.traffic.calls import fingerprint_of, intercepted  # noqa: E402
+from benchmarks.traffic.count import count, total  # noqa: E402
+from benchmarks.traffic.limits import REASONS, missed  # noqa: E402
+from benchmarks.traffic.ours import cases, plan  # noqa: E402
 
 TABLE = Path(__file__).parents[1] / "docs" / "benchmarks" / "traffic.csv"
 CHEAP = 60_000  # bytes that a program asks for

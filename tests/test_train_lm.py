@@ -21,7 +21,7 @@ TINY = "--dim 32 --layers 2 --heads 2 --hidden 48 --context 32 --batch 2 --warmu
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_bytes((ROOT / "funcops" / "schema.py").read_bytes() * 3)
+    path.write_bytes((ROOT / "funcops" / "contract" / "schema.py").read_bytes() * 3)
     return path
 
 

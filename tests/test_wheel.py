@@ -114,5 +114,5 @@ def test_it_imports_where_there_is_torch_and_no_more(built, tmp_path):
     said = release.run(sys.executable, "-I", "-S", *warnings, "-c", PROGRAM, tmp_path / "target", only, cwd=tmp_path)
     version, file, *without = said.splitlines()
     assert file == str(tmp_path / "target/funcops/__init__.py") and wheel.name.startswith(f"funcops-{version}-")
-    rooms = ("funcops.kernels.triton.", "funcops.backend.", "funcops.bench.")
+    rooms = ("funcops.kernels.triton.", "funcops.backend.", "benchmarks.")
     assert len(without) > 10 and all(name.startswith(rooms) for name in without)

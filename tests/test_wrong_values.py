@@ -25,6 +25,7 @@ from funcops import (
     random,
     schedule,
 )  # fmt: skip
+from funcops.contract.schema import Saved
 from funcops.errors import (
     BorrowedError,
     CaptureError,
@@ -36,7 +37,6 @@ from funcops.errors import (
     describe,
 )
 from funcops.residuals.nested import Nested
-from funcops.schema import Saved
 from funcops.testing import LAWS, check_op
 from funcops.trees import paths, put, tensors, tree_map_tensors
 

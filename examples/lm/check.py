@@ -9,16 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.bench.plain_moe import Mixture, Router
-from funcops.bench.step import plain_name
 from funcops.trees import paths
 from lm.step import Settings, loss_and_grads
 
 
 def largest_relative_error(params: Any, x: Tensor, labels: Tensor, s: Settings, args: Any) -> tuple[float, str]:
     """The largest error of the loss and of any gradient, relative to that tensor's largest value, and where it is."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "helpers"))
-    from plain_llama import PlainLlama
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout, whose `benchmarks` no wheel holds
+    from benchmarks.plain import PlainLlama, plain_name
+    from benchmarks.plain_moe import Mixture, Router
 
     cfg = args.decoder
     plain = PlainLlama(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from funcops import chain, fit, quantization_report, report, with_policy
+from funcops.contract.op import Op
 from funcops.errors import size_of
 from funcops.low_precision import QuantizationReport, quantize_params
-from funcops.op import Op
 from funcops.residuals.report import Report
 from funcops.trees import cast
 from lm.model import left_out, model, model_x

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain, chain_fwd, dist, models
 from funcops.adapters.pipelining import Pipeline
+from funcops.contract.needs import Needs
 from funcops.dist import Mesh, parallel
 from funcops.low_precision import quantize_params
 from funcops.models import DecoderConfig
-from funcops.needs import Needs
 from funcops.schedule import gpipe, one_f_one_b, zb_h1, zb_h2
 from funcops.trees import leaves, tree_map_tensors
 from lm.model import model, model_x

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from funcops import ChainConfig, WithExtras, chain_fwd, donate
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
 from funcops.low_precision import Recipe, quantize_params, recipe_update, split_amaxes
 from funcops.models import DecoderConfig
-from funcops.needs import Needs
-from funcops.op import Op
 from funcops.optim import AdamWConfig, AdamWState, adamw_update
 from funcops.precision import select_step
 from funcops.trees import at, cast, paths, put, tensors

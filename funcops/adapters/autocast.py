@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from funcops.marks import version
+from funcops.contract.marks import version
 from funcops.trees import tensors
 
 LOWER, FLOAT32 = "lower", "float32"  # as autocast's lists have them: products, and what loses too much in 16 bits

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from funcops.names import exact
+from funcops.backend.source import exact
 from funcops.residuals.nested import Nested
 from funcops.trees import FIELDS
 

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from funcops.contract.op import Op
+from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, describe, fail, in_step, require, require_type
-from funcops.op import Op
 from funcops.program.into import check_into_tree
-from funcops.schema import Donated
 from funcops.trees import fake, leaves, tree_map, tree_map_tensors
 
 HOW = ("each", "concatenate", "batch", "group")
@@ -27,7 +27,7 @@ def batch_wgrads(op: Op, pendings: Sequence[Any], cfg: Any, *, into: Any = None,
     Products of linear layers, wherever in a chain they are, run together. `how`: "concatenate" those for one weight along tokens,
     "batch" those of one shape (`torch.bmm`), "group" those that differ in tokens alone (`grouped_mm`), "each" alone; by default
     whichever a measured table says is fastest for the device, dtype and sizes (`docs/benchmarks/cpu-wgrads.csv`, made by
-    `python -m funcops.bench wgrads`). Their sums are those of the one-by-one results, in another order of addition.
+    `python -m benchmarks wgrads`). Their sums are those of the one-by-one results, in another order of addition.
 
     Raises what `op.wgrad` raises, before anything is added to `into`, and `ValueError` for an unknown `how` or no pending at all.
 

@@ -32,11 +32,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from funcops.compose.step import Step, abstract_parts, init_parts, live_inputs, note, split_x
-from funcops.configs import Composite, Replace, Width
-from funcops.errors import describe, fail, require, require_type
-from funcops.names import join_path
-from funcops.needs import Needs
-from funcops.op import Op, config, dgrad_of, forward, init_of, make_op
+from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, config, dgrad_of, forward, init_of, make_op
+from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.program import programs
 from funcops.program.lower import Call, Extras, Lowered, Parts, Place, Value
 from funcops.residuals.nested import nested

@@ -10,10 +10,10 @@ from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.plain_experts import plain_experts
 from funcops.compose.step import WithExtras
 from funcops.compose.walk import remade
-from funcops.configs import Composite, Replace
+from funcops.contract.configs import Composite, Replace
+from funcops.contract.needs import Needs, check_needs
+from funcops.contract.op import Op, config, init_of, make_op
 from funcops.errors import describe, fail, require_type
-from funcops.needs import Needs, check_needs
-from funcops.op import Op, config, init_of, make_op
 from funcops.ops._tuples import parts_of
 from funcops.ops.experts import ExpertsConfig, ExpertsParams, experts
 

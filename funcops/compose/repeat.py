@@ -33,17 +33,16 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.step import bundle, check_body, live_inputs, note, split_x
-from funcops.configs import Composite, Replace, Width
-from funcops.errors import describe, fail, in_step, require
-from funcops.names import join_path
-from funcops.needs import Needs, check_needs, sub_mask
-from funcops.op import Op, config, dgrad_of, init_of, make_op
+from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.needs import Needs, check_needs, sub_mask
+from funcops.contract.op import Op, config, dgrad_of, init_of, make_op
+from funcops.contract.schema import open_node
+from funcops.errors import describe, fail, in_step, join_path, require
 from funcops.program.into import check_into_tree
 from funcops.program.run import taken_apart
 from funcops.program.values import abstract_params, add, has_params
 from funcops.residuals.nested import nested, part
 from funcops.residuals.offload import copies
-from funcops.schema import open_node
 from funcops.trees import WithExtras, leaves, tree_map
 
 __all__ = [

@@ -20,10 +20,10 @@ from dataclasses import field
 from typing import Any, ClassVar
 
 from funcops.compose.step import check_body, note, split_x
-from funcops.configs import Composite, Replace, Width
+from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.needs import Needs, check_needs, sub_mask
+from funcops.contract.op import Op, config, init_of, make_op
 from funcops.errors import describe, fail
-from funcops.needs import Needs, check_needs, sub_mask
-from funcops.op import Op, config, init_of, make_op
 from funcops.ops.add import AddConfig
 from funcops.ops.add import add as add_op
 from funcops.ops.fork import ForkConfig, fork

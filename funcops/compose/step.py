@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from funcops import random
+from funcops.contract.needs import Mask, Needs, sub_mask
+from funcops.contract.op import Op, config
 from funcops.errors import check, describe, fail, in_step, require, require_type
-from funcops.needs import Mask, Needs, sub_mask
-from funcops.op import Op, config
 from funcops.program.values import abstract_params, add, has_params
 from funcops.trees import WithExtras
 

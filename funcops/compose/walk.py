@@ -9,10 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from funcops.compose.repeat import RepeatConfig
-from funcops.configs import Composite, require_config
-from funcops.errors import fail, require_callable, require_flag, require_type
-from funcops.names import join_path
-from funcops.op import Op
+from funcops.contract.configs import Composite, require_config
+from funcops.contract.op import Op
+from funcops.errors import fail, join_path, require_callable, require_flag, require_type
 
 
 class Part(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.contract.op import Op
 from funcops.errors import FLOATS
 from funcops.kernels.triton.gemm_table import choose
-from funcops.op import Op
 from funcops.program.lower import Call
 
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from funcops.compose.plain_experts import plain_experts
+from funcops.contract.memo import remember
+from funcops.contract.needs import Needs
+from funcops.contract.schema import Inputs
 from funcops.fused._steps import alike
-from funcops.memo import remember
-from funcops.needs import Needs
 from funcops.ops.experts import (
     ExpertsConfig,
     ExpertsParams,
@@ -31,7 +32,6 @@ from funcops.ops.permute import permute, sorted_kept
 from funcops.ops.unpermute import unpermute_kept
 from funcops.program.rules import BACKWARD, FORWARD, Rule, Saving, Window, register_fusion
 from funcops.program.values import add
-from funcops.schema import Inputs
 
 STEPS = 5
 _configs: dict[Any, ExpertsConfig] = {}  # by those of the steps

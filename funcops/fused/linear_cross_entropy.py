@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from funcops.contract.op import Op
 from funcops.memory.joined_steps import Joint, register_joint
-from funcops.op import Op
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.linear_cross_entropy import (

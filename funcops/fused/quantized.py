@@ -11,13 +11,14 @@ from typing import Any
 
 from torch import Tensor
 
+from funcops.contract.op import Op
 from funcops.errors import FLOATS
 from funcops.formats import QTensor, by_tiles
+from funcops.formats.scaled import Scaled
 from funcops.fused._steps import alike, alone
 from funcops.kernels import quantize_after as kernels
 from funcops.kernels.activation import ACTIVATIONS
 from funcops.kernels.glu import GATES
-from funcops.op import Op
 from funcops.ops.activation import activation, activation_kept
 from funcops.ops.glu import glu, glu_kept
 from funcops.ops.layer_norm import layer_norm, layer_norm_kept
@@ -25,7 +26,6 @@ from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import check_params, operands, qlinear, qlinear_of
 from funcops.ops.rms_norm import rms_norm, rms_norm_kept
 from funcops.program.rules import FORWARD, SIBLINGS_FORWARD, Rule, Saving, Window, register_fusion
-from funcops.scaled import Scaled
 
 NORMS = (rms_norm, layer_norm)
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from funcops import random
 from funcops.backend import wide
 from funcops.compose.walk import steps, ties
-from funcops.configs import Composite
+from funcops.contract.configs import Composite
+from funcops.contract.needs import Mask, Needs
 from funcops.errors import FLOATS, check, describe, differing, fail, require_dtype, require_type
+from funcops.formats.scaled import unscaled
 from funcops.lora.rewrite import BASE, BOTH, LORA, SUM, Place, places
-from funcops.needs import Mask, Needs
 from funcops.ops.linear import LinearParams
 from funcops.ops.low_rank import LowRankParams
 from funcops.random import check_key
-from funcops.scaled import unscaled
 from funcops.trees import at, has, paths, put, replace, stands_for_one, tensors, tree_map
 
 T = TypeVar("T")

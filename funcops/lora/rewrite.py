@@ -10,10 +10,9 @@ from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step
 from funcops.compose.walk import Part, check_globs, matches
-from funcops.configs import Composite, require_config
-from funcops.errors import describe, fail, in_step, require, require_count, require_number, require_type
-from funcops.names import join_path
-from funcops.op import Op
+from funcops.contract.configs import Composite, require_config
+from funcops.contract.op import Op
+from funcops.errors import describe, fail, in_step, join_path, require, require_count, require_number, require_type
 from funcops.ops.add import AddConfig, add
 from funcops.ops.linear import LinearConfig, linear
 from funcops.ops.low_rank import ADAPTERS, LowRankConfig

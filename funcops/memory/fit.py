@@ -18,13 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from funcops.compose.chain import ChainConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import check_body
-from funcops.errors import in_html, on_screen, require, require_dtype, size_of
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, wrap
+from funcops.errors import in_html, join_path, on_screen, require, require_dtype, size_of
 from funcops.memory.parts import has_parts, leaves_of
 from funcops.memory.policy import kept_paths, resolved, with_policy
 from funcops.memory.remat import RematResiduals
-from funcops.names import join_path
-from funcops.needs import Needs
-from funcops.op import Op, wrap
 from funcops.program.values import abstract_params
 from funcops.residuals.policy import POLICIES, Policy, Recompute
 from funcops.residuals.report import kept_values, storage_of

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import Step
-from funcops.needs import Needs
-from funcops.op import Op, wrap
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, wrap
+from funcops.contract.schema import Saved
 from funcops.program.run import check_names
-from funcops.schema import Saved
 
 
 class Joint(NamedTuple):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, wrap
+from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
 from funcops.errors import require
-from funcops.needs import Needs
-from funcops.op import Op, wrap
 from funcops.residuals.forms import in_blocks, pack, unpack
 from funcops.residuals.policy import Action, Drop
-from funcops.schema import AGAIN, DGRAD, WGRAD, Donated, Phase, Saved, open_node
 
 Actions = tuple[tuple[str, Action], ...]  # by field
 

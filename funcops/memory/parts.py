@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from funcops.configs import Composite
+from funcops.contract.configs import Composite
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
+from funcops.contract.schema import Field, Saved
+from funcops.errors import join_path
 from funcops.memory.packing import packed
 from funcops.memory.remat import RematResiduals
-from funcops.names import join_path
-from funcops.needs import Needs
-from funcops.op import Op
 from funcops.program.lower import Call, Lowered, Value, lower
 from funcops.residuals.policy import Action, Drop
-from funcops.schema import Field, Saved
 
 
 def has_parts(op: Op, cfg: Any) -> bool:

@@ -11,19 +11,18 @@ from typing import Any, NamedTuple
 from funcops.backend import tracing
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.repeat import RepeatConfig
-from funcops.errors import describe, fail, require, require_type
-from funcops.memo import remember
+from funcops.contract.memo import remember
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, wrap
+from funcops.contract.schema import Field, Saved
+from funcops.errors import describe, fail, join_path, require, require_type
 from funcops.memory.joined_steps import Joint, joined, joint_of
 from funcops.memory.packing import packed
 from funcops.memory.parts import has_parts, keeps_inside, kept_fields, two_forms, what_is_kept
 from funcops.memory.remat import remat
-from funcops.names import join_path
-from funcops.needs import Needs
-from funcops.op import Op, wrap
 from funcops.program.lower import lower
 from funcops.residuals.forms import Packed, one_form_each
 from funcops.residuals.policy import POLICIES, Action, Compress, Drop, Offload, Policy, Recompute, Save, means
-from funcops.schema import Field, Saved
 
 
 def with_policy(op: Op, policy: Policy | str) -> Op:

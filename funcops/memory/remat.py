@@ -10,12 +10,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from funcops.contract.needs import Needs, check_needs
+from funcops.contract.op import ALL, Op, again_of, wrap
+from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Saved, open_node, residuals, saved
 from funcops.errors import require_flag, require_type, stale
-from funcops.needs import Needs, check_needs
-from funcops.op import ALL, Op, again_of, wrap
 from funcops.residuals.donate import donate
 from funcops.residuals.offload import copies
-from funcops.schema import AGAIN, DGRAD, WGRAD, Saved, open_node, residuals, saved
 from funcops.trees import static, tensors, tree_map_tensors
 
 

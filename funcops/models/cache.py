@@ -19,14 +19,14 @@ from torch import Tensor
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig
 from funcops.compose.step import Step
-from funcops.configs import Composite, OpConfig, config
+from funcops.contract.configs import Composite, OpConfig, config
+from funcops.contract.marks import Gone
+from funcops.contract.needs import Needs
+from funcops.contract.op import forward, init_of, make_op
 from funcops.errors import DonatedError, check, describe, fail, require, require_count, require_device, require_dtype, require_type
 from funcops.kernels.attention import masked_fwd
 from funcops.kernels.scored_attention import alibi_slopes
-from funcops.marks import Gone
 from funcops.models.decoder import DecoderConfig, layer_paths
-from funcops.needs import Needs
-from funcops.op import forward, init_of, make_op
 from funcops.ops.attention import AttentionConfig, attention, check_parts, check_qkv
 from funcops.ops.sink_attention import SinkAttentionConfig, sink_attention, sink_attention_init
 from funcops.trees import has, leaf, static, tree

@@ -13,15 +13,15 @@ from funcops import random
 from funcops.backend.declare import watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.walk import steps
+from funcops.contract.needs import Needs
+from funcops.contract.schema import Donated
 from funcops.errors import FLOATS, DonatedError, check, differing, fail, require, require_count, require_type
+from funcops.formats.scaled import unscaled
 from funcops.models.cache import CACHE, Cache, cache_init, check_cache, check_room, slots, with_cache, with_caches
 from funcops.models.decoder import DecoderConfig, decoder, decoder_x, without_loss
 from funcops.models.sampling import SamplingConfig, sample
-from funcops.needs import Needs
 from funcops.ops.attention import AttentionConfig
 from funcops.ops.rope_scaling import LongRopeScaling
-from funcops.scaled import unscaled
-from funcops.schema import Donated
 from funcops.trees import WithExtras, at, paths, stands_for_one, tree_map_tensors
 
 __all__ = ["decode", "generate"]

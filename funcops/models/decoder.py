@@ -20,7 +20,7 @@ from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.repeat import RepeatConfig, repeat
 from funcops.compose.skip import SkipConfig, skip
 from funcops.compose.step import Step
-from funcops.configs import config
+from funcops.contract.configs import config
 from funcops.errors import check, fail, require, require_count, require_dtype, require_number, require_type
 from funcops.models.mixture import MoEConfig, moe
 from funcops.ops.activation import KINDS as ACTIVATIONS

@@ -13,7 +13,7 @@ from __future__ import annotations
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step
-from funcops.configs import config
+from funcops.contract.configs import config
 from funcops.errors import require, require_type
 from funcops.ops.add import AddConfig, add
 from funcops.ops.experts import ExpertsConfig, experts

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend.declare import watched
-from funcops.configs import config
+from funcops.contract.configs import config
 from funcops.errors import FLOATS, check, fail, require, require_number, require_type
 
 __all__ = ["SamplingConfig", "sample"]

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from funcops import random
 from funcops.formats import Format, QTensor, QWeight, by_tiles, quantize_tensor, stacked, turned
+from funcops.formats.recipes import Recipe
+from funcops.formats.scaled import Scaled
 from funcops.kernels import grouped_quantize as kernels
 from funcops.kernels import quantize
 from funcops.kernels.grouped import group_of
 from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
 from funcops.ops.qlinear import scaled_weight
-from funcops.recipes import Recipe
-from funcops.scaled import Scaled
 from funcops.trees import replace
 
 ALIGN = 16  # of rows of 8 bits, for a product over them

@@ -41,13 +41,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels.attention import attend_bwd, attend_fwd
 from funcops.kernels.scored_attention import Score, read_here
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "AttentionConfig",

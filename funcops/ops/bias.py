@@ -19,14 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.accumulators import accumulate
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.errors import check, require
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import pointwise as kernels
-from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 __all__ = [

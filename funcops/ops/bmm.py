@@ -23,13 +23,13 @@ from dataclasses import field
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail, show_shape
 from funcops.kernels import bmm as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._tuples import parts_of
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = ["BMMConfig", "BMMResiduals", "bmm", "bmm_bwd", "bmm_dgrad", "bmm_fwd", "bmm_init", "bmm_wgrad"]
 

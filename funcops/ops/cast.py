@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import FLOATS, check, require, short
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.schema import NO_GRADIENT, Residuals
 
 __all__ = ["CastConfig", "CastResiduals", "cast", "cast_bwd", "cast_dgrad", "cast_fwd", "cast_init", "cast_wgrad"]
 

@@ -32,14 +32,14 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require, require_count
 from funcops.kernels import causal_conv1d as kernels
-from funcops.needs import Needs
-from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import finish
-from funcops.schema import AGAIN, DGRAD, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.kernels import cross_entropy as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "CrossEntropyConfig",

@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import pointwise as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "DropoutConfig",

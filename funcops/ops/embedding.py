@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate, check_into, takes_sums
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import embedding as kernels
-from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -40,18 +40,18 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import check_into
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import check_into
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import experts as kernels
 from funcops.kernels.grouped import grouped_product, grouped_wgrad
 from funcops.kernels.routing import check_row_count, gather_rows, of_rows, sort_by_expert
-from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.glu import GLUConfig
 from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearParams, grouped_linear_init, into_grouped
-from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.trees import tree
 
 __all__ = [

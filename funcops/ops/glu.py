@@ -31,15 +31,15 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import AGAIN, DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import coded_glu
 from funcops.kernels import glu as kernels
 from funcops.kernels.routing import of_choices, of_rows
-from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params
 from funcops.residuals.forms import Packed, block_of, unpack
-from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved, static
 
 __all__ = ["GLUConfig", "GLUResiduals", "glu", "glu_bwd", "glu_dgrad", "glu_fwd", "glu_init", "glu_wgrad"]
 

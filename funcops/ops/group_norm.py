@@ -30,14 +30,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.accumulators import accumulate
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, fail, require, require_count
 from funcops.kernels import group_norm as kernels
-from funcops.needs import Needs
-from funcops.op import again_of, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import check_eps, check_weight, finish_two
-from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -36,15 +36,15 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import grouped as kernels
 from funcops.kernels.routing import check_row_count, gather_rows, of_choices, of_rows
-from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -36,13 +36,16 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, require, require_type
 from funcops.formats import QTensor, check_quantized
+from funcops.formats.recipes import LOW_FORMS, Recipe
+from funcops.formats.scaled import Scaled
 from funcops.kernels.grouped import grouped_wgrad, grouped_wgrad_into
 from funcops.kernels.routing import gather_rows, of_rows
-from funcops.needs import Needs
-from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops import _quantized_groups as coded
 from funcops.ops._quantized_groups import Groups
 from funcops.ops.grouped_linear import (
@@ -54,9 +57,6 @@ from funcops.ops.grouped_linear import (
     grouped_linear_init,
 )
 from funcops.ops.qlinear import check_params, check_rounding, low_gradients, needs_low, rounding_of
-from funcops.recipes import LOW_FORMS, Recipe
-from funcops.scaled import Scaled
-from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 
 __all__ = [
     "GroupedQLinearConfig",
@@ -73,8 +73,8 @@ __all__ = [
 
 @config
 class GroupedQLinearConfig(OpConfig):
-    """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.recipes`. Raises `ValueError` for sizes that its
-    blocks do not divide."""
+    """As `GroupedLinearConfig`, of stacked weights, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that
+    its blocks do not divide."""
 
     experts: int = field(kw_only=False)
     in_features: int = field(kw_only=False)
@@ -291,7 +291,7 @@ def grouped_qlinear_wgrad(
     pending: GroupedQLinearPending, cfg: GroupedQLinearConfig, *, into: GroupedLinearParams | None = None
 ) -> GroupedLinearParams:
     """`dw_e = q(dy)^T q(x)`, and db, 0 for a group without rows; added to `into` where that is given. For a `Scaled` weight, dw is
-    `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`funcops.scaled.bits_of`); `into` takes the larger of these."""
+    `Scaled` too, with the amaxes [E, 3] of x, w and dy, uint32 (`bits_of`); `into` takes the larger of these."""
 
     def dw(out: torch.dtype) -> Tensor | None:
         return None if pending.x is None else _dw(pending, cfg, out)

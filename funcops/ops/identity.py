@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import FLOATS, check
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.schema import NO_GRADIENT, Residuals
 
 __all__ = [
     "IdentityConfig",

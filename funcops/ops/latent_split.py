@@ -26,13 +26,13 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import Inputs, Residuals
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import latent_split as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._tuples import parts_of
-from funcops.schema import Inputs, Residuals
 
 __all__ = [
     "LatentSplitConfig",

@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate, check_into, takes_sums
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import check, check_rows, require
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as kernels
 from funcops.kernels.norm import sum_parts
-from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear_wgrads import Product
-from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [

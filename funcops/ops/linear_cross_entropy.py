@@ -32,18 +32,18 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import check_into, takes_sums
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import check_into, takes_sums
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.errors import check, require
 from funcops.kernels import cross_entropy as kernels
 from funcops.kernels import fused_linear
 from funcops.kernels import linear as linear_kernels
 from funcops.kernels import softcap as cap_kernels
-from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
-from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.accumulators import takes_sums
 from funcops.backend import wide
 from funcops.backend.tables import Tables
+from funcops.contract.accumulators import takes_sums
 from funcops.kernels import fused_linear
 
 
@@ -30,7 +30,7 @@ class Limits(NamedTuple):
     group: int = -1
 
 
-# Measured by `python -m funcops.bench wgrads`; see docs/benchmarks/cpu-wgrads.csv. What is not here was not measured,
+# Measured by `python -m benchmarks wgrads`; see docs/benchmarks/cpu-wgrads.csv. What is not here was not measured,
 # and runs alone.
 MEASURED = {
     ("cpu", torch.bfloat16): Limits(256, 256, 16),

@@ -33,17 +33,17 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import check_into
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import check_into
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, check_rows, describe, fail, require, require_count, require_number
 from funcops.kernels import linear as products
 from funcops.kernels import pointwise
-from funcops.needs import Needs
-from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearConfig, LinearParams, linear_gradients
 from funcops.ops.linear_wgrads import Product
 from funcops.ops.qlinear import QLinearConfig
-from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -22,14 +22,14 @@ import math
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import modulate as kernels
 from funcops.kernels.norm import sum_parts
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.ops._tuples import parts_of
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "ModulateConfig",

@@ -31,13 +31,13 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
 from funcops.errors import FLOATS, check, describe, fail, require
 from funcops.kernels import routing as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops._tuples import parts_of
-from funcops.schema import DGRAD, Inputs, Residuals, saved, static
 
 __all__ = [
     "PermuteConfig",

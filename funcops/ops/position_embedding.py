@@ -23,15 +23,15 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import WGRAD, Inputs, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, check_rows, fail, require
 from funcops.kernels import embedding as kernels
 from funcops.kernels import pointwise
-from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._tuples import parts_of
 from funcops.ops.embedding import EmbeddingParams, check_embedding_into, embedding_gradients
-from funcops.schema import WGRAD, Inputs, Pending, Residuals, saved
 
 __all__ = [
     "PositionEmbeddingConfig",

@@ -25,13 +25,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import qkv_split as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops.rope import RopeConfig, check_rotation, table_of
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "QKVSplitConfig",

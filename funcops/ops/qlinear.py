@@ -9,8 +9,8 @@ x: [*, I], y, dy: [*, O]; w: [O, I]; b: [O] or None, of one float dtype, as for 
 for y and by columns for dx, dy by rows for dx and by columns for dw. Gradients are straight through: those of the products, with q
 taken for the identity.
 
-`cfg.recipe` says which formats (`funcops.recipes`). w is a tensor, which is then quantised in every forward and backward, or a
-`QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has amaxes there.
+`cfg.recipe` says which formats (`funcops.low_precision`). w is a tensor, which every forward and backward quantises, or
+a `QWeight` of `quantize_params`, made once a step. Beside it, for `Fp8Delayed`, are the scales (`Scaled`); dparams has the amaxes.
 Kept: x in low precision (`qlinear`), or x itself (`qlinear_of_input`: recipes with keep="input"); w, an alias.
 
 >>> import torch
@@ -38,9 +38,12 @@ import torch
 from torch import Tensor
 
 from funcops import random
-from funcops.accumulators import accumulate, check_into, takes_sums
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate, check_into, takes_sums
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.errors import StaleResidualError, check, check_rows, describe, fail, require, require_type, short
 from funcops.formats import (
     Format,
@@ -51,15 +54,12 @@ from funcops.formats import (
     quantize_tensor,
     turned,
 )
+from funcops.formats.recipes import LOW_FORMS, Recipe
+from funcops.formats.scaled import Scaled, bits_of, join_amaxes
 from funcops.kernels import linear as products
 from funcops.kernels import quantize as kernels
 from funcops.kernels.scaled_mm import scaled_mm
-from funcops.needs import Needs
-from funcops.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops.linear import LinearConfig, LinearParams, linear, linear_init
-from funcops.recipes import LOW_FORMS, Recipe
-from funcops.scaled import Scaled, bits_of, join_amaxes
-from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
 from funcops.trees import Aside
 
 __all__ = [
@@ -80,7 +80,8 @@ Largest = Callable[[Tensor], Tensor] | None  # the amax of a whole tensor, of th
 
 @config
 class QLinearConfig(OpConfig):
-    """As `LinearConfig`, with a `recipe` of `funcops.recipes`. Raises `ValueError` for sizes that its blocks do not divide."""
+    """As `LinearConfig`, with a `recipe` of `funcops.low_precision`. Raises `ValueError` for sizes that its blocks do not
+    divide."""
 
     in_features: int = field(kw_only=False)
     out_features: int = field(kw_only=False)
@@ -213,7 +214,7 @@ def qlinear_of_input_dgrad(
 @wgrad_of(QLinearPending, LinearParams)
 def qlinear_wgrad(pending: QLinearPending, cfg: QLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
     """`dw = q(dy)^T q(x)`, and db; added to `into` where that is given. For a `Scaled` weight, dw is `Scaled` too, with
-    the amaxes [3] of x, w and dy, uint32 (`funcops.scaled.bits_of`); `into` takes the larger of these."""
+    the amaxes [3] of x, w and dy, uint32 (`funcops.formats.scaled.bits_of`); `into` takes the larger of these."""
     return low_gradients("qlinear_wgrad", pending, pending.x, cfg, into, lambda out: _dw(pending, cfg.recipe, out))
 
 

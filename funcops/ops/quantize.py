@@ -27,12 +27,12 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import NO_GRADIENT, Residuals
 from funcops.errors import check, require_type
 from funcops.formats import Format, QTensor, check_quantized, quantize_tensor
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.schema import NO_GRADIENT, Residuals
 
 __all__ = [
     "QuantizeConfig",

@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import NO_GRADIENT, Residuals, static
 from funcops.errors import FLOATS, check, require
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
-from funcops.schema import NO_GRADIENT, Residuals, static
 
 __all__ = [
     "ReshapeConfig",

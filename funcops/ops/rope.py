@@ -39,13 +39,13 @@ import torch
 from torch import Tensor
 
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import check, check_rows, describe, fail, require, require_type
 from funcops.kernels import rope as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params
 from funcops.ops.rope_scaling import SCALINGS, DynamicScaling, LongRopeScaling, Scaling, YarnScaling
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = ["RopeConfig", "RopeResiduals", "rope", "rope_bwd", "rope_dgrad", "rope_fwd", "rope_init", "rope_table", "rope_wgrad"]
 

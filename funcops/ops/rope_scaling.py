@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.configs import config
+from funcops.contract.configs import config
 from funcops.errors import require
 from funcops.kernels.rope import frequencies as plain_frequencies
 from funcops.kernels.rope import powers

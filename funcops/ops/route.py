@@ -54,13 +54,13 @@ from torch import Tensor
 
 from funcops import random
 from funcops.backend import wide
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import check, check_rows, describe, fail, require
 from funcops.kernels import route as kernels
 from funcops.kernels.routing import over_capacity
-from funcops.needs import Needs
-from funcops.op import bwd_of, config, dgrad_of, forward, init_of, make_op
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 from funcops.trees import leaf, tree
 
 __all__ = [

@@ -25,13 +25,13 @@ from dataclasses import field
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import AGAIN, DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import row_scale as kernels
-from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.ops._tuples import parts_of
-from funcops.schema import AGAIN, DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "RowScaleConfig",

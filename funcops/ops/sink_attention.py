@@ -27,15 +27,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.accumulators import accumulate
 from funcops.backend import wide
+from funcops.contract.accumulators import accumulate
+from funcops.contract.needs import Needs
+from funcops.contract.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.errors import check, fail, require
 from funcops.kernels.attention import attend_fwd
-from funcops.needs import Needs
-from funcops.op import both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
 from funcops.ops._norm import finish
 from funcops.ops.attention import AttentionConfig, check_x, input_gradients, of_config
-from funcops.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved, static
 from funcops.trees import leaf, tree
 
 __all__ = [

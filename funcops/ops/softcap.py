@@ -19,12 +19,12 @@ from dataclasses import field
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 from funcops.errors import FLOATS, check, require
 from funcops.kernels import softcap as kernels
-from funcops.needs import Needs
-from funcops.op import again_of, config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.schema import AGAIN, DGRAD, NO_GRADIENT, Residuals, saved
 
 __all__ = [
     "SoftcapConfig",

@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, NO_GRADIENT, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import softmax as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
-from funcops.schema import DGRAD, NO_GRADIENT, Residuals, saved
 
 __all__ = [
     "SoftmaxConfig",

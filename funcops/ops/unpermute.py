@@ -22,13 +22,13 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.configs import OpConfig
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
 from funcops.errors import FLOATS, check, fail
 from funcops.kernels import routing as kernels
-from funcops.needs import Needs
-from funcops.op import config, dgrad_of, forward, make_op, no_params, same_width
 from funcops.ops.permute import check_rows_and_choices
-from funcops.schema import DGRAD, Inputs, Residuals, saved
 
 __all__ = [
     "UnpermuteConfig",

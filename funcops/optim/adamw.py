@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
+from funcops.contract.op import config
 from funcops.errors import check, require, require_type
 from funcops.kernels import adamw as kernels
-from funcops.op import config
 from funcops.optim._rows import (
     check_rate,
     not_negative,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
+from funcops.contract.op import config
 from funcops.errors import require, require_type
 from funcops.kernels.adamw import grouped, like_params
-from funcops.op import config
 from funcops.optim._rows import (
     check_rate,
     not_negative,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from funcops.op import NoneType, raw_of
+from funcops.contract.op import NoneType, raw_of
 from funcops.ops.fork import fork
 from funcops.program import run
 from funcops.program.lower import Alias, Call, Fold, Lowered, Place, Scope, Value

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.configs import Composite
-from funcops.errors import describe, fail, in_html, on_screen, require_device, require_dtype, require_type
-from funcops.names import join_path
-from funcops.needs import Needs
+from funcops.contract.configs import Composite
+from funcops.contract.needs import Needs
+from funcops.errors import describe, fail, in_html, join_path, on_screen, require_device, require_dtype, require_type
 from funcops.program.lower import Call, Lowered, lower
 from funcops.program.rules import BACKWARD, FORWARD, NearMiss, Piece, Rule, Saving, cover
 

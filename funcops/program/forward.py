@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from funcops.op import NoneType, raw_of
+from funcops.contract.op import NoneType, raw_of
 from funcops.ops.fork import fork
 from funcops.program.lower import Call, Fold, Place, Scope
 from funcops.program.rules import Piece

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from funcops.accumulators import check_accumulator, check_apart, check_width
 from funcops.backend import tracing
-from funcops.configs import Composite, shapes
+from funcops.contract.accumulators import check_accumulator, check_apart, check_width
+from funcops.contract.configs import Composite, shapes
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
+from funcops.contract.schema import Donated, Saved
 from funcops.errors import FLOATS, check, fail, in_step
-from funcops.needs import Needs
-from funcops.op import Op
+from funcops.formats.scaled import unscaled
 from funcops.program.values import abstract_params
 from funcops.residuals.nested import Nested
-from funcops.scaled import unscaled
-from funcops.schema import Donated, Saved
 from funcops.trees import WithExtras, fake, paths, structure, tensors, tree_map_tensors
 
 _dtypes: dict[Any, dict[str, torch.dtype]] = {}  # of gradients by path; by all that they depend on

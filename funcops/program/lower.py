@@ -11,9 +11,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from funcops.names import join_path
-from funcops.needs import Needs
-from funcops.op import Op
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
+from funcops.errors import join_path
 
 Value = Any  # int, or a tuple of Values
 Extras = dict[str, int]

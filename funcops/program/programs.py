@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from funcops.backend import select, wants_triton
+from funcops.contract.memo import reading, remember
+from funcops.contract.needs import Mask, Needs
+from funcops.contract.op import Op, with_raw
+from funcops.contract.schema import open_node
 from funcops.errors import describe, fail
-from funcops.memo import reading, remember
-from funcops.needs import Mask, Needs
-from funcops.op import Op, with_raw
 from funcops.program import rules, run, traced
 from funcops.program.backward import Backward
 from funcops.program.forward import Forward
@@ -23,7 +24,6 @@ from funcops.program.into import check_into_tree
 from funcops.program.lower import lower
 from funcops.program.rules import changes, cover
 from funcops.residuals.nested import needs_of
-from funcops.schema import open_node
 from funcops.trees import WithExtras
 
 _numbers = itertools.count()

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from funcops.checking import when_switched
+from funcops.contract.checking import when_switched
+from funcops.contract.needs import Needs
 from funcops.errors import describe, fail, require_callable, require_flag, require_type
-from funcops.needs import Needs
 from funcops.program.lower import Call, Lowered
 
 FORWARD, BACKWARD = "forward", "backward"

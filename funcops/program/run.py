@@ -8,14 +8,14 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
+from funcops.contract.schema import Donated, Saved, open_node
 from funcops.errors import FLOATS, check, describe, fail, in_step
-from funcops.needs import Needs
-from funcops.op import Op
 from funcops.program.lower import Call
 from funcops.program.rules import Rule
 from funcops.program.values import add
 from funcops.residuals.nested import part as part
-from funcops.schema import Donated, Saved, open_node
 from funcops.trees import WithExtras, at, put
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops import op
-from funcops.marks import versions
+from funcops.contract import op
+from funcops.contract.marks import versions
+from funcops.contract.schema import Saved
 from funcops.program import run
 from funcops.program.lower import Call, Lowered, Place, Scope, Value
 from funcops.program.rules import Cover
 from funcops.program.values import add
 from funcops.random import fold_in
-from funcops.schema import Saved
 from funcops.trees import WithExtras
 
 

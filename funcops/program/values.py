@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from funcops.configs import Composite
-from funcops.op import Op
+from funcops.contract.configs import Composite
+from funcops.contract.op import Op
 from funcops.trees import tensors, tree_map
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from funcops.contract.schema import Donated
 from funcops.errors import describe, fail
-from funcops.schema import Donated
 
 
 def donate(kept: Any) -> Any:

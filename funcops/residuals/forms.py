@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from funcops.backend import tracing
+from funcops.contract.marks import version, versions
 from funcops.errors import short
 from funcops.formats import QTensor
-from funcops.marks import version, versions
 from funcops.residuals.codec import BLOCKS, codec, smaller
 from funcops.residuals.offload import copies
 from funcops.residuals.policy import Action, Compress, Drop, Offload

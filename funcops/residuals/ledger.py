@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from funcops.contract.schema import Donated
 from funcops.errors import LedgerError, size_of
-from funcops.schema import Donated
 from funcops.trees import tensors
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from funcops.contract.needs import Needs
+from funcops.contract.schema import Donated
 from funcops.errors import DonatedError, fail
-from funcops.needs import Needs
 from funcops.residuals.donate import donate
-from funcops.schema import Donated
 from funcops.trees import Aside, WithExtras, register_node
 
 

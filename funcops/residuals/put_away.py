@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from funcops.contract.schema import Saved
 from funcops.errors import require_type
 from funcops.residuals.forms import one_form_each, pack, unpack
 from funcops.residuals.policy import Compress, Offload
-from funcops.schema import Saved
 from funcops.trees import tree_map
 
 T = TypeVar("T")

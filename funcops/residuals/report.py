@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from funcops.contract.marks import Gone
+from funcops.contract.schema import AGAIN, Phase, Saved
 from funcops.errors import describe, fail, require_count, require_flag, require_type, short, size_of
 from funcops.formats import QTensor
-from funcops.marks import Gone
 from funcops.residuals.equal_layers import merged
 from funcops.residuals.forms import Packed
-from funcops.schema import AGAIN, Phase, Saved
 from funcops.trees import paths, tensors
 
 

@@ -70,7 +70,7 @@ class GPU:
 
 
 # Peaks, SMs and memory: NVIDIA's data sheets (A100 80GB SXM, H100 SXM). Bandwidths are what collectives reach: of 300 and 450 GB/s
-# of NVLink each way, and of 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s) of network. Efficiencies: fitted to funcops.bench.published.
+# of NVLink each way, and of 25 (HDR InfiniBand) and 50 GB/s (400 Gb/s) of network. Efficiencies: fitted to benchmarks.published.
 GPUS = {
     "A100": GPU("A100", 312e12, 0.72, 108, 2.039e12, near_bandwidth=230e9, bandwidth=25e9),
     "H100": GPU("H100", 989e12, 0.58, 132, 3.35e12, near_bandwidth=370e9, bandwidth=45e9),

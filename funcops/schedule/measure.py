@@ -12,9 +12,9 @@ from torch import Tensor
 
 from funcops.compose.chain import ChainConfig, chain, needs_of_steps
 from funcops.compose.step import check_body, split_x
+from funcops.contract.needs import Needs, check_needs
+from funcops.contract.op import Op
 from funcops.errors import fail, require_count
-from funcops.needs import Needs, check_needs
-from funcops.op import Op
 from funcops.program.run import check_names, tied
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.simulate import Costs

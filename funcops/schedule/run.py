@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from funcops.compose.chain import ChainConfig
+from funcops.contract.needs import Needs, check_needs
 from funcops.errors import fail, require_callable, require_type
-from funcops.needs import Needs, check_needs
 from funcops.program.run import check_names
 from funcops.residuals.ledger import Ledger
 from funcops.schedule.actions import Action, Schedule

@@ -15,15 +15,15 @@ from torch import Tensor
 
 from funcops.compose.chain import ChainConfig, needs_of_steps
 from funcops.compose.step import split_x
+from funcops.compose.vjp import check_losses, sum_gradient
+from funcops.contract.needs import Needs
 from funcops.errors import fail, require, require_type
 from funcops.formats import zero_gradient
-from funcops.needs import Needs
 from funcops.program.into import check_into_tree
 from funcops.program.run import check_names, taken_apart, tied
 from funcops.residuals.donate import donate
 from funcops.residuals.ledger import Ledger
 from funcops.trees import WithExtras, stands_for_one, tree_map_with_path
-from funcops.vjp import check_losses, sum_gradient
 
 Done = Callable[[int, Any], None]
 

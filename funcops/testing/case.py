@@ -11,8 +11,8 @@ from torch import Tensor
 
 from funcops import random
 from funcops.compose.step import check_body
+from funcops.contract.op import Op
 from funcops.errors import require, require_callable, require_count, require_device, require_dtype, require_type
-from funcops.op import Op
 from funcops.trees import tree_map_tensors
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

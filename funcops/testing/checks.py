@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcops.contract.needs import Needs
 from funcops.formats import dense
-from funcops.needs import Needs
 from funcops.testing.case import Case
 from funcops.trees import leaves, paths, same_structure, tree_map
 

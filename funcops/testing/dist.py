@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.dist.mesh import Axis, Mesh
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
+from funcops.distributed.mesh import Axis, Mesh
 from funcops.errors import describe, fail, require, require_callable, require_count, require_flag, require_number, require_type
-from funcops.needs import Needs
-from funcops.op import Op
 from funcops.residuals.donate import donate
 from funcops.testing.case import Draw
 from funcops.testing.checks import float_like, same_bits

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.checking import aliases_said
 from funcops.compose.chain import ChainConfig
 from funcops.compose.parallel import ParallelConfig
 from funcops.compose.repeat import RepeatConfig
 from funcops.compose.step import Step, live_inputs
+from funcops.contract.checking import aliases_said
+from funcops.contract.needs import Mask, Needs
+from funcops.contract.op import Op
+from funcops.contract.schema import AGAIN, DGRAD, WGRAD, Field, Saved
 from funcops.formats import dense
-from funcops.needs import Mask, Needs
-from funcops.op import Op
 from funcops.program.values import abstract_params
-from funcops.schema import AGAIN, DGRAD, WGRAD, Field, Saved
 from funcops.testing.case import Case
 from funcops.testing.checks import run, same_bits
 from funcops.testing.tolerances import assert_close

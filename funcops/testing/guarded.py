@@ -14,12 +14,12 @@ import torch
 import torch.utils._pytree as torch_pytree
 from torch import Tensor
 
+from funcops.contract.schema import Saved
 from funcops.errors import FLOATS, StaleResidualError
 from funcops.formats import dense
 from funcops.residuals.donate import donate
 from funcops.residuals.policy import Offload
 from funcops.residuals.put_away import fetch, stow
-from funcops.schema import Saved
 from funcops.testing.case import Case
 from funcops.trees import at, flatten, leaves, paths, put, replace, stands_for_one, tensors, tree_map, tree_map_tensors, unflatten
 

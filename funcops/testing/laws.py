@@ -11,10 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from funcops.backend import wide
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
 from funcops.errors import require
 from funcops.formats import dense
-from funcops.needs import Needs
-from funcops.op import Op
 from funcops.residuals.donate import donate
 from funcops.testing.case import FLOATS, Case
 from funcops.testing.checks import float_like as float_like

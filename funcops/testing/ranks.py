@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from funcops.dist.handshake import Collective
-from funcops.dist.mesh import Axis, Mesh
+from funcops.distributed.handshake import Collective
+from funcops.distributed.mesh import Axis, Mesh
 from funcops.errors import describe, fail, require_callable
 
 T = TypeVar("T")

@@ -44,10 +44,10 @@ from funcops import (
     with_policy,
 )
 from funcops.adapters.autograd import recompute
-from funcops.bench.models import block_config, gpt2_block_config
 from funcops.formats import QTensor, QWeight, dense
-from funcops.recipes import Fp8Delayed
-from funcops.scaled import Scaled
+from funcops.formats.recipes import Fp8Delayed
+from funcops.formats.scaled import Scaled
+from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.testing.laws import float_like
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, replace, same_structure, tensors, tree_map, tree_map_tensors

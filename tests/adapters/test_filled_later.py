@@ -17,9 +17,9 @@ from torch import nn
 from funcops import nn as fnn
 from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
 from funcops.adapters.nn import unchanged
-from funcops.marks import counts_writes
-from funcops.needs import Needs
-from funcops.schema import Residuals
+from funcops.contract.marks import counts_writes
+from funcops.contract.needs import Needs
+from funcops.contract.schema import Residuals
 from funcops.trees import leaves, register
 
 D = 4

@@ -20,7 +20,7 @@ from funcops import (
     value_and_grad,
     vjp,
 )
-from funcops.op import OpConfig, config
+from funcops.contract.op import OpConfig, config
 from funcops.testing import LAWS, Case
 from funcops.trees import paths
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from funcops import nn as fnn
-from funcops.accumulators import accumulate
+from funcops.contract.accumulators import accumulate
+from funcops.contract.needs import Needs
+from funcops.contract.op import OpConfig, config, dgrad_of, forward, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check
-from funcops.needs import Needs
-from funcops.op import OpConfig, config, dgrad_of, forward, make_op, wgrad_of
-from funcops.schema import DGRAD, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 

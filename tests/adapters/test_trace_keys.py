@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from funcops import Needs, TorchConfig, differentiable, op_from_torch
-from funcops.op import OpConfig, config
+from funcops.contract.op import OpConfig, config
 from funcops.trees import cast, leaves, tree_map_tensors
 
 

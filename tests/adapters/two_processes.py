@@ -17,9 +17,9 @@ from forked import codes
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.plain import PlainLlama
 from funcops import delayed_wgrad
 from funcops import nn as fnn
-from funcops.bench.plain import PlainLlama
 from funcops.low_precision import Fp8Block
 
 SIZES = dict(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden=48, context=8, vocab=19)

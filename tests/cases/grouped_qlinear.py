@@ -7,11 +7,11 @@ from funcops import ExpertsConfig, GroupedQLinearConfig, grouped_qlinear_fwd
 from funcops.compose.expert_steps import ExpertStepsConfig, expert_steps
 from funcops.compose.plain_experts import plain_experts
 from funcops.formats import QWeight, quantize_sides, stacked
+from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.formats.scaled import Scaled
 from funcops.kernels.routing import sort_by_expert
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.ops.grouped_qlinear import grouped_op_of
-from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
-from funcops.scaled import Scaled
 from funcops.testing import Case, Draw, Error
 
 

@@ -2,11 +2,11 @@ import torch
 from hypothesis import strategies as st
 
 from funcops.formats import QWeight, quantize_sides, quantize_tensor
+from funcops.formats.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
+from funcops.formats.scaled import Scaled
 from funcops.kernels import quantize as kernels
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import QLinearConfig, op_of, qlinear_fwd
-from funcops.recipes import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
-from funcops.scaled import Scaled
 from funcops.testing import Case, Draw, Error
 
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from programs import check_picture
 
-from funcops.bench.plain import PlainLlama
-from funcops.bench.plain_moe import Mixture, Router
-from funcops.bench.step import plain_name
+from benchmarks.plain import PlainLlama, plain_name
+from benchmarks.plain_moe import Mixture, Router
 from funcops.compose.walk import steps
 from funcops.testing.checks import same_bits
 from funcops.trees import paths
@@ -29,7 +28,7 @@ TINY = """--dim 16 --layers 2 --heads 2 --hidden 6 --context 8 --batch 2 --lr 0.
 
 @pytest.fixture(scope="module")
 def corpus():
-    return load_corpus(ROOT / "funcops" / "schema.py", context=8)
+    return load_corpus(ROOT / "funcops" / "contract" / "schema.py", context=8)
 
 
 @pytest.fixture(autouse=True)

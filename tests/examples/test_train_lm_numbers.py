@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.plain import PlainLlama, plain_name
 from funcops import random
-from funcops.bench.plain import PlainLlama
-from funcops.bench.step import plain_name
 from funcops.trees import paths, tensors
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.device import CudaTimer
 from funcops.adapters.graphs import backend as graphs
 from funcops.adapters.graphs.backend import DeviceBackend, Options
 from funcops.backend.tables import hold
-from funcops.bench.device import CudaTimer
 from funcops.errors import CaptureError
 
 

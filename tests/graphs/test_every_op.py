@@ -26,8 +26,8 @@ from funcops import (
 )
 from funcops.adapters.graphs import check_capturable, graphed_op
 from funcops.backend import backend
-from funcops.bench.models import Sizes, decoder_config
 from funcops.formats import dense
+from funcops.models.blocks import Sizes, decoder_config
 from funcops.trees import paths, tree_map, tree_map_tensors
 
 FILES = sorted((Path(__file__).parents[1] / "cases").glob("*.py"))

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from funcops import EmbeddingParams, LinearConfig, LinearCrossEntropyParams, LinearParams, dist, linear, random
-from funcops.dist import Mesh
-from funcops.dist.ops.column_qlinear import column_op_of
-from funcops.dist.ops.row_qlinear import row_op_of
+from funcops.distributed import Mesh
+from funcops.distributed.ops.column_qlinear import column_op_of
+from funcops.distributed.ops.row_qlinear import row_op_of
+from funcops.formats.recipes import Fp8Current
 from funcops.lora import LowRankParams
 from funcops.ops.experts import ExpertsParams
 from funcops.ops.grouped_linear import GroupedLinearParams
-from funcops.recipes import Fp8Current
 from funcops.testing import Case, DistCase, Placed
 from funcops.trees import tree_map
 

@@ -44,9 +44,9 @@ from funcops import (
     trees,
 )  # fmt: skip
 from funcops.adapters.nn.module import Prepared  # whose arguments are those of torch.nn's module
-from funcops.recipes import Fp8Block
+from funcops.contract.schema import Saved
+from funcops.formats.recipes import Fp8Block
 from funcops.residuals.nested import Nested
-from funcops.schema import Saved
 from funcops.testing.checks import float_like
 from funcops.trees import tree_map_tensors
 
@@ -437,7 +437,8 @@ def public() -> list[str]:
     found = [name for name, value in vars(funcops).items() if name[0] != "_" and is_called(value)]
     for room in ROOMS:
         module = importlib.import_module(f"funcops.{room}")
-        home = module.__name__ if not hasattr(module, "__path__") and room not in ("nn", "graphs") else "funcops."
+        own = not hasattr(module, "__path__") or room == "low_precision"  # whose formats and recipes are configs of other rooms
+        home = module.__name__ if own and room not in ("nn", "graphs") else "funcops."
         names = [n for n, value in vars(module).items() if n[0] != "_" and str(getattr(value, "__module__", "")).startswith(home)]
         found += [
             f"{room}.{n}" for n in names if is_called(getattr(module, n)) and getattr(funcops, n, None) is not getattr(module, n)
@@ -460,5 +461,14 @@ def is_called(value: Any) -> bool:
     )
 
 
-MADE = {"Graphed", "GraphedOp", "InFlight", "Plan", "Predicted", "Simulated", "OpModule"}  # by functions, or to be derived from
+MADE = {
+    "Graphed",
+    "GraphedOp",
+    "InFlight",
+    "Plan",
+    "Predicted",
+    "QuantizationReport",
+    "Simulated",
+    "OpModule",
+}  # by functions, or to be derived from
 ROWS = OWN | of_the_ops()

@@ -32,6 +32,9 @@ class _Stream:
 
     wait_event = record_event = synchronize = wait_stream
 
+    def is_capturing(self):
+        return False
+
 
 class _Event:
     """Each a second after the one before, so that a timer needs no more of a call."""
@@ -83,6 +86,7 @@ def pretended(monkeypatch, implementation):
     with monkeypatch.context() as patch, backend(implementation), _Here():
         for name, answer in ANSWERS.items():
             patch.setattr(torch.cuda, name, answer)
+        patch.setattr(torch.accelerator, "current_stream", lambda *_: _Stream())  # which torch 2.15's optimisers ask
         patch.setattr(torch, "Generator", _Generator)
         patch.setattr(torch, "compile", lambda model, **_: model)
         yield

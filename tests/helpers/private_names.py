@@ -29,7 +29,7 @@ NAMES = {
     "._load_from_state_dict": "the hook that torch.nn documents for subclasses with older state dicts",
     "._version": "autograd's own counter, documented in torch's notes; test_versions tries every way to write",
     "._base": "the tensor that a view is of: no public name; a fusion is left out where it is None",
-    "._is_view": "whether a tensor is a view: no public name; tests/dist tries views and their bases",
+    "._is_view": "whether a tensor is a view: no public name; tests/distributed tries views and their bases",
     "._cdata": "a storage's identity: data_ptr is 0 for every empty one and on meta",
     "._metadata": "what state_dict keeps beside its tensors, passed on as it is",
     "._schema": "which arguments an operator writes: OpOverload has no public name for it",

@@ -18,9 +18,10 @@ PRIVATE = re.compile(r"_(?!_)[A-Za-z]\w*")
 WRITTEN = re.compile(r"\b(torch(?:\.\w+)*\.)?(?<=\.)(_(?!_)[A-Za-z]\w*)")
 
 
-def private_uses(root):
-    """Files by name, over all of a folder's."""
-    trees = {path: ast.parse(path.read_text()) for path in sorted(Path(root).rglob("*.py"))}
+def private_uses(root, *folders):
+    """Files by name, over all of a folder, or of the named ones in it."""
+    paths = [path for one in folders or (".",) for path in sorted((Path(root) / one).rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text()) for path in paths}
     own = set().union(*[_defined(tree) for tree in trees.values()]) - _of_torch()
     uses = {}
     for path, tree in trees.items():

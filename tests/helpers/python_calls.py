@@ -14,7 +14,7 @@ import torch
 
 import funcops
 from funcops import WithExtras, chain, random
-from funcops.bench.models import block_config
+from funcops.models.blocks import block_config
 
 PACKAGE = str(Path(funcops.__file__).parent)
 

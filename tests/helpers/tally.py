@@ -26,12 +26,12 @@ from funcops import (
     fork,
     linear,
 )
-from funcops.accumulators import accumulate
 from funcops.backend import wide
+from funcops.contract.accumulators import accumulate
+from funcops.contract.needs import Needs
+from funcops.contract.op import OpConfig, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.errors import FLOATS, check, describe, fail
-from funcops.needs import Needs
-from funcops.op import OpConfig, config, dgrad_of, forward, init_of, make_op, wgrad_of
-from funcops.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved
 from funcops.trees import leaf, tree
 
 

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from funcops.bench.samples import Maker, samples
+from benchmarks.samples import Maker, samples
 
 SHRINK = 4096
 

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.plain_moe import Router, mixture, mlp, routed
 from funcops import (
     ChainConfig,
     ExpertsConfig,
@@ -22,7 +23,6 @@ from funcops import (
     rms_norm,
     skip,
 )
-from funcops.bench.plain_moe import Router, mixture, mlp, routed
 from funcops.graphs import check_capturable
 from funcops.models import MoEConfig, moe
 from funcops.testing import LAWS, Case

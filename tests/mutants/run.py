@@ -6,7 +6,7 @@
 A fault is an exact piece of a file's text, what stands there instead, and the tests that should notice:
 
     [[fault]]
-    file = "funcops/bench/measure.py"
+    file = "benchmarks/measure.py"
     before = '''(time.perf_counter() - start) / calls'''    # must occur once
     after = '''(time.perf_counter() - start)'''
     tests = ["tests/bench/test_measure.py"]

@@ -7,6 +7,7 @@ import torch
 
 from funcops import GroupedQLinearConfig, backend, random, report
 from funcops.formats import QWeight, quantize_sides, stacked
+from funcops.formats.scaled import Scaled
 from funcops.graphs import check_capturable
 from funcops.kernels.routing import gather_rows, sort_by_expert
 from funcops.low_precision import MXFP8, NVFP4, Fp8Block, Fp8Current, Fp8Delayed
@@ -14,7 +15,6 @@ from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.ops.grouped_qlinear import grouped_op_of
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import QLinearConfig, op_of
-from funcops.scaled import Scaled
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks import published
 from funcops import WithExtras, chain, random, report, trees
-from funcops.bench import published
-from funcops.bench.models import Sizes, decoder_config, gpt2_block_config
+from funcops.models.blocks import Sizes, decoder_config, gpt2_block_config
 from funcops.schedule import (
     GPU,
     GPUS,

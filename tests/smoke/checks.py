@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks.device import CudaTimer
 from funcops import (
     AttentionConfig,
     CrossEntropyConfig,
@@ -33,11 +34,10 @@ from funcops import (
 from funcops import nn as fnn
 from funcops.adapters.graphs import GraphCache, check_capturable, cut_rows, graphed, pad_rows
 from funcops.backend import backend, gemm
-from funcops.bench.device import CudaTimer
-from funcops.bench.models import block_config, gpt2_block_config
 from funcops.errors import CaptureError
 from funcops.kernels import activation, embedding, fused_linear, norm, pointwise, qkv_split
 from funcops.kernels import linear as products
+from funcops.models.blocks import block_config, gpt2_block_config
 from funcops.optim import AdamWConfig, adamw_init, adamw_update
 from funcops.testing.tolerances import assert_close
 from funcops.trees import leaves, tensors, tree_map_tensors

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from funcops.adapters.autocast import cast_from, without_autocast
 from funcops.adapters.bucketed_mean import BucketedMean
+from funcops.contract.marks import Versions
+from funcops.contract.op import Op
 from funcops.errors import describe, fail
-from funcops.marks import Versions
-from funcops.op import Op
 from funcops.trees import leaves, nbytes, tree_map_tensors
 
 _current: WgradStore | None = None

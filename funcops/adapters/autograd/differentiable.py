@@ -30,9 +30,9 @@ from funcops.adapters.autograd.saved_tensors import gradient_writer, slots_of
 from funcops.adapters.autograd.traced import run_traced
 from funcops.adapters.flatten import flatten, unflatten
 from funcops.backend import select
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, raw_of, refuse_autocast
 from funcops.errors import fail, require_type
-from funcops.needs import Needs
-from funcops.op import Op, raw_of, refuse_autocast
 from funcops.trees import structure, tensors
 
 _ddp: Any = DistributedDataParallel

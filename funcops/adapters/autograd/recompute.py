@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcops.adapters.flatten import flatten, unflatten
-from funcops.marks import version
-from funcops.needs import Needs
-from funcops.op import Op
+from funcops.contract.marks import version
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
 from funcops.program import run
 from funcops.program.rules import FEW
 

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcops.adapters.flatten import Place, Shape, flatten
+from funcops.backend.source import literal
+from funcops.contract.schema import Saved
 from funcops.formats import QTensor, QWeight
-from funcops.names import literal
 from funcops.residuals.nested import Nested
-from funcops.schema import Saved
 
 
 class Slots(NamedTuple):

@@ -13,8 +13,8 @@ from torch.autograd.function import once_differentiable
 from funcops.adapters.autograd import delayed
 from funcops.adapters.autograd.requires_grad import able, taken_apart
 from funcops.adapters.flatten import flatten, gradients, unflatten
-from funcops.needs import Needs
-from funcops.op import Op
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
 
 
 class _TracedNode(Function):

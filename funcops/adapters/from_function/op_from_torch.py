@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcops.accumulators import accumulate
 from funcops.adapters.flatten import flatten, gradients, places, unflatten
 from funcops.adapters.from_function.partition import Graphs, Like, cut, resolved
-from funcops.configs import OpConfig
+from funcops.contract.accumulators import accumulate
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs, check_needs
+from funcops.contract.op import Op, config, dgrad_of, make_op, refuse_autocast
+from funcops.contract.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.errors import check, describe, fail, require, require_callable, require_type
-from funcops.needs import Needs, check_needs
-from funcops.op import Op, config, dgrad_of, make_op, refuse_autocast
 from funcops.residuals.donate import donate
-from funcops.schema import DGRAD, WGRAD, Pending, Residuals, open_node, saved, static
 from funcops.trees import nothing_like, paths, tree_map_tensors
 
 _autocast_enabled = torch._C._is_any_autocast_enabled

@@ -16,8 +16,8 @@ from funcops.adapters.autograd.first_order import anchor, first_order
 from funcops.adapters.graphs.backend import Captured, Capturer, Options
 from funcops.adapters.graphs.borrowed import SHARED
 from funcops.adapters.graphs.statics import Leaf, Snapshot, Written
+from funcops.contract.marks import Versions
 from funcops.errors import BorrowedError, GraphOrderError, describe, fail, require, require_flag, require_type
-from funcops.marks import Versions
 from funcops.trees import leaves, paths, structure, tensors, with_leaves
 
 

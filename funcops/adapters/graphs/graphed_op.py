@@ -17,6 +17,9 @@ from funcops.adapters.graphs.borrowed import SHARED, Outputs
 from funcops.adapters.graphs.graphed import Report
 from funcops.adapters.graphs.statics import Inputs, Snapshot, Written, clones
 from funcops.compose.step import check_body
+from funcops.contract.marks import Versions
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
 from funcops.errors import (
     BorrowedError,
     GraphOrderError,
@@ -27,9 +30,6 @@ from funcops.errors import (
     require_flag,
     require_type,
 )
-from funcops.marks import Versions
-from funcops.needs import Needs
-from funcops.op import Op
 from funcops.residuals.ledger import Ledger
 from funcops.trees import leaves, tensors, tree_map
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcops.dist.in_flight import InFlight
+from funcops.contract.marks import Versions
+from funcops.distributed.in_flight import InFlight
 from funcops.errors import CaptureError, GradModeError, describe, fail
-from funcops.marks import Versions
 from funcops.trees import flatten, leaves, paths, structure, tree_map, with_leaves
 
 POLICIES = ("copy", "pinned", "donated")

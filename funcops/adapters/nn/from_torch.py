@@ -17,8 +17,8 @@ from funcops.adapters.nn.report import Change, Replaced
 from funcops.adapters.nn.sequential import Sequential
 from funcops.compose.chain import chain
 from funcops.errors import describe, fail, require, require_type
+from funcops.formats.recipes import Recipe
 from funcops.memory.policy import with_policy
-from funcops.recipes import Recipe
 from funcops.residuals.policy import Policy
 
 LOSS = "loss_function"  # the attribute of a model of transformers

@@ -17,10 +17,10 @@ from funcops.adapters.nn.unchanged import watched
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.parallel import ParallelConfig, parallel
 from funcops.compose.step import Step
+from funcops.contract.op import Op
 from funcops.errors import fail, require
 from funcops.low_precision import with_recipe
 from funcops.memory.policy import with_policy
-from funcops.op import Op
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
 from funcops.ops.dropout import DropoutConfig, dropout

@@ -14,6 +14,7 @@ from funcops.adapters.autocast import LOWER
 from funcops.adapters.nn.module import OpModule, is_plain, prepare
 from funcops.adapters.nn.quantized import take_recipe
 from funcops.errors import require, require_type
+from funcops.formats.recipes import Recipe
 from funcops.ops._norm import DTYPES
 from funcops.ops.activation import ActivationConfig, activation
 from funcops.ops.dropout import DropoutConfig, dropout
@@ -25,7 +26,6 @@ from funcops.ops.linear import LinearConfig, LinearParams, linear
 from funcops.ops.qlinear import QLinearConfig
 from funcops.ops.rms_norm import RMSNormConfig, RMSNormParams, rms_norm
 from funcops.ops.softmax import SoftmaxConfig, softmax
-from funcops.recipes import Recipe
 
 
 class Linear(OpModule, nn.Linear):

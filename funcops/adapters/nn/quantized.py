@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from funcops.adapters.autocast import any_autocast, casts, is_on, outside
 from funcops.adapters.autograd.differentiable import run
 from funcops.adapters.nn.module import Prepared, is_plain, prepare
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, wrap
 from funcops.errors import StaleResidualError, describe, fail, require, require_dtype, require_flag, require_type
 from funcops.formats import QTensor, QWeight, quantized_weight
-from funcops.needs import Needs
-from funcops.op import Op, wrap
+from funcops.formats.recipes import Recipe
 from funcops.ops.linear import LinearParams
 from funcops.ops.qlinear import op_of
-from funcops.recipes import Recipe
 
 _none: Any = None
 _empty = QTensor(_none, _none, None, format=_none, shape=_none, dtype=_none, side="row", hadamard=False)

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from funcops.compose.chain import ChainConfig, chain
 from funcops.compose.step import split_x
+from funcops.contract.needs import Needs
 from funcops.errors import describe, fail, short
-from funcops.needs import Needs
 from funcops.program.run import tied
 from funcops.program.values import abstract_params
 from funcops.trees import WithExtras, fake, leaves, paths, tensors, tree_map_tensors

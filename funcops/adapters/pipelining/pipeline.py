@@ -13,8 +13,8 @@ from funcops.adapters.pipelining.boundaries import Boundaries, looks
 from funcops.adapters.pipelining.messages import Messages, Values, from_all
 from funcops.adapters.pipelining.runtime import Runtime
 from funcops.compose.chain import ChainConfig, needs_of_steps
+from funcops.contract.needs import Needs
 from funcops.errors import describe, fail, require_type
-from funcops.needs import Needs
 from funcops.precision import nonfinite
 from funcops.residuals.ledger import Ledger
 from funcops.schedule import Schedule

@@ -3,7 +3,7 @@
 cuBLAS multiplies, and one kernel after it does the rest, but where that would read another tensor: there the kernel by TMA is
 faster, whose wide tile comes within 5 % of cuBLAS (8192 x 4096 x 4096, bfloat16: 373 us to 357 with a bias, 414 to 444 where a
 tensor is added). Over pointers ours takes up to three times as long, float32 six times. The tiles compile without spills for
-sm_90, within the shared memory of every target (`python -m funcops.bench aot`).
+sm_90, within the shared memory of every target (`python -m benchmarks aot`).
 """
 
 from __future__ import annotations

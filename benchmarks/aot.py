@@ -1,0 +1,91 @@
+"""Every kernel and configuration compiled ahead of time, with no GPU: registers, shared memory, spills, matrix opcode.
+
+    python -m benchmarks aot --csv FILE                    compiles all
+    python -m benchmarks aot --changed FILE --csv FILE     compiles what FILE, an earlier table, does not hold
+
+A row of the table holds as long as its hash does: that of the kernel's source, its helpers' and its launch (`fingerprint`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import functools
+import sys
+from collections.abc import Iterable
+from typing import get_type_hints
+
+import torch
+from triton import knobs
+
+from benchmarks.choices import choices
+from benchmarks.measure import BenchError
+from benchmarks.samples import Maker, Sample, samples
+from funcops.backend import backend, gemm
+from funcops.backend.aot import COMPILER, TARGETS, Build, inspect, name_of, stubbed, takes_descriptors
+from funcops.backend.fingerprint import fingerprint
+from funcops.backend.launch import Launched, launched_kernels, planned_launches
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", choices=TARGETS, action="append", help="compile for this one alone; may be repeated")
+    parser.add_argument("--changed", metavar="FILE", help="compile only what this table does not hold as it is now")
+
+
+def run(target: list[str] | None = None, changed: str | None = None) -> list[Build]:
+    known = {} if changed is None else {(build.hash, build.compiler): build for build in read(changed)}
+    rows, compiled = [], 0
+    for name in target or TARGETS:
+        for launched in plan(name):
+            row = known.get((fingerprint(launched, name), COMPILER))
+            compiled += row is None
+            rows.append(row or build(launched, name))
+    print(f"bench aot: {compiled} compiled, {len(rows) - compiled} as they were", file=sys.stderr)
+    return rows
+
+
+def plan(target: str) -> list[Launched]:
+    """The launches of every sample in every dtype on `target`, and of every choice of a matrix product or a norm,
+    one for each specialisation, none of them compiled."""
+    if knobs.runtime.interpret:
+        raise BenchError("bench aot: TRITON_INTERPRET is set, and the interpreter compiles nothing; unset it")
+    with stubbed(TARGETS[target].gpu), planned_launches() as found, backend("triton"):
+        for dtype in DTYPES:
+            for sample in _shapes(dtype):
+                sample.kernel(*sample.args)
+                if sample.product is not None:
+                    for provider in ("specialised", "cublas"):
+                        with gemm(provider):
+                            sample.kernel(*sample.args)
+            for choice in choices(dtype) if dtype is not torch.float16 else ():  # which has bfloat16's choices
+                choice()
+        return found
+
+
+@functools.cache
+def _shapes(dtype: torch.dtype) -> list[Sample]:
+    """The samples, which are the same for every target."""
+    return list(samples(Maker("meta", dtype)))
+
+
+def build(launched: Launched, target: str) -> Build:
+    with stubbed(TARGETS[target].gpu):
+        return inspect(launched.compile(), target)
+
+
+def read(path: str) -> list[Build]:
+    """The rows of a table. One that has no hashes has no rows that hold."""
+    kinds = get_type_hints(Build)
+    try:
+        with open(path, newline="") as file:
+            return [Build(**{name: kinds[name](row.get(name, "")) for name in kinds}) for row in csv.DictReader(file)]
+    except (OSError, ValueError) as error:
+        raise BenchError(f"bench aot: {path} must be a table of `bench aot`: {error}") from error
+
+
+def never_built(found: Iterable[Launched], target: str) -> set[str]:
+    """Kernels that have a launcher, that `target` can run, and that have no launch: a sample is missing."""
+    able = [kernel for kernel in launched_kernels() if TARGETS[target].descriptors or not takes_descriptors(kernel)]
+    return {name_of(kernel) for kernel in able} - {name_of(launched.kernel) for launched in found}

@@ -1,0 +1,145 @@
+"""Every choice that a matrix product, a norm or a quantiser can make, as calls on the meta device. Of a product: kernel, tile, and
+whether the inner dimension is split, by epilogue, dtype and size; of a norm: how it takes rows, by dtype and width, with all that
+it can compute at once; of a quantiser, and of a product of what it makes: elements, tiles and scales. `bench aot` compiles them
+all, so that none is met first by a user.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.formats import E4M3_BLOCK, E5M2_BLOCK, FORMATS, Format, by_tiles, quantize_sides, quantize_tensor, turned
+from funcops.formats.recipes import FP8, MXFP8, NVFP4, Fp8Block, Fp8Current, Recipe
+from funcops.kernels import add_norm, norm, quantize, quantize_after, scaled_mm
+from funcops.kernels.triton.matmul import LONG, Epilogue, matmul
+
+SIZES = {"narrow": (48, 512), "medium": (512, 512), "large": (1024, 1024)}  # of the output
+SHORT, ODD = 256, 3
+WIDTHS = 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 32784, 1001, 2049, 4099, 8191, 8193  # of a norm's rows
+
+
+class Layout(NamedTuple):
+    """Whether A and B are stored transposed: a forward's are (False, True), a dgrad's (False, False), a wgrad's (True, False)."""
+
+    a: bool
+    b: bool
+
+
+FORWARD, DGRAD, WGRAD = Layout(False, True), Layout(False, False), Layout(True, False)
+
+
+def choices(dtype: torch.dtype) -> Iterator[Callable[[], object]]:
+    yield from _products_of_all_sizes(dtype)
+    for width in WIDTHS:
+        yield from norms(dtype, width)
+    if dtype is torch.bfloat16:
+        for format in FORMATS:
+            yield from quantisers(format)
+        yield from _scaled_products()
+        yield from _quantised_outputs()
+
+
+def norms(dtype: torch.dtype, width: int, rows: int = 4096) -> Iterator[Callable[[], object]]:
+    x, w = torch.empty(rows, width, dtype=dtype, device="meta"), torch.empty(width, dtype=dtype, device="meta")
+    column = torch.empty(rows, 1, device="meta")
+    yield lambda: add_norm.add_layer_norm_fwd(x, x, w, w, 1e-6, False)
+    yield lambda: add_norm.add_layer_norm_bwd(x, x, x, w, column, column, False, True, True, True)
+    yield lambda: norm.row_sums(x)
+
+
+def quantisers(format: Format) -> Iterator[Callable[[], object]]:
+    """Of activations by rows, by columns and both, decoded, and tiled anew; and of a weight in float32."""
+    x, whole = torch.empty(512, 1024, dtype=torch.bfloat16, device="meta"), torch.empty(1, device="meta")
+    amax, args = whole if format.whole else None, format.args()
+    if format.square:
+        yield lambda: quantize.quantize_row(x.float(), *args, amax, None)
+    yield lambda: quantize_tensor(x, format, amax=amax).dequantize()
+    yield lambda: quantize_tensor(x, format, side="col", amax=amax)
+    yield lambda: quantize_sides(x, format)
+    if format.turns:
+        yield lambda: turned(quantize_tensor(x, format, amax=amax))
+    if format in (E4M3_BLOCK, E5M2_BLOCK):
+        yield lambda: quantize.quantize_scaled(x, format.element, whole)
+
+
+def recipes() -> Iterator[Recipe]:
+    """One of each recipe for all elements and scales that it can have; those of delayed scaling are those of `Fp8Current`."""
+    for fwd, bwd in itertools.product(FP8, FP8):
+        yield from (Fp8Block(fwd=fwd, bwd=bwd, scales=scales, keep="col") for scales in ("pow2", "float32"))
+        yield from (Fp8Current(fwd=fwd, bwd=bwd, pow2=pow2, keep="col") for pow2 in (False, True))
+        yield MXFP8(fwd=fwd, bwd=bwd)
+    yield NVFP4()
+
+
+def _scaled_products() -> Iterator[Callable[[], object]]:
+    """The three products of every recipe, and one of a weight with tiles as high as wide."""
+    pairs = [pair for r in recipes() for pair in ((r.x, r.w), (r.dy, r.w), (r.dy, r.x))]
+    pairs += [(Format("e4m3", (1, 32), "e8m0"), Format("e4m3", (32, 32), "e8m0")), (NVFP4().x, NVFP4().x)]
+    for a, b in dict.fromkeys(pairs):
+        yield lambda a=a, b=b: scaled_product(a.element, b.element, a.scales, a.tile, b.tile)  # type: ignore[misc]
+
+
+def _quantised_outputs() -> Iterator[Callable[[], object]]:
+    """What a recipe's linear layer reads of the op before it."""
+    x, w = torch.empty(512, 4096, dtype=torch.bfloat16, device="meta"), torch.empty(4096, dtype=torch.bfloat16, device="meta")
+    for format in dict.fromkeys(recipe.x for recipe in recipes() if recipe.x.tile[0] == 1 and recipe.x.element != "e2m1"):
+        how = format.element, format.tile[1], format.scales
+        yield lambda how=how: quantize_after.rms_norm_quantize(x, w, 1e-5, False, *how)  # type: ignore[misc]
+        yield lambda how=how: quantize_after.layer_norm_quantize(x, w, w, 1e-5, False, *how)  # type: ignore[misc]
+        yield lambda how=how: quantize_after.glu_quantize(x, "swiglu", True, *how)  # type: ignore[misc]
+        yield lambda how=how: quantize_after.activation_quantize(x, "gelu", *how)  # type: ignore[misc]
+
+
+def scaled_product(a: str, b: str, kind: str, of_a: tuple[int, int], of_b: tuple[int, int], emulate: bool = True) -> object:
+    size = 1024
+    whole = torch.empty(1, device="meta") if kind == "e4m3" else None
+
+    def coded(element: str, tile: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        x, make = torch.empty(size, size, device="meta"), quantize.quantize_row.kernel.torch_impl
+        codes, scales = make(x, element, *tile, kind, whole, None)
+        return codes, by_tiles(scales, Format(element, tile, kind))
+
+    (p, of_p), (q, of_q) = coded(a, of_a), coded(b, of_b)
+    return scaled_mm.scaled_mm(p, of_p, whole, q, of_q, whole, a, *of_a, b, *of_b, kind, size, torch.bfloat16, emulate)
+
+
+def _products_of_all_sizes(dtype: torch.dtype) -> Iterator[Callable[[], None]]:
+    sizes = SIZES if dtype.itemsize == 2 else {"medium": SIZES["medium"]}
+    for m, n in sizes.values():
+        for k in (SHORT, 2 * LONG):
+            yield from _products(dtype, m, n, k)
+            yield from _products(dtype, m, n + ODD, k)
+    for k in (SHORT, 2 * LONG):  # strides of which nothing is known
+        yield from _products(dtype, *(size + ODD for size in (*SIZES["medium"], k)))
+
+
+def _products(dtype: torch.dtype, m: int, n: int, k: int) -> Iterator[Callable[[], None]]:
+    """With an output of odd rows only a forward's operands may be even, as for a vocabulary of 50257."""
+
+    def empty(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    wide, sums = empty(m, n, dtype=torch.float32), empty(m, dtype=torch.float32)
+    every = Epilogue(empty(n), empty(m, n), "keep", "gelu_tanh", empty(m, n), 0.5)
+    unkept = every._replace(z=None, mode="")
+    plain, accumulate = Epilogue(), Epilogue(add=wide)
+    forward, dgrad, wgrad = (FORWARD,) * 3 if n % 16 and not k % 16 else (FORWARD, DGRAD, WGRAD)
+    calls = [
+        *((layout, empty(m, n), plain) for layout in (forward, dgrad, wgrad)),
+        (wgrad, empty(m, n), Epilogue(sums=empty(m))),
+        (dgrad, wide, accumulate),
+        (wgrad, wide, accumulate._replace(sums=sums)),
+    ]
+    if k < LONG:  # which an epilogue never splits
+        calls += [(forward, empty(m, n), e) for e in (every, unkept, unkept._replace(add=None))]
+        calls += [(dgrad, empty(m, n), Epilogue(add=empty(m, n)))]
+        calls += [(dgrad, empty(m, n), Epilogue(z=empty(m, n), mode="derivative", kind="gelu_tanh"))]
+    for layout, out, epilogue in calls:
+        a = empty(k, m).mT if layout.a else empty(m, k)
+        b = empty(n, k).mT if layout.b else empty(k, n)
+        yield lambda a=a, b=b, out=out, epilogue=epilogue: matmul(a, b, out, epilogue)  # type: ignore[misc]

@@ -1,0 +1,102 @@
+"""Samples of the kernels of a mixture of experts: at the sizes of open models, with few rows an expert, and with odd sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.sample import Maker, Prepared, Sample
+from funcops.kernels import glu
+from funcops.kernels.experts import experts_dgrad, experts_up
+from funcops.kernels.grouped import grouped_product, grouped_wgrad, grouped_wgrad_into
+from funcops.kernels.routing import sort_by_expert
+
+CONSTANTS = 7.0, 1.702, 1.0  # limit, alpha and offset of GPT-OSS
+
+
+class Layer(NamedTuple):
+    """One that is shared by its samples: T tokens with K choices of E experts, H to 2I to H."""
+
+    make: Maker
+    choices: int
+    x: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    weights: Tensor
+    indices: Tensor
+    order: Tensor
+    offsets: Tensor
+    place: Tensor
+
+    @staticmethod
+    def of(make: Maker, tokens: int, choices: int, count: int, dim: int, hidden: int, bias: bool) -> Layer:
+        tokens, dim, hidden = make.sizes(tokens, dim, hidden)
+        count = max(2, count // make.shrink)
+        indices = make.ids(tokens, choices, below=count).to(torch.int32)
+        order, _, offsets, place = sort_by_expert(indices, count)
+        up_bias, down_bias = (make.floats(count, 2 * hidden), make.floats(count, dim)) if bias else (None, None)
+        return Layer(
+            make, choices, make.floats(tokens, dim), make.floats(count, 2 * hidden, dim), make.floats(count, dim, hidden),
+            up_bias, down_bias, make.wide(tokens, choices), indices, order, offsets, place,
+        )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        (tokens, dim), (count, width, _) = self.x.shape, self.up.shape
+        return f"{tokens}x{dim} by {self.choices} of {count} to 2x{width // 2}"
+
+
+def of_experts(make: Maker) -> Iterator[Sample]:
+    wide = Layer.of(make, 8192, 8, 128, 2048, 768, False)
+    yield from _both(wide, "swiglu")
+    yield from _products(wide)
+    for kind in [kind for kind in glu.GATES if kind != "swiglu"]:
+        yield from _both(wide, kind)
+    for sizes in ((8192, 8, 128, 2048, 768), (64, 8, 128, 2048, 768), (4096, 2, 8, 1001, 603)):
+        biased = Layer.of(make, *sizes, True)
+        yield from _both(biased, "clamped_swiglu")
+        yield from _products(biased)
+
+
+def _both(layer: Layer, kind: str) -> Iterator[Sample]:
+    """Up, and down's gradient, each with the gated unit."""
+    x, make, how = layer.x, layer.make, (kind, *CONSTANTS)
+    rows, (_, dim, hidden) = layer.order.numel(), layer.down.shape
+    shape, flops = f"{kind} {layer.name}", 2.0 * rows * dim * hidden
+    args: tuple[Any, ...] = x, layer.up, layer.up_bias, layer.weights, layer.order, layer.offsets, *how
+    yield Sample(experts_up, shape, args, product=_dense(rows, layer.up[0].mT), flops=2 * flops, length=dim)
+    z, indices = make.floats(rows, 2 * hidden), None if layer.down_bias is None else layer.indices
+    given = x, layer.down, z, layer.weights, layer.order, layer.offsets, layer.place, layer.down_bias, indices
+    args = *given, *how, True, True, True
+    yield Sample(experts_dgrad, shape, args, product=_dense(rows, layer.down[0]), flops=flops, length=dim)
+
+
+def _products(layer: Layer) -> Iterator[Sample]:
+    """Down forward, up's gradient, and the gradients of both weights, into accumulators too; and up as a layer of its own."""
+    x, make, offsets, order, every = layer.x, layer.make, layer.offsets, layer.order, layer.choices
+    rows, (count, dim, hidden), bias = order.numel(), layer.down.shape, layer.up_bias is not None
+    dz, scaled, s = make.floats(rows, 2 * hidden), make.floats(rows, hidden), make.wide(rows) if bias else None
+    dw, db = make.wide(count, 2 * hidden, dim), make.wide(count, 2 * hidden) if bias else None
+    up, down = _dense(rows, layer.up[0].mT), _dense(rows, layer.down[0].mT)
+    dup, ddown = _dense(2 * hidden, x.new_empty(rows, dim)), _dense(dim, x.new_empty(rows, hidden))
+    one = 2.0 * rows * dim * hidden
+    for kernel, what, args, product, flops, length in (
+        (grouped_product, "up", (x, layer.up, layer.up_bias, offsets, order, every, None, True), up, 2 * one, dim),
+        (grouped_product, "down", (scaled, layer.down, layer.down_bias, offsets, None, 1, s, True), down, one, hidden),
+        (grouped_product, "up's dgrad", (dz, layer.up, None, offsets, None, 1, None, False), up, 2 * one, 2 * hidden),
+        (grouped_wgrad, "up", (dz, x, offsets, None, order, every, None, bias), dup, 2 * one, rows),
+        (grouped_wgrad, "down", (x, scaled, offsets, order, None, every, s, bias), ddown, one, rows),
+        (grouped_wgrad_into, "up", (dz, x, offsets, None, order, every, None, dw, db), dup, 2 * one, rows),
+    ):
+        yield Sample(kernel, f"{what} {layer.name}", args, product=product, flops=flops, length=length)
+
+
+def _dense(rows: int, other: Tensor) -> Prepared:
+    """A dense product of as many rows, with one matrix [K, N]."""
+    left = other.new_empty((rows, other.shape[0]))
+    return lambda *_: lambda: left @ other

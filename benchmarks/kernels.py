@@ -1,0 +1,246 @@
+"""Every kernel on this GPU: ours as a user gets them, our own matrix products ("triton") where the table prefers the library's,
+torch eager, torch.compile, and Liger-Kernel where it imports.
+
+Rates count the compulsory bytes, each argument read once and each result written once, as a share of what a copy reaches
+in the same process; matrix products as a share of cuBLAS's bare product in the same rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.device import COLD_BYTES, MOST_COPIES, CudaTimer, Replay
+from benchmarks.liger import liger_call, write_liger_csv
+from benchmarks.measure import NoDevice
+from benchmarks.plot import draw
+from benchmarks.samples import Maker, Prepared, Sample, direct, samples
+from funcops.backend import backend, gemm
+from funcops.errors import short
+from funcops.trees import leaves, nbytes, tree_map
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NOT_MEASURED: Any = (math.nan,) * 9
+PROVIDERS = ("funcops", "triton", "torch", "torch.compile", "liger", "cublas")
+
+
+class Measured(NamedTuple):
+    """`error`: of ours, relative to float64 in the Euclidean norm. A rate that makes no sense for a row is NaN."""
+
+    kernel: str
+    shape: str
+    dtype: str
+    provider: str
+    device_us: float
+    host_us: float
+    gb_per_s: float
+    of_copy: float
+    tflop_per_s: float
+    of_cublas: float
+    peak_mib: float
+    delta_mib: float
+    error: float
+    note: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help="kernels whose names hold this")
+    parser.add_argument("--dtype", choices=DTYPES, action="append", help="default: bf16")
+    parser.add_argument("--providers", choices=PROVIDERS, nargs="+", default=PROVIDERS)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no sample after this; what is left is named")
+    parser.add_argument("--jobs", type=int, default=0, help="first compile our kernels in so many processes (default: %(default)s)")
+    parser.add_argument("--liger-csv", metavar="FILE", help="also write the times under Liger-Kernel's columns")
+    parser.add_argument("--plot", metavar="FILE", help="also draw the rates (PNG or SVG)")
+
+
+def run(
+    only: str = "", dtype: list[str] | None = None, providers: tuple[str, ...] = PROVIDERS, seconds: float = math.inf,
+    jobs: int = 0, liger_csv: str | None = None, plot: str | None = None,
+) -> Iterator[Measured]:  # fmt: skip
+    """The rows as they come."""
+    if not torch.cuda.is_available():
+        raise NoDevice("bench kernels: no CUDA device here; `bench aot` compiles every kernel without one")
+    if jobs:
+        compile_ahead(only, dtype or ["bf16"], providers, jobs)
+    timer, stop = CudaTimer(), time.monotonic() + seconds
+    rows: list[Measured] = []
+    left: list[str] = []
+    copy_rate = measured_copy_rate(timer)
+    for name in dtype or ["bf16"]:
+        for sample in samples(Maker("cuda", DTYPES[name])):
+            if only not in sample.name:
+                continue
+            if time.monotonic() > stop:
+                left.append(f"{sample.name} {sample.shape} {name}")
+                continue
+            for row in measure(sample, DTYPES[name], providers, timer, copy_rate):
+                rows.append(row)
+                yield row
+            if liger_csv:
+                write_liger_csv(liger_csv, rows)
+    if left:
+        print(f"out of time, not measured: {', '.join(left)}", file=sys.stderr)
+    if plot:
+        draw(plot, rows)
+
+
+def compile_ahead(only: str, dtypes: list[str], providers: tuple[str, ...], jobs: int) -> None:
+    """Into Triton's cache on the disk, in processes that each run a part of the samples once."""
+    parts = [(i, jobs, only, dtypes, providers) for i in range(jobs)]
+    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+        list(pool.map(_run_once, *zip(*parts, strict=True)))
+
+
+def _run_once(part: int, parts: int, only: str, dtypes: list[str], providers: tuple[str, ...]) -> None:
+    for name in dtypes:
+        own = (sample for i, sample in enumerate(samples(Maker("cuda", DTYPES[name]))) if i % parts == part and only in sample.name)
+        for sample in own:
+            for provider, prepare in provided(sample).items():
+                if prepare is not None and provider in providers and provider in ("funcops", "triton"):
+                    with contextlib.suppress(Exception), using(provider):  # the bench says what fails
+                        prepare(*sample.args)()
+
+
+def measured_copy_rate(timer: Any) -> float:
+    """Bytes read and written per second by a copy of 1 GiB."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    seconds = timer.device_us({"copy": timer.replay([lambda: target.copy_(source)])})["copy"] / 1e6
+    return 2 * source.nbytes / seconds
+
+
+@contextlib.contextmanager
+def using(provider: str) -> Iterator[None]:
+    """Our kernels for ours alone: the torch bodies of some kernels call others."""
+    with backend("triton" if provider in ("funcops", "triton") else "torch"), gemm("triton" if provider == "triton" else "auto"):
+        yield
+
+
+def measure(sample: Sample, dtype: torch.dtype, providers: tuple[str, ...], timer: Any, copy_rate: float) -> Iterator[Measured]:
+    """A row for each provider that has this kernel; for one that fails, wherever that is, with the reason."""
+
+    def failed(provider: str, error: Exception) -> Measured:
+        lines = f"failed: {type(error).__name__}: {error}".splitlines()
+        return Measured(sample.name, sample.shape, short(dtype), provider, *NOT_MEASURED, note=lines[0][:120])
+
+    read = nbytes(sample.args)
+    calls: dict[str, Callable[[], Any]] = {}
+    replays: dict[str, Replay] = {}
+    for name, prepare in provided(sample).items():
+        if prepare is None or name not in providers:
+            continue
+        try:
+            with torch.cuda.stream(timer.stream), using(name):
+                own = min(MOST_COPIES, COLD_BYTES // max(1, read))
+                ready = [prepare(*args) for args in (sample.args, *(clones(sample.args) for _ in range(own)))]
+                ready[0]()
+            with using(name):
+                replays[name], calls[name] = timer.replay(ready), ready[0]
+        except Exception as error:  # a rival that lacks a case must not end the bench
+            yield failed(name, error)
+    replays = {name: one if one.captured else one._replace(run=_under(name, one.run)) for name, one in replays.items()}
+    times, errors = _times(timer, replays)
+    for name, error in errors.items():
+        yield failed(name, error)
+    moved = _moved(sample) if times else math.nan
+    for name, us in times.items():
+        try:
+            with using(name):
+                rate = moved / us * 1e6 if name != "cublas" else math.nan
+                peak, delta = timer.memory_mib(calls[name])
+                off = relative_error(sample) if name == "funcops" else math.nan
+                yield Measured(
+                    sample.name, sample.shape, short(dtype), name, us, timer.host_us(calls[name]), rate / 1e9, rate / copy_rate,
+                    sample.flops / us / 1e6 if sample.flops else math.nan, times.get("cublas", math.nan) / us, peak, delta, off,
+                    "" if replays[name].captured else "not captured",
+                )  # fmt: skip
+        except Exception as error:
+            yield failed(name, error)
+
+
+def _under(provider: str, call: Callable[[], Any]) -> Callable[[], Any]:
+    def run() -> None:
+        with using(provider):
+            call()
+
+    return run
+
+
+def _times(timer: Any, replays: dict[str, Replay]) -> tuple[dict[str, float], dict[str, Exception]]:
+    """Of all, taking turns; where that fails, of each alone, and why of those that fail."""
+    try:
+        return timer.device_us(replays), {}
+    except Exception:
+        times: dict[str, float] = {}
+        errors: dict[str, Exception] = {}
+        for name, one in replays.items():
+            try:
+                times |= timer.device_us({name: one})
+            except Exception as error:
+                errors[name] = error
+        return times, errors
+
+
+def _moved(sample: Sample) -> float:
+    """The compulsory bytes: what ours reads and writes, or, where it fails, what its body does."""
+    for name in ("funcops", "torch"):
+        with contextlib.suppress(Exception), using(name):
+            return nbytes(sample.args) + nbytes(sample.kernel(*clones(sample.args))) + written(sample)
+    return math.nan
+
+
+def provided(sample: Sample) -> dict[str, Prepared | None]:
+    body = sample.kernel.kernel.torch_impl
+
+    def compiled(*args: Any) -> Callable[[], Any]:
+        return direct(torch.compile(body, dynamic=False))(*args)
+
+    return {
+        "funcops": direct(sample.kernel),
+        "triton": direct(sample.kernel) if sample.product else None,
+        "torch": sample.torch or direct(body),
+        "torch.compile": compiled,
+        "liger": liger_call(sample),
+        "cublas": sample.product,
+    }
+
+
+def written(sample: Sample) -> int:
+    """Bytes of the arguments that the kernel writes to."""
+    return sum(nbytes(arg) for name, arg in sample.named.items() if name in sample.kernel.kernel.mutates)
+
+
+def clones(args: Any) -> Any:
+    return tree_map(lambda t: t.clone() if isinstance(t, Tensor) else t, args)
+
+
+def relative_error(sample: Sample) -> float:
+    """Of the results, and of the arguments written to, against the torch body's in float64; partial sums are summed first, codes
+    decoded."""
+    own = clones(sample.args)
+    # 0-d: counts of steps, which torch's optimisers take as float32 alone
+    exact = tree_map(lambda t: t.double() if isinstance(t, Tensor) and t.is_floating_point() and t.dim() else t, own)
+    got, want = sample.kernel(*own), sample.kernel.kernel.torch_impl(*exact)
+    if sample.kernel.kernel.mutates:
+        got, want = (got, own), (want, exact)
+    if sample.values is not None:
+        got, want = sample.values(got), sample.values(want)
+    off = size = 0.0
+    for a, b in zip(leaves(got), leaves(want), strict=True):
+        if not isinstance(a, Tensor) or not a.is_floating_point():
+            continue
+        if a.shape != b.shape:
+            a, b = a.double().sum(0), b.sum(0)
+        off += float((a.double() - b).square().sum())
+        size += float(b.square().sum())
+    return math.sqrt(off / size) if size else math.sqrt(off)

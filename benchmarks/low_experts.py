@@ -1,0 +1,91 @@
+"""Samples of the grouped products of codes: each recipe's, forward, dgrad and wgrad, of many rows an expert and of few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.sample import Maker, Sample
+from funcops.kernels import quantize
+from funcops.kernels.grouped import group_of
+from funcops.kernels.grouped_quantize import aligned_count, aligned_source, aligned_starts
+from funcops.kernels.grouped_scaled import grouped_scaled_mm, grouped_scaled_wgrad
+from funcops.kernels.routing import sort_by_expert
+
+# element of rows, that of weights or of x's columns; scales, tiles of rows and of weights
+RECIPES = (
+    ("e4m3", "e4m3", "float32", 0, (0, 0)), ("e5m2", "e4m3", "float32", 0, (0, 0)), ("e4m3", "e4m3", "pow2", 128, (128, 128)),
+    ("e5m2", "e4m3", "pow2", 128, (128, 128)), ("e4m3", "e4m3", "e8m0", 32, (1, 32)), ("e2m1", "e2m1", "e4m3", 16, (16, 16)),
+)  # fmt: skip
+
+
+def of_low_experts(make: Maker) -> Iterator[Sample]:
+    make = type(make)(make.device, torch.bfloat16, make.shrink)
+    for tokens, choices, count, width, outer in ((8192, 2, 32, 2048, 1536), (64, 2, 32, 2048, 1536)):
+        yield from _products(make, tokens, choices, count, width, outer)
+
+
+def _products(make: Maker, tokens: int, choices: int, count: int, width: int, outer: int) -> Iterator[Sample]:
+    tokens, width, outer = make.sizes(tokens, width, outer)
+    width, outer = (-(-size // 32) * 32 for size in (width, outer))
+    count = max(2, count // make.shrink)
+    indices = make.ids(tokens, choices, below=count).to(torch.int32)
+    order, token, offsets, _ = sort_by_expert(indices, count)
+    rows, b = order.numel(), make.floats(count, outer)
+    for a, w, kind, cols, of_w in RECIPES:
+        index, of_rows = (token, tokens) if cols in (32, 128) else (None, rows)  # blocks within rows are of x as it was given
+        args: tuple[Any, ...] = (
+            *_coded(make, (), of_rows, width, a, kind, (1, cols)), *_coded(make, (count,), outer, width, w, kind, of_w), b, None,
+            offsets, index, a, cols, w, *of_w, kind, width, make.dtype,
+        )  # fmt: skip
+        shape, flops = f"{a} by {w} 1x{cols} {kind} {rows}x{width} by {count} to {outer}", 2.0 * rows * width * outer
+        yield Sample(grouped_scaled_mm, shape, args, product=_dense(make, rows, width, outer), flops=flops, length=width)
+        block = cols or 16
+        starts = aligned_starts(offsets, block)
+        aligned = aligned_count(rows, count, block)
+        filled, group = aligned_source(offsets, starts, rows, aligned) < rows, group_of(starts, aligned)
+        tile = (1, cols) if cols else (0, 1)
+        sides = [
+            _coded(make, (), size, aligned, e, kind, tile, (filled, make.wide(count + 1)[group[:: cols or 1]]))
+            for size, e in ((outer, a), (width, w))
+        ]
+        for out in (make.dtype, torch.float32):
+            args = *sides[0], *sides[1], starts, starts[:-1] + offsets.diff(), a, w, cols or 1, kind, aligned, out
+            what = f"{shape} {str(out).removeprefix('torch.')}"
+            product = _dense(make, outer, rows, width)
+            yield Sample(grouped_scaled_wgrad, what, args, product=product, flops=flops, length=rows, dtype=out)
+
+
+def _coded(
+    make: Maker, lead: tuple[int, ...], rows: int, width: int, element: str, kind: str, tile: tuple[int, int],
+    columns: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Codes, scales, and the scales of groups: of rows by row, of columns by block, of weights one each. `columns`: which are of a
+    group, and the scale of theirs."""
+    high, wide = -(-rows // (tile[0] or rows)), -(-width // (tile[1] or width))
+    codes = make.codes(*lead, rows, width // 2 if element == "e2m1" else width)
+    if columns is not None and make.device != "meta":
+        filled = columns[0]
+        codes &= (filled[0::2] * 0x0F | filled[1::2] * 0xF0 if element == "e2m1" else filled * 0xFF).to(torch.uint8)
+    if kind in ("e8m0", "e4m3"):
+        scales = make.codes(*lead, high, wide, about=124 if kind == "e8m0" else 0x38)
+    else:
+        by_columns = not lead and quantize.by_columns(*tile, kind)
+        scales = make.wide(wide, high).mT if by_columns else make.wide(*lead, high, wide)
+    if columns is not None:
+        whole = columns[1].unsqueeze(0)
+        return codes, whole if tile == (0, 1) else scales, whole if kind == "e4m3" else None
+    return codes, scales, make.wide(*(lead or (rows,)), 1) if kind == "e4m3" else None
+
+
+def _dense(make: Maker, rows: int, inner: int, outer: int) -> Any:
+    """A dense product of as many rows, in bfloat16."""
+
+    def prepare(*_: Any) -> Any:
+        left, right = make.floats(rows, inner), make.floats(inner, outer)
+        return lambda: left @ right
+
+    return prepare

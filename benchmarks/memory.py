@@ -1,0 +1,78 @@
+"""Peak live bytes over forward + backward of four Llama blocks, against autograd. CPU, exact: every storage is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+from benchmarks.measure import Row
+from benchmarks.plain import PlainBlock
+from funcops import RepeatConfig, WithExtras, chain, donate, random, repeat
+from funcops.contract.needs import Needs
+from funcops.errors import short
+from funcops.models.blocks import block_config
+
+DIM, HEADS, HIDDEN, LENGTH, LAYERS = 256, 4, 704, 512, 4
+CASES = ((1, torch.float32), (16, torch.float32), (16, torch.bfloat16))  # 512 tokens, where gradients weigh most, and 8,192
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of all storages that operators made and that still live, and their peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Any = WeakIdKeyDictionary()
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                if storage._cdata not in given and storage not in self.seen:
+                    self.seen[storage] = storage.nbytes()
+        self.live = sum(self.seen.values())
+        self.peak = max(self.peak, self.live)
+        return out
+
+
+def peak_of(fn: Callable[[], Any]) -> int:
+    with Live() as counter:
+        kept = fn()
+    del kept
+    return counter.peak
+
+
+def run() -> list[Row]:
+    return [row for case in CASES for row in _measure(*case)]
+
+
+def _measure(batch: int, dtype: torch.dtype) -> list[Row]:
+    torch.manual_seed(0)
+    data, dy = torch.randn(2, batch, LENGTH, DIM, dtype=dtype).unbind()
+    cfg = RepeatConfig(chain, block_config(DIM, HEADS, HIDDEN), LAYERS)
+    params = repeat.init(cfg, key=random.key(0), dtype=dtype)
+    x = WithExtras(data, {"positions": torch.arange(LENGTH)})
+    module = nn.Sequential(*(PlainBlock(DIM, HEADS, HIDDEN, LENGTH) for _ in range(LAYERS))).to(dtype)
+
+    def ours() -> Any:
+        _, residuals = repeat.fwd(params, x, cfg, needs=Needs(x=False))
+        return repeat.bwd(donate(residuals), dy, cfg)
+
+    def autograd() -> Any:
+        return torch.autograd.grad(module(data), list(module.parameters()), dy)
+
+    case, grads = f"{LAYERS} llama blocks, {batch * LENGTH} tokens, {short(dtype)}", sum(p.nbytes for p in module.parameters())
+    peaks = {"funcops": peak_of(ours), "autograd": peak_of(autograd)}
+    rows = [Row("memory", case, name, "peak live", peak / 2**20, "MiB") for name, peak in peaks.items()]
+    rows += [Row("memory", case, name, "net of gradients", (peak - grads) / 2**20, "MiB") for name, peak in peaks.items()]
+    gross, net = peaks["funcops"] / peaks["autograd"], (peaks["funcops"] - grads) / (peaks["autograd"] - grads)
+    ratios = [("ratio to autograd", gross), ("ratio to autograd, net", net)]
+    return [*rows, *(Row("memory", case, "funcops", name, value, "") for name, value in ratios)]

@@ -1,0 +1,142 @@
+"""Host time of forward + backward at sizes where compute is negligible, against torch.nn and autograd.
+
+The rows "nn" are modules, ours and torch's, both driven by autograd. A chain keeps what autograd keeps, but in the rows
+"recomputing": there it runs its norms and activations twice, as it does by default, for fewer bytes.
+
+The rows "fp8" are of bfloat16 against FP8 on a device, where a quantiser is a launch, and not a dozen operators as on the CPU: all
+that our host does before the driver's launch call, for both by our launcher, products too, with the driver stubbed. What torch does
+(memory, views, attention) is done. The step's working tree is there. They need Triton, not interpreted.
+
+Time is the process's: other work on the machine moves a ratio of clocks by far more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import Row, interleaved, summary
+from benchmarks.plain import MLP, PlainBlock
+from funcops import LinearConfig, RMSNormConfig, RopeConfig, WithExtras, backend, chain, linear, random, rms_norm, rope_table
+from funcops import nn as fnn
+from funcops.adapters.autograd.differentiable import backward_calls
+from funcops.backend import gemm
+from funcops.contract.op import Op
+from funcops.low_precision import Fp8Block, op_of, quantize_params, with_recipe
+from funcops.models.blocks import block_config, mlp_config
+from funcops.trees import cast
+
+DIM, LENGTH, HEADS = 16, 3, 2
+
+
+def _cases() -> list[tuple[str, Any, Any, nn.Module]]:
+    return [
+        ("linear", linear, LinearConfig(DIM, DIM), nn.Linear(DIM, DIM)),
+        ("rms_norm", rms_norm, RMSNormConfig(DIM), nn.RMSNorm(DIM)),
+        ("swiglu mlp", chain, mlp_config(DIM, 24, recompute=False), MLP(DIM, 24)),
+        ("llama block", chain, block_config(DIM, HEADS, 24, recompute=False), PlainBlock(DIM, HEADS, 24, LENGTH)),
+        ("llama block, recomputing", chain, block_config(DIM, HEADS, 24), PlainBlock(DIM, HEADS, 24, LENGTH)),
+    ]
+
+
+def _modules(lib: Any) -> dict[str, nn.Module]:
+    return {
+        "nn.Linear": lib.Linear(DIM, DIM),
+        "nn.RMSNorm": lib.RMSNorm(DIM),
+        "nn.Sequential, mlp": lib.Sequential(lib.Linear(DIM, 24), lib.GELU(), lib.Linear(24, DIM)),
+        "nn.Sequential, norm and mlp": lib.Sequential(lib.RMSNorm(DIM), lib.Linear(DIM, 24), lib.GELU(), lib.Linear(24, DIM)),
+    }
+
+
+def run() -> list[Row]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = [row for case in _cases() for row in _measure(*case)]
+        theirs = _modules(nn)
+        rows += [row for name, ours in _modules(fnn).items() for row in _measure_modules(name, ours, theirs[name])]
+        return rows + _low_precision()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _low_precision() -> list[Row]:
+    if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET", "0") != "0":
+        return []
+    from funcops.backend.aot import stubbed
+    from funcops.backend.launch import planned_launches
+
+    rows = []
+    with stubbed(), planned_launches(), backend("triton"), gemm("triton"):
+        for name, calls in (("linear", 400), ("llama block", 60)):
+            plain, low = low_precision_cases(name)
+            samples = interleaved({"funcops, fp8": low, "funcops, bfloat16": plain}, rounds=25, calls=calls, cpu=True)
+            rows += summary("overhead", f"{name}, fp8", samples, "funcops, fp8")
+    return rows
+
+
+def low_precision_cases(name: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Forward and backward of a "linear" or a "llama block" in bfloat16, and the same in FP8 by blocks."""
+    block = name == "llama block"
+    cfg: Any = block_config(128, HEADS, 128) if block else LinearConfig(128, 128, bias=False)
+    low, device = with_recipe(cfg, Fp8Block()), "cuda" if torch.cuda.is_available() else "cpu"
+    params = (chain if block else linear).init(cfg, key=random.key(0), device=device)
+    data, dy = torch.randn(2, 2, 8, 128, dtype=torch.bfloat16, device=device)
+    table = rope_table(torch.arange(8, device=device), RopeConfig(128 // HEADS))
+
+    def both(op: Op, work: Any, cfg: Any, x: Tensor | WithExtras) -> Callable[[], Any]:
+        def run() -> Any:
+            _, residuals = op.fwd(work, x, cfg)
+            return op.bwd(residuals, dy, cfg)
+
+        return run
+
+    x = WithExtras(data, {"positions": table}) if block else data
+    plain, quantised = (chain, chain) if block else (linear, op_of(Fp8Block()))
+    return both(plain, cast(params, torch.bfloat16), cfg, x), both(quantised, quantize_params(params, low), low, x)
+
+
+def _measure_modules(name: str, ours: nn.Module, theirs: nn.Module) -> list[Row]:
+    """Both under autograd. The operators of ours are counted once, so that the row is of our kernels."""
+    x, dy = torch.randn(LENGTH, DIM, requires_grad=True), torch.randn(LENGTH, DIM)
+    with backward_calls() as count:
+        ours(x).backward(dy)
+    assert count() == 1, "one node, whose backward is an op's"
+    samples = interleaved(
+        {"funcops": lambda: ours(x).backward(dy), "torch.nn": lambda: theirs(x).backward(dy)}, rounds=25, calls=100, cpu=True
+    )
+    return summary("overhead", name, samples, "funcops")
+
+
+def _measure(name: str, op: Any, cfg: Any, module: nn.Module) -> list[Row]:
+    torch.manual_seed(0)
+    data, dy = torch.randn(2, LENGTH, DIM), torch.randn(2, LENGTH, DIM)
+    params = op.init(cfg, key=random.key(0), dtype=torch.float32)
+    x: Any = (
+        WithExtras(data, {"positions": rope_table(torch.arange(LENGTH), RopeConfig(DIM // HEADS))})
+        if getattr(cfg, "extras", ())
+        else data
+    )
+    leaf = data.clone().requires_grad_()
+    inputs = [leaf, *module.parameters()]
+
+    fwd, bwd = op.fwd, op.bwd
+
+    def ours() -> Any:
+        _, residuals = fwd(params, x, cfg)
+        return bwd(residuals, dy, cfg)
+
+    def backward() -> None:
+        module(leaf).backward(dy)
+
+    def grad() -> Any:
+        return torch.autograd.grad(module(leaf), inputs, dy)
+
+    calls = 400 if name in ("linear", "rms_norm") else 60
+    samples = interleaved({"funcops": ours, ".backward()": backward, "autograd.grad": grad}, rounds=25, calls=calls, cpu=True)
+    return summary("overhead", name, samples, "funcops")

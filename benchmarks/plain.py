@@ -1,0 +1,152 @@
+"""The decoder of examples/train_lm.py, and its block, as plain nn.Modules under autograd: what funcops is held to.
+
+It shares no code with funcops. B rows, T positions, D width, H heads of size K = D / H, G key and value heads.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float = 1e-5):
+        super().__init__()
+        self.dim, self.eps = (dim,), eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.dim, self.weight, self.eps)
+
+
+def rope_tables(context: int, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * theta^(-2i/K), float64 [T, K/2]."""
+    frequency = theta ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
+    angle = torch.arange(context, dtype=torch.float64)[:, None] * frequency
+    return angle.cos(), angle.sin()
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the pairs (x_i, x_{i + K/2}) of x [B, T, H, K]; cos, sin: [T, 1, K/2]."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int):
+        super().__init__()
+        self.size = dim // n_heads
+        self.gqa = n_heads != n_kv_heads
+        self.norm = RMSNorm(dim)
+        self.q = nn.Linear(dim, n_heads * self.size, bias=False)
+        self.k = nn.Linear(dim, n_kv_heads * self.size, bias=False)
+        self.v = nn.Linear(dim, n_kv_heads * self.size, bias=False)
+        self.out = nn.Linear(n_heads * self.size, dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = self.norm(x)
+        q, k, v = (p(x).unflatten(-1, (-1, self.size)) for p in (self.q, self.k, self.v))
+        q, k = rope(q, cos, sin), rope(k, cos, sin)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.norm = RMSNorm(dim)
+        self.up = nn.Linear(dim, 2 * hidden, bias=False)  # the gate's rows first
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.up(self.norm(x)).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, hidden: int):
+        super().__init__()
+        self.attn = Attention(dim, n_heads, n_kv_heads)
+        self.mlp = MLP(dim, hidden)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.attn(x, cos, sin)
+        return x + self.mlp(x)
+
+
+class PlainBlock(nn.Module):
+    """One block with rotation tables of its own, made once."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, length: int):
+        super().__init__()
+        self.block = Block(dim, heads, heads, hidden)
+        cos, sin = rope_tables(length, dim // heads, 10000.0)
+        self.cos, self.sin = cos.float()[:, None], sin.float()[:, None]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.cos.to(x.dtype), self.sin.to(x.dtype))
+
+
+class PlainGPT2Block(nn.Module):
+    """A GPT-2 block with dropout on its two branches."""
+
+    def __init__(self, dim: int, heads: int, hidden: int, p: float):
+        super().__init__()
+        self.heads, self.p = heads, p
+        self.norms = nn.ModuleList(nn.LayerNorm(dim) for _ in range(2))
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + F.dropout(self.out(mixed), self.p)
+        return x + F.dropout(self.down(F.gelu(self.up(self.norms[1](x)), approximate="tanh")), self.p)
+
+
+class PlainLlama(nn.Module):
+    """Logits [B, T, vocab] of byte numbers [B, T], T up to `context`; with `labels` [B, T], their mean cross entropy."""
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int,
+        hidden: int,
+        context: int,
+        vocab: int = 256,
+        tied: bool = False,
+        theta: float = 10000.0,
+    ):
+        super().__init__()
+        self.embed = nn.Embedding(vocab, dim)
+        self.blocks = nn.ModuleList(Block(dim, n_heads, n_kv_heads, hidden) for _ in range(n_layers))
+        self.norm = RMSNorm(dim)
+        self.head = None if tied else nn.Linear(dim, vocab, bias=False)
+        self.tables = rope_tables(context, dim // n_heads, theta)
+        self.rope: dict[tuple[torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
+
+    def cos_sin(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables in the activations' dtype, rounded once from float64 (a buffer would follow .to() and back)."""
+        where = (like.dtype, like.device)
+        if where not in self.rope:
+            cos, sin = (t[:, None].to(like.device, like.dtype) for t in self.tables)
+            self.rope[where] = cos, sin
+        return self.rope[where]
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        cos, sin = (t[: tokens.shape[1]] for t in self.cos_sin(x))
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        logits = F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
+        return logits if labels is None else F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def plain_name(path: str) -> str:
+    """The plain module's name for a path of ours."""
+    return path.replace(".qkv.", ".").replace(".proj.", ".").replace(".moe.routed.", ".").replace(".moe.", ".")

@@ -1,0 +1,142 @@
+"""Bytes that a block keeps for its backward, per token and hidden unit, against what autograd saves; and that a mixture of experts
+keeps per token, against the block of Hugging Face's transformers, where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.measure import Row
+from benchmarks.plain import PlainBlock, PlainGPT2Block
+from funcops import Compress, ExpertsConfig, Policy, WithExtras, chain, experts, random, report, with_policy
+from funcops.contract.op import Op
+from funcops.lora import lora_init, lora_needs, with_lora
+from funcops.models.blocks import block_config, gpt2_block_config
+
+DIM, HEADS, LENGTH = 512, 8, 512
+MIXTURE = dict(dim=256, hidden=96, experts=16, choices=8)
+UNIT = "bytes per token and unit"
+FP8 = Compress("fp8")
+LOW = {  # what of a Llama block is in 8 bits
+    "the SwiGLU's input": Policy({"mlp.act.x": FP8}),
+    "the inputs of the SwiGLU and of norms": Policy({"mlp.act.x": FP8, "*.norm.x": FP8}),
+}
+
+
+def run(rivals: bool = True) -> list[Row]:
+    """`rivals`: with the rows of a mixture of experts and of LoRA, for which transformers and PEFT are imported."""
+    torch.manual_seed(0)
+    llama = _llama()
+    gpt2 = gpt2_block_config(DIM, HEADS, 2048, 0.1), {"key": random.key(0)}, PlainGPT2Block(DIM, HEADS, 2048, 0.1)
+    plain = [row for name, case in (("llama block", llama), ("gpt-2 block", gpt2)) for row in _measure(name, *case)]
+    found = plain + list(_low(*llama[:2]))
+    return [*found, *_mixture(**MIXTURE), *_lora()] if rivals else found
+
+
+def _llama() -> tuple[Any, dict[str, Tensor], nn.Module]:
+    """A Llama block, its extras, and the same in torch."""
+    return block_config(DIM, HEADS, 1408), {"positions": torch.arange(LENGTH)}, PlainBlock(DIM, HEADS, 1408, LENGTH)
+
+
+def _mixture(dim: int, hidden: int, experts: int, choices: int) -> Iterator[Row]:
+    """Beside x and params: of ours the weights and indices count, which a router gives; of theirs what their router saves."""
+    case, data = f"mixture of {choices} of {experts} experts, {dim} to {hidden}", torch.randn(1, LENGTH, dim, dtype=torch.bfloat16)
+    yield Row("residuals", case, "funcops", "kept", _experts_keep(data, hidden, experts, choices) / LENGTH, "bytes per token")
+    if importlib.util.find_spec("transformers"):
+        for how in ("eager", "grouped_mm"):
+            saved = saved_by_autograd(_theirs(how, dim, hidden, experts, choices), data) - data.nbytes
+            yield Row("residuals", case, f"transformers, {how}", "kept", saved / LENGTH, "bytes per token")
+
+
+def _experts_keep(data: Tensor, hidden: int, count: int, choices: int) -> int:
+    cfg = ExpertsConfig(count, data.shape[-1], hidden)
+    params = experts.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+    indices = torch.rand(1, LENGTH, count).argsort(-1)[..., :choices].to(torch.int32)
+    weights = torch.rand(indices.shape)
+    _, residuals = experts.fwd(params, (weights, data, indices), cfg)
+    return report(residuals, params, data).kept_bytes + indices.nbytes
+
+
+def _theirs(how: str, dim: int, hidden: int, count: int, choices: int) -> nn.Module:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+    cfg = Qwen3MoeConfig(hidden_size=dim, moe_intermediate_size=hidden, num_experts=count, num_experts_per_tok=choices)
+    cfg._experts_implementation = how
+    block = Qwen3MoeSparseMoeBlock(cfg)
+    for p in block.parameters():
+        nn.init.normal_(p, std=0.02)
+    return block.to(torch.bfloat16)
+
+
+def _low(cfg: Any, extras: dict[str, Tensor]) -> Iterator[Row]:
+    """What a Llama block keeps by policies of 8 bits; and the dys of linears that its pending holds."""
+    params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+    x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
+    units = LENGTH * DIM
+    for name, policy in LOW.items():
+        kept = report(with_policy(chain, policy).fwd(params, x, cfg)[1], params, extras).kept_bytes
+        yield Row("residuals", "llama block", f"funcops, fp8: {name}", "kept", kept / units, UNIT)
+    for provider, policy in (("funcops", Policy()), ("funcops, fp8: *.dy", Policy({"*.dy": FP8}))):
+        op = with_policy(chain, policy)
+        y, residuals = op.fwd(params, x, cfg)
+        _, pending = op.dgrad(residuals, torch.randn_like(y), cfg)
+        waiting = sum(row.bytes for row in report(pending, params, x).rows if row.path.endswith(".dy"))
+        yield Row("residuals", "llama block", provider, "pending dy", waiting / units, UNIT)
+
+
+def _lora() -> Iterator[Row]:
+    """What a Llama block keeps whose weights are frozen, adapters of rank 8 on all its linears, and PEFT's where it is there."""
+    case, (base, extras, module) = "frozen llama block, LoRA", _llama()
+    cfg = with_lora(base, 8, ("*",), alpha=16.0)
+    params = lora_init(chain.init(base, key=random.key(0), dtype=torch.bfloat16), cfg, key=random.key(1))
+    x = WithExtras(torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16), extras)
+    _, residuals = chain.fwd(params, x, cfg, needs=lora_needs(cfg, x=("main",)))
+    kept = {"funcops": report(residuals, params, extras).kept_bytes}
+    if importlib.util.find_spec("peft"):
+        import peft
+
+        names = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+        found = peft.LoraConfig(r=8, lora_alpha=16, target_modules=names)
+        frozen: Any = peft.inject_adapter_in_model(found, module.to(torch.bfloat16))
+        kept["autograd, peft"] = saved_by_autograd(frozen, x.main)
+    for provider, value in kept.items():
+        yield Row("residuals", case, provider, "kept", value / (LENGTH * DIM), UNIT)
+
+
+def _measure(name: str, cfg: Any, extras: dict[str, Tensor], module: nn.Module) -> list[Row]:
+    data = torch.randn(1, LENGTH, DIM, dtype=torch.bfloat16)
+    params = chain.init(cfg, key=random.key(0), dtype=torch.bfloat16)
+
+    def ours(op: Op) -> int:
+        _, residuals = op.fwd(params, WithExtras(data, extras), cfg)
+        return report(residuals, params, extras).kept_bytes  # the block's input counts
+
+    kept = {
+        "funcops": ours(chain),
+        "funcops, compress_fp8": ours(with_policy(chain, "compress_fp8")),
+        "autograd": saved_by_autograd(module.to(torch.bfloat16), data),
+    }
+    return [Row("residuals", name, provider, "kept", value / (LENGTH * DIM), UNIT) for provider, value in kept.items()]
+
+
+def saved_by_autograd(module: nn.Module, data: Tensor) -> int:
+    """The bytes of the storages that a forward saves, but for the module's params and tables."""
+    tables = {t.untyped_storage()._cdata for t in (*module.parameters(), *vars(module).values()) if isinstance(t, Tensor)}
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in tables:
+            storages[storage._cdata] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = module(data.clone().requires_grad_())
+    kept = sum(storages.values())
+    del y
+    return kept

@@ -1,0 +1,269 @@
+"""A whole training step of the example's decoder: forward, backward, clipping, AdamW; against plain PyTorch.
+
+Every provider does the same work in the same precision. With bfloat16 the master weights, the gradients that are clipped
+and AdamW are float32: funcops casts its params tree; the plain version keeps a bfloat16 copy of the module, written by one
+`_foreach_copy_` a step, which is faster on CPU than autocast. PyTorch runs `F.rms_norm`, SDPA, rotation tables made once,
+`clip_grad_norm_(foreach=True)` and `AdamW(fused=True)`. "funcops" runs its norms and GLUs twice, as a chain does by default;
+"save_all" keeps what PyTorch keeps, and computes nothing twice; "unfused" is the first with `fuse=False`; "compiled" has forward
+and backward in one graph of torch.compile, as "torch.compile" has the plain model's. Where jax and optax are installed, they jit
+the same step (`jax_step`).
+
+What needs no compiler is measured first, in every dtype; then what does, which takes most of the time, in turns with what it is
+compared with. `--seconds` bounds it: rounds are fewer where steps are slow, a compilation that would not end in time is not begun,
+and what is left out is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import dataclasses
+import itertools
+import random as python_random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.jax_step import jax_step
+from benchmarks.measure import NoDevice, Row, interleaved
+from benchmarks.plain import PlainLlama, plain_name
+from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
+from funcops.contract.configs import Composite
+from funcops.contract.needs import Needs
+from funcops.models.blocks import Sizes, decoder_config
+from funcops.optim import AdamWConfig, adamw_init, adamw_update, clip_by_global_norm
+from funcops.trees import cast, tree_map_with_path
+
+# for a GPU: so large that the device, and not the host, takes the time
+LARGE, LARGE_ROUNDS = Sizes(dim=1536, layers=4, heads=12, kv_heads=4, hidden=4096, vocab=32000, context=1024, batch=16), 15
+LR, CLIP, BETAS, DECAY = 1e-3, 1.0, (0.9, 0.95), 0.1
+ROUNDS, FEWEST = 40, 3
+SECONDS = 110.0  # of it all; of the rounds of a group, a twentieth
+COMPILED, COMPARED = ("torch.compile", "funcops, compiled"), ("funcops", "funcops, save_all", "jax, jitted")
+PAIRS = (
+    ("funcops", "funcops, unfused"),
+    *itertools.product(("funcops", "funcops, save_all"), ("torch eager", "torch.compile")),
+    ("funcops, compiled", "torch.compile"),
+    *itertools.product(("funcops", "funcops, compiled"), ("jax, jitted",)),
+)
+Step = Callable[[], Tensor]
+
+
+def funcops_step(
+    sizes: Sizes, plain: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, policy: str = "recompute_elementwise",
+    fuse: bool = True, compiled: bool = False,
+) -> Step:  # fmt: skip
+    """A step of ours on the plain module's weights; each call trains on and returns the loss."""
+    op = with_policy(chain, policy)
+    cfg, adamw = (
+        decoder_config(sizes) if fuse else unfused(decoder_config(sizes)),
+        AdamWConfig(lr=LR, betas=BETAS, weight_decay=DECAY),
+    )
+    weights = {name: t.detach().clone() for name, t in plain.named_parameters()}
+    params = tree_map_with_path(
+        lambda path, t: None if t is None else weights[plain_name(path)], chain.init(cfg, key=None, device="meta")
+    )
+    state = adamw_init(params, adamw)
+    table = rope_table(torch.arange(x.shape[1], device=x.device), RopeConfig(sizes.dim // sizes.heads))
+    given = WithExtras(x, {"positions": table, "labels": labels})
+    needs = Needs(x=False)
+
+    def passes(params: Any) -> tuple[Tensor, Any]:
+        loss, residuals = op.fwd(cast(params, dtype), given, cfg, needs=needs)
+        grads, _ = op.bwd(donate(residuals), torch.ones_like(loss), cfg)
+        return loss, cast(grads, torch.float32)
+
+    gradients: Any = torch.compile(passes, fullgraph=True, dynamic=False) if compiled else passes
+
+    def step() -> Tensor:
+        nonlocal params, state
+        loss, grads = gradients(params)
+        grads, _ = clip_by_global_norm(grads, CLIP, in_place=True)
+        params, state = adamw_update(params, grads, state, adamw, in_place=True)
+        return loss
+
+    return step
+
+
+def unfused(cfg: Any) -> Any:
+    """The config with every chain and parallel in it running step by step."""
+    if not isinstance(cfg, Composite):
+        return cfg
+    parts: Any = cfg.with_parts(lambda name, op, inner: (op, unfused(inner)))
+    return dataclasses.replace(parts, fuse=False) if "fuse" in {f.name for f in dataclasses.fields(parts)} else parts
+
+
+def torch_step(
+    module: PlainLlama, x: Tensor, labels: Tensor, dtype: torch.dtype, compiled: bool = False, mode: str | None = None
+) -> Step:
+    """A step of plain PyTorch; each call trains on and returns the loss."""
+    master = copy.deepcopy(module)
+    compute = master if dtype is torch.float32 else copy.deepcopy(module).to(dtype)
+    weights: list[Tensor] = list(master.parameters())
+    copies: list[Tensor] = list(compute.parameters())
+    optimiser = torch.optim.AdamW(weights, lr=LR, betas=BETAS, weight_decay=DECAY, fused=True)
+    compute.cos_sin(next(compute.parameters()))  # its tables: made by a compiled call they would lie in a graph's memory
+    run: Any = torch.compile(compute, dynamic=False, mode=mode) if compiled else compute
+
+    def step() -> Tensor:
+        if compute is not master:
+            with torch.no_grad():
+                torch._foreach_copy_(copies, weights)
+        loss = run(x, labels)
+        compute.zero_grad(set_to_none=True)
+        loss.backward()
+        if compute is not master:
+            for weight, narrow in zip(weights, copies, strict=True):
+                assert narrow.grad is not None
+                weight.grad = narrow.grad.float()
+        torch.nn.utils.clip_grad_norm_(weights, CLIP, foreach=True)
+        optimiser.step()
+        return loss.detach()
+
+    return step
+
+
+def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, Step]:
+    """The providers' steps, all from the same weights on the same batch."""
+    torch.manual_seed(0)
+    module = PlainLlama(
+        dim=sizes.dim,
+        n_layers=sizes.layers,
+        n_heads=sizes.heads,
+        n_kv_heads=sizes.kv_heads,
+        hidden=sizes.hidden,
+        context=sizes.context,
+        vocab=sizes.vocab,
+    ).to(device)
+    x, labels = torch.randint(0, sizes.vocab, (2, sizes.batch, sizes.context)).to(device)
+    jitted = jax_step(sizes, dict(module.named_parameters()), x, labels, dtype, adamw=(LR, CLIP, BETAS, DECAY))
+    return {
+        "funcops": funcops_step(sizes, module, x, labels, dtype),
+        "funcops, save_all": funcops_step(sizes, module, x, labels, dtype, "save_all"),
+        "funcops, unfused": funcops_step(sizes, module, x, labels, dtype, fuse=False),
+        "torch eager": torch_step(module, x, labels, dtype),
+        "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
+        "funcops, compiled": funcops_step(sizes, module, x, labels, dtype, compiled=True),
+    } | ({} if jitted is None else {"jax, jitted": jitted})
+
+
+def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, float]:
+    """The median and its 95 % bootstrap interval."""
+    rng = python_random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return statistics.median(ratios), medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
+
+
+def finished(step: Step) -> Callable[[], None]:
+    """The step until the device has done it."""
+
+    def run() -> None:
+        step()
+        torch.cuda.synchronize()
+
+    return run
+
+
+class Measured:
+    """The steps of a dtype, measured a group at a time: `most` rounds in `share` seconds, or `FEWEST` in more."""
+
+    def __init__(self, dtype: torch.dtype, sizes: Sizes, most: int, share: float, device: str = "cpu") -> None:
+        self.case = str(dtype).removeprefix("torch.") + ("" if device == "cpu" else f", {device}")
+        self.most, self.share, self.known = most, share, set[str]()
+        made = steps(sizes, dtype, device)
+        self.steps = made if device == "cpu" else {name: finished(step) for name, step in made.items()}
+
+    def eager(self) -> Iterator[Row]:
+        return self._rows([name for name in self.steps if name not in COMPILED])
+
+    def compiled(self, stop: float, expected: float) -> Iterator[Row]:
+        """`expected`: the seconds that a compilation takes. None is begun that would end after `stop`."""
+        done = []
+        for name in COMPILED:
+            begun = time.monotonic()
+            if begun + expected > stop:
+                say(f"{self.case}: {name} is left out, for want of time (see --seconds)")
+                continue
+            self.steps[name]()
+            done.append(name)
+            expected = time.monotonic() - begun
+            say(f"{self.case}: {name} compiled in {expected:.0f} s")
+        if done:
+            yield from self._rows([name for name in (*COMPARED, *done) if name in self.steps])
+        self.compilation = expected
+
+    def _rows(self, names: list[str]) -> Iterator[Row]:
+        """Of steps that take turns: medians that are not known yet, and the ratios of those pairs of which one is not."""
+        of = {name: self.steps[name] for name in names}
+        few = min(self.most, FEWEST)
+        samples = interleaved(of, rounds=few, calls=1)
+        spent = sum(map(sum, samples.values())) / 1e6
+        more = min(self.most - few, int((self.share - spent) / spent * few))
+        if more > 0:
+            samples = {name: samples[name] + values for name, values in interleaved(of, rounds=more, calls=1).items()}
+        new = set(names) - self.known
+        for name in sorted(new, key=names.index):
+            low, middle, high = statistics.quantiles(samples[name], n=4)
+            yield Row("step", self.case, name, "median", middle / 1e3, "ms")
+            yield Row("step", self.case, name, "quartile spread", (high - low) / 1e3, "ms")
+        for ours, rival in PAIRS:
+            if {ours, rival} <= set(names) and {ours, rival} & new:
+                ratios = [a / b for a, b in zip(samples[ours], samples[rival], strict=True)]
+                for label, value in zip(("median", "95 % low", "95 % high"), interval(ratios), strict=True):
+                    yield Row("step", self.case, ours, f"ratio to {rival}, {label}", value, "")
+        self.known |= new
+
+
+def say(line: str) -> None:
+    print(f"bench step: {line}", file=sys.stderr, flush=True)
+
+
+def measure(
+    dtypes: Sequence[torch.dtype], sizes: Sizes, rounds: int, device: str = "cpu", seconds: float = SECONDS
+) -> Iterator[Row]:
+    """Rows as they come, and each said at once, since the table is printed last."""
+    stop = time.monotonic() + seconds
+
+    def rows() -> Iterator[Row]:
+        expected = seconds / 4  # until one is known
+        of = [Measured(dtype, sizes, rounds, seconds / 20, device) for dtype in dtypes]
+        for one in of:
+            yield from one.eager()
+        for one in of:
+            yield from one.compiled(stop, expected)
+            expected = one.compilation
+
+    for row in rows():
+        say(f"{row.case}: {row.provider}, {row.metric}: {row.value:.3f} {row.unit}")
+        yield row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the step runs (default: %(default)s); a larger model on cuda",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="begin no compilation that would end later (default: %(default)s)"
+    )
+    parser.add_argument("--mixture", action="store_true", help="a decoder with experts instead, against Hugging Face's Qwen3-MoE")
+
+
+def run(device: str = "cpu", seconds: float = SECONDS, mixture: bool = False) -> Iterator[Row]:
+    """The rows as they come."""
+    if mixture:
+        from benchmarks import moe_step  # which imports this module
+
+        return moe_step.run()
+    if device == "cuda" and not torch.cuda.is_available():
+        raise NoDevice("--device: expected cpu, as there is no CUDA device, got cuda")
+    if device == "cuda":
+        return measure([torch.bfloat16], LARGE, LARGE_ROUNDS, device, seconds)
+    return measure([torch.float32, torch.bfloat16], Sizes(), ROUNDS, device, seconds)

@@ -1,0 +1,112 @@
+"""The memory-bound kernels of `samples`, as calls to count: each with the sums of what it leaves in parts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.samples import Maker, Sample, norms, samples
+from benchmarks.traffic.calls import Call, fingerprint_of, intercepted
+from funcops.backend import backend
+from funcops.kernels import cross_entropy as declared_loss
+from funcops.kernels.norm import sum_parts
+from funcops.trees import leaves, nbytes, tree_map
+
+LONG_AND_ODD = (2048, 32768), (8192, 4099)  # rows of norms, beside those of `samples`
+READ_OF = {"table": 1 / 3}  # a rotary table has cos, sin and -sin, each twice: a call needs cos and sin once
+
+
+class RoomMaker(Maker):
+    """Makes room and fills little of it: what is never touched takes no memory, and no kernel's accesses depend on values,
+    but for ids."""
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        t = torch.empty(shape, device=self.device, dtype=dtype or self.dtype)
+        return t if t.nbytes > 2**20 else t.zero_()
+
+    def wide(self, *shape: int) -> Tensor:
+        t = torch.empty(shape, device=self.device)
+        return t if t.nbytes > 2**20 else t.fill_(1.0)
+
+
+class Case(NamedTuple):
+    """`run` is what a training step calls, on `args`; `least` its bytes: all that it takes and all that it gives, each once."""
+
+    name: str
+    shape: str
+    args: tuple[Any, ...]
+    run: Callable[[], Any]
+    least: float
+
+
+def cases(dtype: torch.dtype, device: str, only: Callable[[str, str], bool] = lambda *_: True) -> Iterator[Case]:
+    torch.manual_seed(0)
+    make = RoomMaker(device, dtype)
+    for sample in itertools.chain(samples(make), *(norms(make, rows, width) for rows, width in LONG_AND_ODD)):
+        if sample.product is None and only(sample.name, sample.shape):
+            yield case_of(sample, dtype)
+        if sample.name == "cross_entropy_bwd" and only("cross_entropy", sample.shape):
+            yield both_of_cross_entropy(sample)
+
+
+def case_of(sample: Sample, dtype: torch.dtype) -> Case:
+    declared = sample.kernel.kernel
+    declared.find_triton()
+    sum_parts.kernel.find_triton()
+    launch, sums = declared.triton_impl, sum_parts.kernel.triton_impl
+    meta = tree_map(lambda t: t.to("meta") if isinstance(t, Tensor) else t, sample.args)
+    with intercepted(lambda _: None), backend("triton"):
+        given = leaves(launch(*meta))
+    # the body leaves one part; a kernel that leaves another number of them says so in a fake of its own
+    bodys = given if declared.fake_impl is declared.torch_impl else leaves(declared.torch_impl(*meta))
+    in_parts = [isinstance(a, Tensor) and a.shape != b.shape for a, b in zip(given, bodys, strict=True)]
+
+    def run() -> None:
+        with backend("triton"):
+            for result, apart in zip(leaves(launch(*sample.args)), in_parts, strict=True):
+                if apart:
+                    sums(result, dtype)
+
+    sizes = [t.shape[1] * dtype.itemsize if apart else nbytes(t) for t, apart in zip(given, in_parts, strict=True)]
+    return Case(sample.name, sample.shape, sample.args, run, sum(sizes) + taken(sample))
+
+
+def both_of_cross_entropy(backward: Sample) -> Case:
+    """Loss and gradient as one, of which the least is a read and a write: what the logits' own tensor could hold."""
+    dloss, logits, labels, _, *options = backward.args
+    args = logits, labels, *options
+
+    def run() -> None:
+        with backend("triton"):
+            declared_loss.cross_entropy_fwd.kernel.triton_impl(*args)
+            backward.kernel.kernel.triton_impl(*backward.args)
+
+    least = 2 * logits.nbytes + labels.nbytes + 2 * dloss.nbytes  # of these the last is the losses
+    return Case("cross_entropy", backward.shape, args, run, least)
+
+
+def taken(sample: Sample) -> float:
+    """Bytes of the arguments; twice of those that are written to, or, where there are ids, of their rows that some id has."""
+    declared, args = sample.kernel.kernel, sample.named
+    sizes = {name: nbytes(arg) * READ_OF.get(name, 1.0) for name, arg in args.items()}
+    for name in declared.mutates:
+        sizes[name] *= 2
+        if "ids" in args and not args["ids"].is_meta:
+            sizes[name] *= args["ids"].unique().numel() / args[name].shape[0]
+    return sum(sizes.values())
+
+
+def plan(case: Case) -> list[Call]:
+    """The launches of a case, none of them run."""
+    found: list[Call] = []
+    with intercepted(found.append):
+        case.run()
+    return found
+
+
+def hashed(case: Case) -> str:
+    return fingerprint_of(plan(case))

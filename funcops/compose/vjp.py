@@ -1,0 +1,101 @@
+"""Gradients of an op without autograd, as JAX users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op
+from funcops.errors import describe, fail, require, require_flag, require_type
+from funcops.residuals.donate import donate
+from funcops.trees import WithExtras, leaves, nothing_like, with_leaves
+
+
+def value_and_grad(
+    op: Op, *, x: bool = False, has_aux: bool = False, losses: tuple[str, ...] = (), needs: Needs = Needs.ALL
+) -> Callable[..., Any]:
+    """`run(params, x, cfg) -> (y, dparams)` for an op that gives a scalar, such as a model with its loss; with `x` it is
+    `(y, (dparams, dx))`. The residuals are given away, so memory falls as the backward walks.
+
+    With `has_aux` y is a tuple `(loss, *aux)`, of which loss alone is differentiated; y comes back whole, as from
+    `jax.value_and_grad`. Where the config has outputs, y is `WithExtras(loss, outputs)`, which comes back whole too: differentiated
+    is the loss plus the sums of the outputs named in `losses`. `needs`: which gradients there are, by default all; params that
+    are frozen have None, and keep nothing for one: `needs=lora_needs(cfg)`. Those of x are returned with `x` alone.
+
+    Raises `ValueError` where y, or loss, is not one number, for names of no float outputs, and for `x` with needs that have none of
+    x; `TypeError` where y must be a tuple and is not.
+
+    >>> import torch
+    >>> from funcops import CrossEntropyConfig, cross_entropy, value_and_grad
+    >>> logits, labels = torch.zeros(1, 4), torch.tensor([3])
+    >>> loss, (dparams, (dlogits, _)) = value_and_grad(cross_entropy, x=True)(None, (logits, labels), CrossEntropyConfig())
+    >>> loss, dlogits
+    (tensor(1.3863), tensor([[ 0.2500,  0.2500,  0.2500, -0.7500]]))
+    """
+    require_type("value_and_grad", "op", op, Op)
+    require_flag("value_and_grad", x=x, has_aux=has_aux)
+    check_losses("value_and_grad", losses)
+    require_type("value_and_grad", "needs", needs, Needs)
+    require(not x or bool(needs.x), "value_and_grad", "needs", "with gradients of x, as x=True returns them", needs)
+    both, needs = x, needs if x else Needs(x=False, params=needs.params)
+
+    def run(params: Any, x: Any, cfg: Any) -> Any:
+        y, residuals = op.fwd(params, x, cfg, needs=needs)
+        named = type(y) is WithExtras and not has_aux
+        loss, outputs = (y.main, y.extras) if named else (y, {})
+        if has_aux:
+            require_type("value_and_grad", "y", y, tuple)
+            loss = y[0]
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            fail("value_and_grad", "y.0" if has_aux else "y.main" if named else "y", "one number", describe(loss))
+        check_losses("value_and_grad", losses, outputs)
+        dy: Any = torch.ones_like(loss)
+        if has_aux:
+            dy = with_leaves(y, [dy, *leaves(nothing_like(y))[1:]])
+        if named:
+            given = {name: sum_gradient("value_and_grad", name, t) if name in losses else None for name, t in outputs.items()}
+            dy = WithExtras(dy, given)
+        dparams, dx = op.bwd(donate(residuals), dy, cfg)
+        return y, (dparams, dx) if both else dparams
+
+    return run
+
+
+def check_losses(where: str, losses: Any, outputs: Iterable[str] | None = None) -> None:
+    """Raises unless `losses` is a tuple of names, all of outputs where these are known."""
+    right = isinstance(losses, tuple) and all([isinstance(name, str) for name in losses])
+    require(right, where, "losses", "a tuple of names", repr(losses))
+    if outputs is not None:
+        unknown = [name for name in losses if name not in outputs]
+        require(not unknown, where, "losses", f"names among the outputs ({', '.join(outputs) or 'none'})", unknown)
+
+
+def sum_gradient(where: str, name: str, output: Any, each: float = 1.0) -> Tensor:
+    """The gradient of an output whose sum, times `each`, is added to a loss."""
+    if not isinstance(output, Tensor) or not output.is_floating_point():
+        fail(where, "losses", "names of float outputs", f"{name!r}, {describe(output)}")
+    return torch.full_like(output, each)
+
+
+def vjp(op: Op, params: Any, x: Any, cfg: Any, *, needs: Needs = Needs.ALL) -> tuple[Any, Callable[[Any], tuple[Any, Any]]]:
+    """`(y, pullback)`, where `pullback(dy)` is `(dparams, dx)` and may be called again: it holds the residuals.
+
+    As `jax.vjp`, of both params and x. Raises `TypeError` for what is no op, and what its forward raises.
+
+    >>> import torch
+    >>> from funcops import ScaleConfig, scale, vjp
+    >>> y, pullback = vjp(scale, None, torch.ones(2), ScaleConfig(3.0))
+    >>> y, pullback(torch.tensor([1.0, 0.0]))
+    (tensor([3., 3.]), (None, tensor([3., 0.])))
+    """
+    require_type("vjp", "op", op, Op)
+    y, residuals = op.fwd(params, x, cfg, needs=needs)
+
+    def pullback(dy: Any) -> tuple[Any, Any]:
+        return op.bwd(residuals, dy, cfg)  # type: ignore[no-any-return]
+
+    return y, pullback

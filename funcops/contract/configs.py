@@ -1,0 +1,273 @@
+"""Configs: frozen data, all that is static of an op, that check their fields and know their hash; what generic code asks of them.
+
+`OpConfig` is the base of every op's config, `Composite` that of a combinator's. Each hook has a default, which is the answer of an
+op that knows nothing about it. `docs/your-own-rewrite.md` shows how a walk or a rewrite of a model's config uses them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from typing_extensions import Self, dataclass_transform
+
+from funcops.backend.source import exact
+from funcops.contract.memo import number_while_tracing, reading
+from funcops.errors import describe, fail, require_type
+from funcops.trees import constant_paths, paths
+
+T = TypeVar("T")
+NoneType = type(None)
+LARGEST = torch.finfo(torch.float32).max
+Replace = Callable[[Any, Any, Any], tuple[Any, Any]]  # (name, op, cfg) of a part -> its new op and cfg
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
+def config(cls: type[T]) -> type[T]:
+    """Class decorator: a frozen, keyword-only dataclass whose hash is computed once. All that is static of an op. A field
+    annotated int, float, bool or str (or one of them, or None) raises `TypeError` for anything else, `ValueError` for NaN, and
+    for a float that float32, in which kernels compute, has no number for."""
+    checked = _check_types(cls)
+    _check_hooks(cls)
+    made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    compute = made.__hash__
+
+    def __hash__(self: Any) -> int:
+        try:
+            return self._hash
+        except AttributeError:
+            object.__setattr__(self, "_hash", compute(self))
+            return self._hash
+
+    made.__hash__ = __hash__
+    made.number_while_tracing = number_while_tracing
+    # A copy is the config itself; a pickled one is made anew, as hashes and what is computed from fields hold in one process.
+    made.__copy__ = lambda self: self
+    made.__deepcopy__ = lambda self, memo: self
+    names = [f.name for f in dataclasses.fields(made) if f.init]
+    checked += names
+    made.__reduce__ = lambda self: (_unpickled, (type(self), {name: getattr(self, name) for name in names}))
+    return made
+
+
+def _unpickled(cls: Any, fields: dict[str, Any]) -> Any:
+    return cls(**fields)
+
+
+def _check_hooks(cls: Any) -> None:
+    """A field may not be called like a hook that it does not override with a default: dataclasses would take the hook for one."""
+    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        if name in vars(OpConfig) and name not in cls.__dict__ and "ClassVar" not in str(annotation):
+            fail(
+                cls.__name__,
+                f"field {name}",
+                "of another name, or have a default (OpConfig has a hook of that name)",
+                "none",
+                TypeError,
+            )
+
+
+_PLAIN = (str, int, float, bool, NoneType)
+_TYPES = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,), "None": (NoneType,)}
+
+
+def _check_types(cls: Any) -> list[str]:
+    """Put a check of plain fields before the class's own checks; and names in the fields that the list, which is returned, comes to
+    hold are plain strings from then on."""
+    fields: list[str] = []
+    wanted: dict[str, tuple[type, ...]] = {}
+    for name, annotation in cls.__dict__.get("__annotations__", {}).items():
+        words = (annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))).split(" | ")
+        if all([word in _TYPES for word in words]):
+            wanted[name] = tuple([t for word in words for t in _TYPES[word]])
+    given = getattr(cls, "__post_init__", None)
+
+    def __post_init__(self: Any) -> None:
+        for name in fields:
+            value = getattr(self, name)
+            if type(value) not in _PLAIN:
+                object.__setattr__(self, name, exact(value))
+        for name, types in wanted.items():
+            value = getattr(self, name)
+            require_type(type(self).__name__, name, value, *types)
+            if value != value:
+                fail(type(self).__name__, name, "a number", value)
+            if float in types and value is not None and LARGEST < abs(value) < math.inf:
+                fail(type(self).__name__, name, f"at most {LARGEST:.3g} in size, as float32 is", value)
+        if given is not None:
+            given(self)
+
+    cls.__post_init__ = __post_init__
+    return fields
+
+
+class Width(NamedTuple):
+    """The size of a last dimension, and the path of the step that gives it."""
+
+    size: int
+    of: str
+
+
+class OpConfig:
+    """The base of an op's config, which is a subclass under the decorator `config`. Generic code asks these hooks of any config;
+    override those that the op knows more about.
+
+    >>> from funcops import LinearConfig
+    >>> from funcops.contract.op import OpConfig
+    >>> cfg = LinearConfig(8, 16)
+    >>> isinstance(cfg, OpConfig), cfg.widths(None), cfg.outputs
+    (True, (8, 16), ())
+    """
+
+    extras: tuple[str, ...] = ()
+    """Names of the inputs beside main, if x is `WithExtras(main, {name: ...})`."""
+    outputs: tuple[str, ...] = ()
+    """Names of the outputs beside main, if y is `WithExtras(main, {name: ...})`."""
+    keys: tuple[str, ...] = ()
+    """The extras that are random keys."""
+    fuse: bool = True
+    """Whether rules of fusion may join the op's calls with others."""
+    gives_by_place: bool = True
+    """Whether a `Step` may name further parts of y by their place: y is then `(main, *gives)`."""
+    featurewise: ClassVar[bool] = False
+    """Whether each feature of y is computed from that feature of x alone, so that ranks may share features out."""
+    apart: bool | None = None
+    """Whether each rank of the config's axis has other features in y; None if y has the features as x has them."""
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        """The width (size of the last dimension) that x must have, None if any; and the width of y if x has `width`, None if not
+        known."""
+        return None, None
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """The width behind the step at `path`, if its x has `width`; None if not known. Raises `ValueError` for a `width` that does
+        not fit."""
+        wanted, given = self.widths(None if width is None else width.size)
+        if width is not None and wanted is not None and wanted != width.size:
+            fail(where, f"x of step {path!r}", f"[..., {wanted}]", f"[..., {width.size}] of step {width.of!r}")
+        if given is None:
+            return None
+        return width if width is not None and wanted is None and given == width.size else Width(given, path)
+
+    def wanted(self) -> int | None:
+        """The width that x must have; None if any, or not known."""
+        return self.widths(None)[0]
+
+    group_dims: tuple[int, ...] = ()
+    """The leading dimension that each param has for the groups of a grouped layer."""
+
+    @property
+    def low_recipe(self) -> Any:
+        """The recipe of an op in low precision; None for any other op."""
+        return getattr(self, "recipe", None)
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        """A `funcops.dist.Spec` for each param that ranks share out, by its path in the op's params."""
+        return {}
+
+    def packed_parts(self, width: int) -> tuple[int, ...] | None:
+        """The sizes of what lies side by side in the last dimension of an x of `width`, such as gate and value; () if it is one
+        part; None if the op mixes features."""
+        return None
+
+    def shared_out(self, dim: int, n: int) -> tuple[Any, int] | None:
+        """If n ranks share out dimension -`dim` of x: the config of a rank, and which dimension -dim of y they then share out. None
+        if the config stays, and so does the dimension. Raises `ValueError` if sizes do not divide, or the op has no such form."""
+        return None
+
+
+def same_width(cfg: Any, width: int | None) -> tuple[int | None, int | None]:
+    """`OpConfig.widths` of an op whose y has the last dimension of x, whatever that is."""
+    return None, width
+
+
+class Composite(OpConfig):
+    """The base of a combinator's config: an op that is made of parts, each an op with a config and a name."""
+
+    gives_by_place = False
+    members: tuple[Any, ...] = ()
+    """The `Step`s of a combinator whose parts have names."""
+    ties: Any = ()
+    """Pairs of a tied path and its source's path."""
+    names: dict[str, None] = {}
+    """The names of the steps, if params are a dict by name."""
+    part: ClassVar[str] = "step"
+    """What an error calls a part."""
+    lowered_by: ClassVar[Any] = None
+    """The op whose `lower` writes the parts as one program; None if the parts run as programs of their own."""
+    fsdp: Any = None
+    """The axis over which all params of the parts are sharded."""
+    like: Any = None
+    """The params of the parts by shape alone, before that axis shards them."""
+
+    def with_parts(self, replace: Replace) -> Self:
+        """The config with `replace(name, op, cfg)` for each part's op and config. A part whose name is None has its combinator's
+        path."""
+        raise NotImplementedError(f"{type(self).__name__}.with_parts")
+
+    def parts(self) -> list[tuple[Any, Any, Any]]:
+        """Name, op and config of each part, in the order of the forward; the body of a repeat once, as "*"."""
+        found: list[tuple[Any, Any, Any]] = []
+
+        def note(name: Any, op: Any, inner: Any) -> tuple[Any, Any]:
+            found.append((name, op, inner))
+            return op, inner
+
+        self.with_parts(note)
+        return found
+
+    @property
+    def first_parts(self) -> tuple[OpConfig, ...]:
+        """The configs of the parts whose x is this config's x."""
+        return ()
+
+    def wanted(self) -> int | None:
+        return next((width for inner in self.first_parts if (width := inner.wanted()) is not None), None)
+
+    def abstract(self) -> Any:
+        """The params on the meta device, made of those of the parts; see `funcops.program.values.abstract_params`."""
+        raise NotImplementedError(f"{type(self).__name__}.abstract")
+
+    def gradient_shapes(self) -> tuple[tuple[str, tuple[int, ...] | None], ...]:
+        """The `shapes` of the params. A method, as `program_while_tracing` is: a tracer runs it and takes what it gives for a
+        constant, where it would trace every `init`, and warn of the cache around it."""
+        with reading():
+            return tuple(shapes(self.abstract()).items())
+
+    gradient_shapes._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def shapes(params: Any) -> dict[str, tuple[int, ...] | None]:
+    """Shapes by path; None for a param that is absent, or never has a gradient."""
+    constant = constant_paths(params)
+    return {path: None if t is None or path in constant else tuple(t.shape) for path, t in paths(params).items()}
+
+
+def with_hooks(config: type) -> type:
+    """The class of an op's configs. If `OpConfig` is not its base, this warns (`DeprecationWarning`) and puts the hooks on it."""
+    if not issubclass(config, OpConfig):
+        name = config.__name__
+        warnings.warn(
+            f"{name}: must be a subclass of funcops.contract.op.OpConfig from version 0.4 on: write class {name}(OpConfig)",
+            DeprecationWarning,
+            3,
+        )
+        for hook, default in vars(OpConfig).items():
+            if not hook.startswith("__") and not hasattr(config, hook):
+                setattr(config, hook, default)
+        _hooked.add(config)
+    return config
+
+
+_hooked: set[type] = set()  # classes of configs that have the hooks without the base
+
+
+def require_config(where: str, cfg: Any) -> None:
+    """Raise `TypeError` unless `cfg` is the config of an op."""
+    if not isinstance(cfg, OpConfig) and type(cfg) not in _hooked:
+        fail(where, "cfg", "the config of an op (of a DecoderConfig: decoder(cfg))", describe(cfg), TypeError)

@@ -1,0 +1,139 @@
+"""`Needs`: which gradients will be asked for. Static, hashable; it decides what the residuals hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar
+
+from funcops.backend.source import exact
+from funcops.contract.memo import remember
+from funcops.errors import describe, fail
+from funcops.trees import has, paths
+
+Mask = bool | tuple[str, ...]
+
+
+class Needs:
+    """`Needs(x=True, params=True)`; each side is a bool, or the paths that need a gradient.
+
+    A mask may be given as an iterable of dotted paths (a path covers all below it) or as a tree of bools, and is kept
+    as a sorted tuple of paths. Equal needs are one object, but for those that a compiler makes while it traces.
+
+    >>> from funcops import Needs
+    >>> Needs(params={"weight": True, "bias": False})
+    Needs(x=True, params=('weight',))
+    """
+
+    __slots__ = ("_hash", "again", "drop", "params", "x")
+    x: Mask
+    params: Mask
+    drop: tuple[str, ...]  # fields that a program computes again instead: what else is asked for, but for these
+    again: bool  # whether a program will ask for y again
+    ALL: ClassVar[Needs]
+    NONE: ClassVar[Needs]
+
+    def __new__(cls, x: Any = True, params: Any = True) -> Needs:
+        return _intern(_mask("x", x), _mask("params", params))
+
+    def __bool__(self) -> bool:
+        return bool(self.x or self.params or self.again)
+
+    def __repr__(self) -> str:
+        more = f", drop={self.drop}" if self.drop else ""
+        return f"Needs(x={self.x}, params={self.params}{more}{', again=True' if self.again else ''})"
+
+    def __reduce__(self) -> Any:
+        return _intern, (self.x, self.params, self.drop, self.again)
+
+    def __copy__(self) -> Needs:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Needs:
+        return self
+
+    def dropping(self, fields: tuple[str, ...]) -> Needs:
+        """The same gradients, of residuals that lack these fields until a program fills them in."""
+        return _intern(self.x, self.params, fields, self.again)
+
+    def with_again(self) -> Needs:
+        """The same gradients, and y once more."""
+        return _intern(self.x, self.params, self.drop, True)
+
+    def param(self, path: str) -> bool:
+        """Whether the gradient of this parameter is needed."""
+        mask = self.params
+        return mask if mask is True else _covers(mask, path)
+
+    def input(self, path: str | int) -> bool:
+        """Whether the gradient of this part of x is needed: `"0"` or 0 for the first of a tuple."""
+        mask = self.x
+        return mask if mask is True else _covers(mask, str(path))
+
+
+_interned: dict[Any, Needs] = {}  # a plain dict: torch.compile finds what is in it
+
+
+def _intern(x: Mask, params: Mask, drop: tuple[str, ...] = (), again: bool = False) -> Needs:
+    key = x, params, drop, again
+    if key not in _interned:
+        needs = object.__new__(Needs)
+        needs.x, needs.params, needs.drop, needs.again = key
+        return remember(_interned, key, needs)
+    return _interned[key]
+
+
+def _mask(side: str, value: Any) -> Mask:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        value = (value,)
+    elif not isinstance(value, Mapping) and isinstance(value, Iterable):
+        value = tuple(value) if not isinstance(value, tuple) else value
+    if not isinstance(value, tuple) or not all(isinstance(path, str) for path in value):
+        found = paths(value)
+        for path, wanted in found.items():
+            if not isinstance(wanted, bool):
+                fail("Needs", f"{side} at {path!r}", "a bool, or all of it paths", repr(wanted), TypeError)
+        if found and all(found.values()):
+            return True
+        value = [path for path, wanted in found.items() if wanted]
+    return tuple(sorted(set(exact(tuple(value))))) or False
+
+
+def _covers(mask: Mask, path: str) -> bool:
+    if isinstance(mask, bool):
+        return mask
+    return any(path == m or path.startswith(m + ".") or m.startswith(path + ".") for m in mask)
+
+
+_parts: dict[tuple[Mask, str], Mask] = {}  # a plain dict: torch.compile warns of a functools.cache
+
+
+def sub_mask(mask: Mask, name: str) -> Mask:
+    """The part of a mask that lies under `name`."""
+    if isinstance(mask, bool):
+        return mask
+    found = _parts.get((mask, name))
+    if found is None:
+        inner = tuple(m[len(name) + 1 :] for m in mask if m.startswith(name + "."))
+        found = remember(_parts, (mask, name), True if name in mask else inner or False)
+    return found
+
+
+Needs.ALL = Needs()
+Needs.NONE = Needs(x=False, params=False)
+Needs(x=False), Needs(params=False)  # made here, so that no compiler is the first to ask for them
+
+
+def check_needs(where: str, needs: Any, params: Any, x: Any) -> None:
+    """`needs` must be a `Needs`, and every path in it must exist."""
+    if not isinstance(needs, Needs):
+        fail(where, "needs", "a Needs", describe(needs), TypeError)
+    if isinstance(needs.params, tuple):
+        known = paths(params)
+        for path in needs.params:
+            if not any(k == path or k.startswith(path + ".") for k in known):
+                fail(where, "needs.params", f"paths among {', '.join(known) or '(no params)'}", repr(path))
+    if isinstance(needs.x, tuple) and (unknown := [path for path in needs.x if not has(x, path)]):
+        parts = [path for path in paths(x) if path]
+        fail(where, "needs.x", f"paths among {', '.join(parts)}" if parts else "a bool (x is one tensor)", repr(unknown[0]))

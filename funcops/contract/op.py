@@ -1,0 +1,489 @@
+"""The contract: what an operator is, and how its few equations become one.
+
+An author writes `fwd`, `dgrad` and `wgrad` as plain functions under the decorators below, and a declaration per kept
+field (`funcops.contract.schema`). `Op` derives the rest. The laws that every operator, combinator and fused op obeys, checked
+by `funcops.testing.check_op`:
+
+1. Split: `bwd` is `dgrad` then `wgrad`, bit for bit, into accumulators too.
+2. Pure: no argument is written to, `into` and donated trees aside; the same call gives the same bits.
+3. Mirror: dparams has the structure of params, dx that of x; None where no gradient was needed or none exists.
+4. Frugal: residuals hold exactly what the backward reads under `needs`, inputs as the very same objects; pending what wgrad reads.
+5. Right: gradients match autograd and finite differences in float64.
+6. Two implementations, one meaning.
+7. Traceable: no graph break, no host sync, no data-dependent control flow.
+8. Edges: zero-size, non-contiguous, odd-sized inputs, and an x without leading dimensions.
+9. Loud: a bad argument raises before anything runs, naming op, argument, what came and what was expected.
+10. Guarded: residuals and pending that are mapped, rebuilt, edited, copied, saved or given away give the gradients of their
+    forward, or raise: `StaleResidualError` after a write to what they alias, by name where they lack what a backward reads.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.backend.source import exact
+from funcops.contract.checking import asked, unusual, when_switched
+from funcops.contract.checking import refuse_autocast as refuse_autocast
+from funcops.contract.configs import OpConfig as OpConfig
+from funcops.contract.configs import config as config
+from funcops.contract.configs import same_width as same_width
+from funcops.contract.configs import with_hooks
+from funcops.contract.marks import IDLE
+from funcops.contract.needs import Needs, check_needs
+from funcops.contract.schema import Field, open_node
+from funcops.contract.signatures import (
+    Bwd,
+    BwdOf,
+    C_in,
+    D_in,
+    Dgrad,
+    DgradOf,
+    Forward,
+    Fwd,
+    G_in,
+    Init,
+    NoInit,
+    P_any,
+    P_in,
+    R_in,
+    R_out,
+    Wgrad,
+    WgradOf,
+    Written,
+    WrittenBwd,
+    WrittenDgrad,
+    WrittenWgrad,
+    X_in,
+    Y_out,
+)
+from funcops.errors import StaleResidualError, describe, fail, require_device, require_dtype
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+ALL = Needs.ALL
+NoneType = type(None)
+any_autocast = torch._C._is_any_autocast_enabled
+when_switched(lambda on: globals().update(any_autocast=asked if on else torch._C._is_any_autocast_enabled))
+
+
+class Ahead(NamedTuple):
+    """What an op can begin before its turn comes, as a `repeat` asks for it a layer ahead. `begin(given, cfg)`, of params or of
+    residuals: an object with `ready()`, which the op's functions take in their place. `bwd` and `wgrad(..., cfg, into)`: with
+    dparams that `settle(dparams, into)` makes what they are."""
+
+    begin: Any
+    bwd: Any
+    wgrad: Any
+    settle: Any
+
+
+class Op(NamedTuple):
+    """An operator as data: the functions that generic code takes. `keyed`: the last part of x is a random key. `cheap`: "norm" or
+    "elementwise" where y costs little more than reading x, so that a chain rather computes it again in its backward than keeps
+    it; else "". `params`, `residuals` and `pending` are the classes of these trees: of residuals `Saved` where each config has its
+    own; None where they are those of the parts, or any tree. `again(residuals, cfg)`, of a cheap op: the bits of its y, of the kept
+    fields that are AGAIN. `lower`, of a combinator: how it writes down its parts (`funcops.program.lower`). `view`: whether y is x
+    or a view of it. `products(pending, cfg, into=)`: what `wgrad(pending, cfg, into=)` would add to `into`, as products not yet
+    run, which `batch_wgrads` joins with others by `join(products, how)` of their class; what is no product is added at once.
+    `ahead`: what it can begin before its turn.
+
+    Raises, of every op's functions, before any of them computes or changes anything: `TypeError` or `ValueError` for a config,
+    params, residuals or a pending of another op, for an x or dy of another shape, dtype or device (`dy` must be as y was), and
+    for an `into` that is not as the gradients are; `DonatedError` and `StaleResidualError` for residuals that were given away or
+    changed.
+
+    >>> from funcops import Op, scale
+    >>> isinstance(scale, Op), scale.config.__name__, scale.fwd.__name__, scale.cheap
+    (True, 'ScaleConfig', 'scale_fwd', '')
+    """
+
+    name: str
+    config: type
+    init: Init
+    fwd: Fwd
+    bwd: Bwd
+    dgrad: Dgrad
+    wgrad: Wgrad
+    keyed: bool = False
+    cheap: str = ""
+    params: Any = NoneType
+    residuals: Any = None
+    pending: Any = None
+    again: Any = None
+    lower: Any = None
+    view: bool = False
+    products: Any = None
+    ahead: Any = None
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        raise TypeError(
+            f"{self.name}: must be called by its functions: {self.name}.fwd(params, x, cfg) -> (y, residuals), got a call of the op"
+        )
+
+    def fields(self) -> dict[str, Field]:
+        """What its residuals keep, by name; nothing where each config has its own."""
+        return getattr(self.residuals, "fields", {})
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __copy__(self) -> Op:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Op:
+        return self
+
+    def __reduce__(self) -> Any:
+        """By reference: as a name of the module of its functions or of its config, or as what made it of others (`made_by`)."""
+        for module in dict.fromkeys([str(getattr(of, "__module__", "")) for of in (self.fwd, self.config, self.init)]):
+            for name, value in list(vars(sys.modules.get(module, Op)).items()):
+                if value is self:
+                    return _op_at, (module, name)
+        make, args = getattr(self.fwd, "made_by", (None, ()))
+        if make is None or make(*args) != self:
+            fail(
+                "pickle",
+                f"op {self.name!r}",
+                "a name of the module of its fwd, or made by remat or with_policy",
+                "another op",
+                pickle.PicklingError,
+            )
+        return make, args
+
+
+def _op_at(module: str, name: str) -> Any:
+    """An op that is a name of a module."""
+    return getattr(importlib.import_module(module), name)
+
+
+def make_op(
+    name: str, config: type, *, init: Any = None, fwd: Any, dgrad: Any, wgrad: Any = None, bwd: Any = None,
+    keyed: bool = False, cheap: str = "", again: Any = None, lower: Any = None, view: bool = False, products: Any = None,
+    ahead: Any = None,
+) -> Op:  # fmt: skip
+    """Build an `Op`, deriving `bwd`, and for an op without params `init` and `wgrad`; `products` where none can be joined. The
+    functions carry the decorators `forward`, `dgrad_of`, `wgrad_of`, `again_of` and `bwd_of`, which name the classes of its trees;
+    a given `bwd` must equal `dgrad` then `wgrad` bit for bit (the Split law checks it). `cheap`: `"elementwise"` or `"norm"` where
+    y costs little more than reading x, together with `again(residuals, cfg)`, which gives it once more; `""` for any other op. The
+    others are those of `Op`.
+
+    Raises `ValueError` for another `cheap`, for one of `cheap` and `again` without the other, and for a `wgrad` without `init`."""
+    if cheap not in ("", "elementwise", "norm"):
+        fail(f"make_op {name!r}", "cheap", '"elementwise", "norm" or ""', repr(cheap))
+    if bool(cheap) != (again is not None):
+        fail(f"make_op {name!r}", "cheap", "given together with again(residuals, cfg), which gives y once more", repr(cheap))
+    if wgrad is not None and init is None:
+        fail(f"make_op {name!r}", "init", "given together with wgrad: a combinator asks it which params there are", None)
+    name = exact(name)
+    config, init = with_hooks(config), init or _no_params(name, config)
+    if wgrad is None:
+        dgrad.alone = True  # what it gives is dx: without that there is nothing to compute
+        wgrad, bwd = _no_wgrad(name, config), bwd or _dgrad_as_bwd(name, dgrad)
+    pending, params = getattr(wgrad, "opens", (None, None))
+    bwd = bwd or _derived_bwd(name, dgrad, wgrad)
+    residuals = getattr(dgrad, "opens", None)
+    products = _products(wgrad, products)
+    return Op(
+        name, config, init, fwd, bwd, dgrad, wgrad, keyed, cheap, params, residuals, pending, again, lower, view, products, ahead
+    )
+
+
+def no_params(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, None]]
+) -> tuple[NoInit[C_in], BwdOf[R_in, D_in, C_in, None, Y_out], WgradOf[None, C_in, None]]:
+    """What `make_op` derives for an op without params, `init`, `bwd` and `wgrad`, with the types of its dgrad."""
+    return op.init, op.bwd, op.wgrad
+
+
+def both_halves(
+    op: Op, dgrad: DgradOf[R_in, D_in, C_in, tuple[Y_out, Any]], wgrad: WgradOf[Any, C_in, P_any]
+) -> BwdOf[R_in, D_in, C_in, P_any, Y_out]:
+    """The `bwd` that `make_op` derives, with the types of its halves."""
+    return op.bwd
+
+
+def wrap(op: Op, made_by: tuple[Callable[..., Op], tuple[Any, ...]], *, fwd: Any, **changes: Any) -> Op:
+    """An op made of another, with functions of its own: one call of a program, which gives no y again unless told how. `made_by`:
+    the function and arguments that make it, by which it is pickled."""
+    fwd.made_by = made_by
+    if "wgrad" in changes:
+        changes.setdefault("products", _products(changes["wgrad"], None))
+    return op._replace(**{"fwd": fwd, "again": None, "lower": None, "ahead": None, **changes})
+
+
+def forward(
+    config: type, params_class: type = NoneType
+) -> Callable[[Written[P_in, X_in, C_in, Y_out, R_out]], Forward[P_in, X_in, C_in, Y_out, R_out]]:
+    """Decorator of a `fwd`: checks the types of cfg, params and needs, then runs it. What it makes raises `TypeError` for those of
+    another type, `ValueError` for `needs` of paths that there are not, `RuntimeError` under autocast."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def fwd(params: Any, x: Any, cfg: Any, *, needs: Needs = ALL) -> Any:
+            if type(cfg) is not config:
+                _bad_type(where, "cfg", cfg, config)
+            if type(params) is not params_class:
+                _bad_type(where, "params", params, params_class)
+            if any_autocast() and (found := unusual("fwd", where, fwd, params, x, cfg, needs=needs)):
+                return found[0]
+            if needs is not ALL:
+                check_needs(where, needs, params, x)
+            return fn(params, x, cfg, needs=needs)
+
+        return with_raw(fwd, fn)
+
+    return decorate
+
+
+def init_of(config: type) -> Callable[[F], F]:
+    """Decorator of an `init`: checks cfg, key, device and dtype, then runs it. What it makes raises `TypeError` or `ValueError` for
+    others."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def init(cfg: Any, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+            if type(cfg) is not config:
+                _bad_type(where, "cfg", cfg, config)
+            require_device(where, device)
+            require_dtype(where, dtype)
+            if key is not None:
+                random.check_key(where, key)
+            return fn(cfg, key=key, device=device, dtype=dtype)
+
+        return init
+
+    return decorate
+
+
+def dgrad_of(node_class: Any) -> Callable[[WrittenDgrad[R_in, D_in, C_in, Y_out]], DgradOf[R_in, D_in, C_in, Y_out]]:
+    """Decorator of a `dgrad` (or a `bwd` override): opens the residuals (donated or not), checks class, config and
+    staleness, and answers a dy of None, which means zero, with gradients of None."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def dgrad(residuals: Any, dy: Any, cfg: Any) -> Any:
+            if any_autocast() and (found := unusual("dgrad", where, dgrad, residuals, dy, cfg)):
+                return found[0]
+            node = residuals
+            if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
+                return fn(node, dy, cfg)
+            node = open_node(where, node, node_class, cfg)
+            nothing = dy is None or (dgrad.alone and node._marks is IDLE)  # type: ignore[attr-defined]
+            result = (node.nothing(), None) if nothing else fn(node, dy, cfg)
+            if node is not residuals:
+                node.empty()
+            return result
+
+        dgrad.opens, dgrad.alone = node_class, False  # type: ignore[attr-defined]
+        return with_raw(dgrad, fn)
+
+    return decorate
+
+
+def again_of(node_class: Any) -> Callable[[F], F]:
+    """Decorator of an `again`: checks the class, config and staleness of the residuals, which stay as they are. What it makes
+    raises `StaleResidualError` after a write to what they alias, `TypeError` or `ValueError` for those of another op or config."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def again(residuals: Any, cfg: Any) -> Any:
+            if not (type(residuals) is node_class and residuals.cfg is cfg and residuals.fresh()):
+                try:
+                    open_node(where, residuals, node_class, cfg)
+                except StaleResidualError as error:
+                    raise StaleResidualError(f"{error}; or pass recompute=False to the chain, so that this y is kept") from None
+            return fn(residuals, cfg)
+
+        return with_raw(again, fn)
+
+    return decorate
+
+
+def bwd_of(
+    node_class: Any, params_class: type
+) -> Callable[[WrittenBwd[R_in, D_in, C_in, P_any, Y_out]], BwdOf[R_in, D_in, C_in, P_any, Y_out]]:
+    """Decorator of a whole `bwd` that is written out: as `dgrad_of`, with the answer for parameters too."""
+
+    def decorate(fn: Any) -> Any:
+        where = fn.__name__
+
+        @functools.wraps(fn)
+        def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+            if into is not None and type(into) is not params_class:
+                _bad_type(where, "into", into, params_class)
+            if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
+                return found[0]
+            node = residuals
+            if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
+                return fn(node, dy, cfg, into=into)
+            node = open_node(where, node, node_class, cfg)
+            nothing = no_gradients(params_class, cfg) if into is None else into
+            result = (nothing, node.nothing()) if dy is None else fn(node, dy, cfg, into=into)
+            if node is not residuals:
+                node.empty()
+            return result
+
+        return with_raw(bwd, fn)
+
+    return decorate
+
+
+def wgrad_of(
+    node_class: Any, params_class: type, name: str = ""
+) -> Callable[[WrittenWgrad[G_in, C_in, P_any]], WgradOf[G_in, C_in, P_any]]:
+    """Decorator of a `wgrad`: opens the pending, and answers a pending of None with a tree of None, or `into` as it is."""
+
+    def decorate(fn: Any) -> Any:
+        where = name or fn.__name__
+
+        @functools.wraps(fn)
+        def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> Any:
+            if into is not None and type(into) is not params_class:
+                _bad_type(where, "into", into, params_class)
+            if pending is None:
+                return no_gradients(params_class, cfg) if into is None else into
+            if any_autocast() and (found := unusual("wgrad", where, wgrad, pending, cfg, into=into)):
+                return found[0]
+            node = pending
+            if type(node) is node_class and node.cfg is cfg and node.fresh():
+                return fn(node, cfg, into=into)
+            node = open_node(where, node, node_class, cfg)
+            result = fn(node, cfg, into=into)
+            if node is not pending:
+                node.empty()
+            return result
+
+        wgrad.opens = node_class, params_class  # type: ignore[attr-defined]
+        return wgrad
+
+    return decorate
+
+
+def no_gradients(params_class: Any, cfg: Any) -> Any:
+    """A tree of params in which all is None: of a class whose fields are trees, its `without(cfg)`."""
+    return params_class.without(cfg) if hasattr(params_class, "without") else params_class()
+
+
+def with_raw(checked: Any, raw: Any) -> Any:
+    """Note on a function what it runs after its checks. It notes itself, too: what others wrap it in copies its attributes."""
+    checked.raw = checked, raw
+    return checked
+
+
+def raw_of(fn: Any) -> Any:
+    """What runs after the checks of a function that a decorator here made: for a program, which makes them itself. Of a `bwd`
+    that is made of its halves these two. None for any other function."""
+    checked, raw = getattr(fn, "raw", (None, None))
+    return raw if checked is fn else None
+
+
+def _derived_bwd(name: str, dgrad: Any, wgrad: Any) -> Any:
+    where = f"{name}_bwd"
+    raw_dgrad, raw_wgrad, node_class, (_, params_class) = dgrad.__wrapped__, wgrad.__wrapped__, dgrad.opens, wgrad.opens
+
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        if into is not None and type(into) is not params_class:
+            _bad_type(where, "into", into, params_class)
+        if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
+            return found[0]
+        node = residuals
+        if not (type(node) is node_class and node.cfg is cfg and node.fresh()):
+            node = open_node(where, node, node_class, cfg)
+        dx, pending = (node.nothing(), None) if dy is None else raw_dgrad(node, dy, cfg)
+        if node is not residuals:
+            node.empty()
+        if pending is None:
+            return wgrad(None, cfg, into=into), dx
+        return raw_wgrad(pending, cfg, into=into), dx
+
+    return with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, raw_wgrad))
+
+
+def _dgrad_as_bwd(name: str, dgrad: Any) -> Any:
+    """The bwd of an op without params."""
+    where = f"{name}_bwd"
+    raw_dgrad, node_class = dgrad.__wrapped__, dgrad.opens
+
+    def bwd(residuals: Any, dy: Any, cfg: Any, *, into: Any = None) -> Any:
+        if into is not None:
+            _bad_type(where, "into", into, NoneType)
+        if any_autocast() and (found := unusual("bwd", where, bwd, residuals, dy, cfg, into=into)):
+            return found[0]
+        node = residuals
+        if type(node) is node_class and node.cfg is cfg and dy is not None and node.fresh():
+            return None, raw_dgrad(node, dy, cfg)[0]
+        node = open_node(where, node, node_class, cfg)
+        dx = node.nothing() if dy is None or node._marks is IDLE else raw_dgrad(node, dy, cfg)[0]
+        if node is not residuals:
+            node.empty()
+        return None, dx
+
+    return with_raw(_named(bwd, where, dgrad.__module__, _BWD_DOC.format(name=name)), (raw_dgrad, None))
+
+
+_BWD_DOC = "The whole backward of `{name}_fwd`: `{name}_dgrad`, then `{name}_wgrad`. Returns `(dparams, dx)`."
+
+
+def _no_params(name: str, config: type) -> Any:
+    def init(cfg: Any, *, key: Any = None, device: Any = None, dtype: Any = None) -> None:
+        if type(cfg) is not config:
+            _bad_type(f"{name}_init", "cfg", cfg, config)
+
+    return _named(init, f"{name}_init", config.__module__, f"`{name}` has no params: returns None.")
+
+
+def _no_wgrad(name: str, config: type) -> Any:
+    def wgrad(pending: Any, cfg: Any, *, into: Any = None) -> None:
+        if type(cfg) is not config:
+            _bad_type(f"{name}_wgrad", "cfg", cfg, config)
+        for argument, value in (("pending", pending), ("into", into)):
+            if value is not None:
+                _bad_type(f"{name}_wgrad", argument, value, NoneType)
+
+    wgrad.opens = None, NoneType  # type: ignore[attr-defined]
+    return _named(wgrad, f"{name}_wgrad", config.__module__, f"`{name}` has no params: takes None and returns None.")
+
+
+def _products(wgrad: Any, written: Any) -> Any:
+    """The `products` of an op: as `written`, after the checks of its wgrad, which a combinator leaves to its parts."""
+    if written is not None and not hasattr(wgrad, "opens"):
+        return written
+    checked = wgrad
+    if written is not None:
+        node_class, params_class = wgrad.opens
+        checked = wgrad_of(node_class, params_class, name=wgrad.__name__)(written)
+
+    def products(pending: Any, cfg: Any, *, into: Any) -> list[Any]:
+        found = checked(pending, cfg, into=into)
+        return [] if written is None or pending is None else found  # type: ignore[no-any-return]
+
+    return products
+
+
+def _named(fn: Any, name: str, module: str, doc: str) -> Any:
+    fn.__name__ = fn.__qualname__ = name
+    fn.__module__ = module
+    fn.__doc__ = doc
+    return fn
+
+
+def _bad_type(where: str, name: str, got: Any, expected: type) -> None:
+    wanted = "None (this op has no params)" if expected is NoneType else expected.__name__
+    fail(where, name, wanted, describe(got) if got is not None else "None", TypeError)

@@ -1,0 +1,499 @@
+"""What a backward keeps, declared once: subclasses of `Residuals` and `Pending`, their fields, guards and donation.
+
+A field's declaration is its documentation, its row in a report and the rule by which it is dropped when the gradients
+that need it are not wanted.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import enum
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from typing_extensions import dataclass_transform
+
+from funcops.contract.marks import (
+    IDLE,
+    Gone,
+    Moved,
+    Unlike,
+    announce,
+    edited,
+    heard,
+    mark_of,
+    mark_source,
+    marks_of,
+    post_init,
+    stale_path,
+    still,
+    told,
+    versions,
+)
+from funcops.contract.memo import equal, remember
+from funcops.contract.needs import Needs
+from funcops.errors import DonatedError, apart, describe, fail, stale
+from funcops.trees import register, register_node, show, static
+
+T = TypeVar("T")
+
+
+class Phase(enum.Flag):
+    """The halves of a backward, and the forward's y computed again."""
+
+    DGRAD = enum.auto()
+    WGRAD = enum.auto()
+    AGAIN = enum.auto()
+
+
+DGRAD = Phase.DGRAD
+"""Of `saved(needed_by=...)`: `dgrad` reads the field."""
+WGRAD = Phase.WGRAD
+"""Of `saved(needed_by=...)`: `wgrad` reads the field, of the pending that `dgrad` hands it."""
+AGAIN = Phase.AGAIN
+"""Of `saved(needed_by=...)`: `again` reads the field, which gives y once more."""
+
+
+class Field(NamedTuple):
+    """One kept tensor. `of` lists the gradients that need it (`"x"`, `"x.0"`, `"params.weight"`)."""
+
+    shape: str
+    alias: str | None
+    needed_by: Phase
+    of: tuple[str, ...]
+    recompute_from: tuple[str, ...]
+    tree: bool = False
+    again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot ask
+    dgrad: bool = False
+    blocks: bool = False
+
+    @property
+    def of_x(self) -> bool:
+        """Whether it is the op's x, or a part of it."""
+        return (self.alias or "").partition(".")[0] == "x"
+
+    @property
+    def of_params(self) -> bool:
+        """Whether it is a parameter, which is there anyway."""
+        return (self.alias or "").startswith("params")
+
+    def wanted(self, needs: Needs) -> bool:
+        if needs.again and self.again:
+            return True
+        sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
+        for gradient in self.of:
+            side, _, path = gradient.partition(".")
+            whole, part = sides[side]
+            if part(path) if path else whole:
+                return True
+        return False
+
+
+def saved(
+    shape: str,
+    *,
+    needed_by: Phase,
+    alias: str | None = None,
+    of: tuple[str, ...] = (),
+    recompute_from: tuple[str, ...] = (),
+    tree: bool = False,
+    blocks: bool = False,
+) -> Any:
+    """A kept tensor, declared as a field of `Residuals` or `Pending`.
+
+    - `shape`: what a report shows, `"[*, D]"`; `*` is any leading dimensions.
+    - `needed_by`: `DGRAD`, `WGRAD`, `AGAIN`, or several of them, `DGRAD | WGRAD`: which functions of the op read it.
+    - `alias`: whose tensor it is, by its path: `"x"`, `"x.0"` of a tuple, `"params.weight"`, `"y"`, of a pending also
+      `"residuals.x"` and `"dy"`; None for a tensor of its own.
+    - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). It is dropped when none of them is needed.
+      Where it is not given it follows from `needed_by`: of DGRAD x, of WGRAD params.
+    - `recompute_from`: the names of other fields that it could be computed from again; said for the reader, nothing acts on it.
+    - `tree`: a tree of tensors, which may be the caller's own.
+    - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compressed it.
+
+    What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
+    sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
+    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by, DGRAD in needed_by, blocks)
+    return dataclasses.field(default=None, metadata={"saved": field})
+
+
+class Inputs(NamedTuple):
+    """The shape of a tuple-valued x, so that dx mirrors it: a plain tuple or a named tuple."""
+
+    make: Callable[[Any], Any]
+    parts: int
+
+    @staticmethod
+    def of(x: tuple[Any, ...]) -> Inputs:
+        if type(x) is tuple and len(x) < len(_PLAIN):
+            return _PLAIN[len(x)]
+        return Inputs(getattr(type(x), "_make", tuple), len(x))
+
+    def nothing(self) -> Any:
+        return self.make((None,) * self.parts)
+
+
+_PLAIN = tuple(Inputs(tuple, n) for n in range(5))
+NO_GRADIENT: Any = None  # what was not needed: a result's type says what it is where it was, as a field's does
+_CLONE = "Run the backward first, or put a clone in its place with funcops.trees.replace"
+_STATICS = ("inputs", "shape", "dtype")
+
+
+class Saved:
+    """Base of residuals and pending. `cfg`, `needs` and, for a tuple-valued x, `inputs` are static fields.
+
+    A node marks every guarded tensor with its version. A tensor that is the same object keeps its mark wherever the tree is moved:
+    mapped, rebuilt of its leaves, edited, copied, given away. A copy of what is fresh is a value of its own, fresh as it is then;
+    a copy of what is stale is stale, however it was made: by a map, deep, pickled, cast there and back. What `replace` puts in a
+    field is what its caller says. A leaf that is missing, or of another shape, dtype or device than the forward kept, is named by
+    the backward that would read it.
+    Whatever would read, copy, compare or change the leaves of a node that was given away raises `DonatedError`. Its `cfg`,
+    `needs` and repr stay; what is assigned to a field nobody reads.
+    Writes through `tensor.data` or NumPy are not counted by torch: `funcops.checking` notices them, and nobody else.
+    """
+
+    __slots__ = ("_noted",)  # what `funcops.checking` knows of the call that made it, where that is on
+    fields: ClassVar[dict[str, Field]] = {}
+    guarded: ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str]
+    names: ClassVar[tuple[str, ...]]  # of all fields but cfg and needs
+    marks_source: ClassVar[str]  # what the marks of a node `n` are now, as the parts of a tuple
+    cfg: Any
+    needs: Needs
+    shape: torch.Size  # of what has no tensor here that tells; see `static`
+    dtype: torch.dtype
+    inputs: Inputs
+    fresh: Callable[[], bool]
+    twin: Callable[[], Any]  # a node of the same leaves and marks
+    _marks: Any  # a tuple, by guarded field; None where nothing can be guarded; Gone; Unlike; IDLE
+
+    __post_init__ = post_init
+
+    if TYPE_CHECKING:  # written out for each class
+
+        @classmethod
+        def keep(cls: type[T], cfg: Any, needs: Needs, **fields: Any) -> T | None:
+            """A node with the fields that `needs` asks for; None where it asks for nothing."""
+
+    def nothing(self) -> Any:
+        """dx where there is no gradient at all."""
+        inputs = getattr(self, "inputs", None)
+        return None if inputs is None else inputs.nothing()
+
+    def unused(self, where: str) -> None:
+        """Raise `DonatedError` if this node was given away."""
+        if isinstance(self._marks, Gone):
+            raise DonatedError(f"{where}: {self.kind} must be unused, got {type(self).__name__} given away with donate()")
+
+    def __eq__(self, other: object) -> bool:
+        """Whether it is the same node."""
+        self.unused("==")
+        return self is other
+
+    __hash__ = object.__hash__
+
+    def give(self) -> Any:
+        """Move all leaves into a new node and leave this one empty."""
+        self.unused("give")
+        node = self.twin()
+        self.empty()
+        return node
+
+    def copy(self: T, **changes: Any) -> T:
+        """A node like this one, which must be fresh, but for `changes`."""
+        self.unused("copy")  # type: ignore[attr-defined]
+        given = {name: getattr(self, name) for name in self.names}  # type: ignore[attr-defined]
+        made: T = self.keep(self.cfg, self.needs, **given | changes)  # type: ignore[attr-defined]
+        return made
+
+    def set(self, **changes: Any) -> None:
+        """Change fields in place. They are marked as they are now; the others keep their marks."""
+        self.unused("set")
+        for name, value in changes.items():
+            setattr(self, name, value)
+        marks = self._marks
+        if type(own := marks.marks if type(marks) is Unlike else marks) is tuple:
+            pairs = zip(self.guarded, own, strict=True)
+            own = tuple([versions(changes[name], mark_of) if name in changes else mark for name, mark in pairs])
+            self._marks = marks._replace(marks=own) if type(marks) is Unlike else own
+
+    def empty(self) -> None:
+        """Drop every leaf."""
+        if torch.compiler.is_dynamo_compiling():  # a tracer sees each use; there is nobody to warn at run time
+            for name in self.fields:
+                setattr(self, name, None)
+            return
+        where = type(self).__name__
+        for name in self.fields:
+            setattr(self, name, Gone(f"{where}.{name}"))
+        self._marks = Gone(where)
+
+    def stale(self) -> str | None:
+        """The path of a leaf that was written to since it was marked."""
+        self.unused("stale")
+        return stale_path(self)
+
+    def complain(self, where: str) -> None:
+        """Say why this node is not fresh; nothing of one that is idle, which only takes the longer way through its backward."""
+        self.unused(where)
+        if self._marks is IDLE:
+            return
+        path = self.stale()
+        if path is None and type(self._marks) is Unlike:
+            path, expected, got, error = self._marks[:4]
+            fail(where, f"{self.kind}.{path}", expected, got, error)
+        path = path or self.guarded[0]
+        alias = self.fields[path.partition(".")[0]].alias or "an input"
+        stale(where, f"{self.kind}.{path}", hint=_CLONE, aliases=alias)
+
+    def __copy__(self) -> Any:
+        self.unused("copy.copy")
+        return self.twin()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return _copied(type(self), *self._parts("copy.deepcopy", lambda value: copy.deepcopy(value, memo)))
+
+    def __reduce__(self) -> Any:
+        return _copied, (type(self), *self._parts("pickle", lambda value: value))
+
+    def _parts(self, where: str, value_of: Callable[[Any], Any]) -> tuple[Any, ...]:
+        """Of what a copy is made: fields, statics, and what its marks must say."""
+        self.unused(where)
+        given = {name: getattr(self, name) for name in (*self.names, "cfg", "needs")}
+        return given | {name: value_of(given[name]) for name in self.fields}, *told(self)
+
+
+def _copied(cls: Any, given: dict[str, Any], *said: Any) -> Any:
+    made = cls(**given)
+    heard(made, *said)
+    return made
+
+
+class Donated:
+    """A one-shot cell: residuals, pending or a cache given away. The first call that takes it empties it."""
+
+    __slots__ = ("_kind", "_node")
+
+    def __init__(self, node: Any) -> None:
+        self._node, self._kind = node, type(node).__name__
+
+    def take(self, where: str) -> Any:
+        if self._node is None:
+            raise DonatedError(f"{where}: donated {self._kind} must be unused, got one that a call took already")
+        node, self._node = self._node, None
+        return node
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise DonatedError(f"{name} of donated {self._kind} must not be used, got a use beside the one call that takes it")
+
+    def _refuse(self, *_: Any) -> Any:
+        raise DonatedError("what was donated must not be looked into, got a use beside the one call that takes it")
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __deepcopy__ = __reduce_ex__ = _refuse
+
+    def __copy__(self) -> Any:
+        made = Donated(self._node)
+        made._kind = self._kind
+        return made
+
+    def __repr__(self) -> str:
+        return "Donated(spent)" if self._node is None else f"Donated({self._node!r})"
+
+
+_refuse: Any = Donated._refuse
+register_node(Donated, _refuse, _refuse, _refuse, _refuse)  # a walk over a tree looks into it
+
+
+class _Declared(type):
+    """Of a class body with declared fields, a node of a tree: a slotted dataclass with `keep`, `twin` and `fresh` written out for
+    its fields. `static`: which of `shape`, `dtype` and `inputs` it has."""
+
+    def __new__(mcls, name: str, bases: tuple[type, ...], body: dict[str, Any], static: tuple[str, ...] = ()) -> Any:
+        made = super().__new__(mcls, name, bases, body)
+        return made if "kind" in body or "__dataclass_fields__" in body else _node_class(made, static)
+
+
+@dataclass_transform(field_specifiers=(saved, static))
+class Residuals(Saved, metaclass=_Declared):
+    """Base of what a backward reads: exactly that, a field each. Make one with `Cls.keep(cfg, needs, field=...)`.
+
+    class LinearResiduals(Residuals, static=("dtype",)):
+        x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD)
+    """
+
+    __slots__ = ()
+    kind = "residuals"
+
+
+@dataclass_transform(field_specifiers=(saved, static))
+class Pending(Saved, metaclass=_Declared):
+    """Base of a weight gradient not yet computed. Make one with `Cls.keep(cfg, needs, field=...)`."""
+
+    __slots__ = ()
+    kind = "pending"
+
+
+@dataclass_transform(field_specifiers=(saved, static))
+def residuals(cls: type[T]) -> Any:
+    """Class decorator: the same class as a subclass of `Residuals`."""
+    return _declared(cls, Residuals)
+
+
+@dataclass_transform(field_specifiers=(saved, static))
+def pending(cls: type[T]) -> Any:
+    """Class decorator: the same class as a subclass of `Pending`."""
+    return _declared(cls, Pending)
+
+
+def _declared(cls: Any, base: type) -> Any:
+    if isinstance(cls, _Declared):
+        return cls
+    body = {name: value for name, value in cls.__dict__.items() if name not in ("__dict__", "__weakref__")}
+    return _Declared(cls.__name__, (base,), body)
+
+
+def derive_pending(name: str, residuals_class: Any, dy: str) -> Any:
+    """The usual pending: the residual fields that wgrad reads, and dy of the given shape."""
+    body: dict[str, Any] = {"__annotations__": {}, "__module__": residuals_class.__module__}
+    for field_name, field in residuals_class.fields.items():
+        if WGRAD in field.needed_by:
+            body["__annotations__"][field_name] = torch.Tensor
+            of = tuple(g for g in field.of if g.startswith("params"))
+            body[field_name] = saved(field.shape, alias=f"residuals.{field_name}", needed_by=WGRAD, of=of)
+    body["__annotations__"]["dy"] = torch.Tensor
+    body["dy"] = saved(dy, alias="dy", needed_by=WGRAD)
+    body["__doc__"] = f"What the second half of the backward reads: the residuals of the weight gradient, and dy {dy}."
+    return pending(type(name, (), body))
+
+
+def _node_class(cls: Any, statics: tuple[str, ...]) -> Any:
+    wrong = [name for name in statics if name not in _STATICS]
+    if wrong:
+        fail(cls.__name__, "static", f"names among {', '.join(_STATICS)}", repr(wrong[0]))
+    own = {**cls.__dict__.get("__annotations__", {}), **dict.fromkeys((*statics, "cfg", "needs", "_marks"), Any)}
+    cls.__annotations__ = own | {"_moved": dataclasses.InitVar[Any]}  # what `replace` and a rebuilt tree hand to a node, see Moved
+    cls._moved = dataclasses.field(default=None, kw_only=True)
+    for name in statics:
+        setattr(cls, name, static())
+    cls.cfg, cls.needs = static(), static(Needs.ALL)
+    cls._marks = dataclasses.field(default=None, init=False, metadata={"hidden": True})
+    made: Any = dataclasses.dataclass(slots=True, eq=False, repr=False)(cls)
+    made.__repr__ = show
+    made.fields = {f.name: f.metadata["saved"] for f in dataclasses.fields(made) if "saved" in f.metadata}
+    names = [f.name for f in dataclasses.fields(made) if f.init and f.name not in ("cfg", "needs")]
+    made.names = tuple(names)
+    made.guarded = tuple(n for n, f in made.fields.items() if f.alias or f.tree)
+    for name, method in _write_methods(made).items():
+        setattr(made, name, method)
+    made.marks_source = "".join([mark_source(f"n.{n}", made.fields[n].tree, "t") + ", " for n in made.guarded])
+    made._moved, made.__replace__ = property(Moved.of), edited
+    register(made, aside="_moved")
+    announce(made)
+    return made
+
+
+_SOURCE = """
+def keep(cfg, needs{parameters}):
+    compiling = is_compiling()
+    if needs is ALL:
+        {plain}
+    else:
+        drop = dropped[needs] if not compiling and needs in dropped else unwanted(cls, needs, None if compiling else dropped)
+        if drop is None:
+            return None
+        {drops}
+        if len(drop) >= {idle} and not needs.x and not needs.again:
+            self = object.__new__(cls)
+            {assigns}
+            self.cfg = cfg
+            self.needs = needs
+            self._marks = IDLE
+            return self
+    self = object.__new__(cls) if compiling else new(cls)
+    {assigns}
+    self.cfg = cfg
+    self.needs = needs
+    if compiling:
+        self._marks = None
+        return self
+    try:
+        self._marks = ({marks})
+    except (AttributeError, RuntimeError):
+        self._marks = marks_of(self)
+    return self
+
+def twin(self):
+    made = object.__new__(cls)
+    {copies}
+    made.cfg = self.cfg
+    made.needs = self.needs
+    made._marks = self._marks
+    return made
+
+def fresh(self):
+    marks = self._marks
+    if type(marks) is not tuple:
+        return marks is None or still(self)
+    if is_compiling():
+        return True
+    try:
+        {reads}
+        return marks == ({marks})
+    except (AttributeError, RuntimeError):
+        return marks == marks_of(self)
+"""
+
+
+def _write_methods(cls: Any) -> dict[str, Any]:
+    """`keep`, `twin` and `fresh`, written out as source, as dataclasses do: they run in every forward and backward.
+
+    There is no mark while compiling, for inference tensors and for leaves that are no tensors. `keep` returns a node with
+    the fields that `needs` asks for, or None.
+    """
+
+    def lines(form: str, of: Iterable[str]) -> str:
+        return "; ".join(form.format(n=n) for n in of) or "pass"
+
+    names = cls.names
+    source = _SOURCE.format(
+        parameters="".join(f", {n}=None" for n in names),
+        plain=lines("{n} = None", [n for n, field in cls.fields.items() if not field.wanted(Needs.ALL)]),
+        drops="\n        ".join(f"if {n!r} in drop: {n} = None" for n in names) or "pass",
+        idle=len(cls.fields) if cls.kind == "residuals" else len(names) + 1,
+        assigns=lines("self.{n} = {n}", names),
+        copies=lines("made.{n} = self.{n}", names),
+        reads=lines("{n} = self.{n}", cls.guarded),
+        marks="".join([mark_source(n, cls.fields[n].tree) + ", " for n in cls.guarded]),
+    )
+    scope: dict[str, Any] = dict(is_compiling=torch.compiler.is_dynamo_compiling, ALL=Needs.ALL, new=object.__new__, cls=cls)
+    scope.update(unwanted=_unwanted, dropped={}, versions=versions, marks_of=marks_of, IDLE=IDLE, still=still)
+    exec(source, scope)
+    return {"keep": staticmethod(scope["keep"]), "twin": scope["twin"], "fresh": scope["fresh"]}
+
+
+def _unwanted(cls: Any, needs: Needs, memo: dict[Needs, Any] | None) -> tuple[str, ...] | None:
+    """The fields that `needs` does not ask for; None where nothing at all will be asked for. A tracer, which would guard on all
+    that a memo holds, has none and computes them."""
+    asked = needs.params if cls.kind == "pending" else needs
+    found = tuple(n for n, field in cls.fields.items() if n in needs.drop or not field.wanted(needs)) if asked else None
+    return found if memo is None else remember(memo, needs, found)
+
+
+def open_node(where: str, node: Any, cls: Any, cfg: Any) -> Any:
+    """The residuals or pending behind `node`, after every check: their class, their config, staleness, donation."""
+    if type(node) is Donated:
+        node = node.take(where)
+    if type(node) is not cls:
+        got = f"{node.kind} {type(node).__name__}" if isinstance(node, Saved) else describe(node)
+        hint = " (a forward with needs=Needs.NONE keeps nothing)" if node is None else ""
+        fail(where, cls.kind, f"{cls.__name__} or donate() of it", got + hint, TypeError)
+    if not node.fresh():
+        node.complain(where)
+    if node.cfg is not cfg and not equal(node.cfg, cfg):
+        expected, got = apart(node.cfg, cfg)
+        fail(where, "cfg", f"the config of the forward, {expected}", got)
+    return node

@@ -1,0 +1,366 @@
+"""Checkpoints of what ranks hold, in the format of torch's distributed checkpoints (DCP): written on one mesh, read on any other.
+
+    save({"params": params, "state": state}, "step-1000", specs, mesh)
+    tree = load("step-1000", like, specs, mesh)                        # on another mesh, or in one process
+
+A folder holds a file of each rank that writes, and the list of what is where. A shard is written at its place in the whole leaf, by
+one of the ranks that have it; what ranks should have alike is compared in bits before. torch's own `load` reads such a folder too,
+and `load` one of torch's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import pickle
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.distributed import comm
+from funcops.distributed.mesh import Mesh
+from funcops.distributed.specs import PIPELINE, WHOLE, Ranges, Spec, Specs, check_own, is_leaf, specs_by_path, whole_shape
+from funcops.errors import CheckpointError, describe, fail, require_type, short
+from funcops.trees import paths, with_leaves
+
+T = TypeVar("T")
+R = TypeVar("R")
+ERRORS = {error.__name__: error for error in (CheckpointError, ValueError, TypeError, FileNotFoundError, OSError)}
+
+
+class _Box(NamedTuple):
+    """A part of a whole leaf, from `offsets` on, and where it begins in that of a rank."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    own: tuple[int, ...]
+
+    def within(self, t: Tensor) -> Tensor:
+        for dim, (start, n) in enumerate(zip(self.own, self.sizes, strict=True)):
+            t = t.narrow(dim, start, n)
+        return t
+
+
+def _boxes(ranges: Sequence[Ranges]) -> Iterator[_Box]:
+    """What a rank has of a leaf, of the ranges that it has along each dimension."""
+    along = []
+    for pieces in ranges:
+        before = itertools.accumulate((n for _, n in pieces), initial=0)
+        along.append([(start, n, own) for (start, n), own in zip(pieces, before, strict=False) if n])
+    for box in itertools.product(*along):
+        yield _Box(tuple(b[0] for b in box), tuple(b[1] for b in box), tuple(b[2] for b in box))
+
+
+class _Leaf(NamedTuple):
+    """What a rank tells all of a leaf: the whole, what it has of it, and the bits of that in short, where others have the same."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: Spec
+    boxes: tuple[_Box, ...]
+    digest: int
+
+
+def save(tree: Any, path: str | os.PathLike[str], specs: Specs, mesh: Mesh) -> None:
+    """Write every tensor of a tree, of which this rank has its part, to the folder `path`, whole or not at all: to one beside it
+    first, which takes its name. To be called by all ranks of the mesh, on one file system. Leaves that are None have no entry.
+
+    Raises on every rank, and before anything is written, `CheckpointError` for leaves without values, and for one of which ranks
+    have other values along an axis that its spec does not name: no shard is written as if all had it alike. `ValueError` for specs
+    that do not fit, `OSError` where the folder cannot be written.
+
+    >>> import tempfile, torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> specs = {"w": dist.Spec("tp", 0)}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = f"{folder}/step-1000"
+    ...     def write(mesh):
+    ...         dist.save(dist.shard({"w": torch.arange(4.0)}, specs, mesh), path, specs, mesh)
+    ...     def read(mesh):
+    ...         return dist.load(path, {"w": torch.empty(4 // mesh.size, device="meta")}, specs, mesh)
+    ...     _ = run_ranks({"tp": 2}, write)
+    ...     run_ranks({"tp": 4}, read)[3], run_ranks({"tp": 1}, read)[0]
+    ...
+    ({'w': tensor([3.])}, {'w': tensor([0., 1., 2., 3.])})
+    """
+    require_type("save", "path", path, str, os.PathLike)
+    found = specs_by_path("save", tree, specs, mesh)
+    named = {name: t for name, t in paths(tree).items() if t is not None}
+    said = _together(mesh, lambda: (secrets.token_hex(8), _described(named, found, mesh)))
+    leaves = [one for _, one in said]
+    _check_alike(leaves, mesh)
+    target = Path(os.path.realpath(path))
+    beside = target.with_name(f".{said[0][0]}.part")
+    writer, plans, metadata = _plans(leaves, mesh, beside)
+
+    def write() -> Any:
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"save: path must be in an existing folder, got {os.fspath(path)!r}")
+        writer.prepare_local_plan(plans[mesh.rank])  # makes the folder
+        return writer.write_data(plans[mesh.rank], _Given(named, leaves[mesh.rank])).wait()
+
+    def finish() -> None:
+        if mesh.rank == 0:
+            writer.finish(metadata, results)
+            _put_in_place(beside, target)
+
+    try:
+        results = _together(mesh, write)
+        _together(mesh, finish)
+    except BaseException:
+        if mesh.rank == 0:
+            shutil.rmtree(beside, ignore_errors=True)
+        raise
+
+
+def load(path: str | os.PathLike[str], like: T, specs: Specs, mesh: Mesh) -> T:
+    """This rank's part of the tree in a folder, with the structure, shapes and dtypes of `like`, its part too. Leaves are where
+    those of `like` are; of those on the meta device, on the mesh's. To be called by all ranks of the mesh, each of which reads its
+    own.
+
+    Raises on every rank, before any tensor is read, `CheckpointError` that lists every leaf that is missing, extra, of another
+    shape or of another dtype; `FileNotFoundError` where there is no checkpoint.
+
+    >>> import tempfile, torch
+    >>> from funcops import dist
+    >>> specs, alone = {}, dist.Mesh.abstract({"dp": 1}, rank=0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     dist.save({"w": torch.arange(2.0)}, f"{folder}/step-1000", specs, alone)
+    ...     dist.load(f"{folder}/step-1000", {"w": torch.empty(2, device="meta")}, specs, alone)
+    ...
+    {'w': tensor([0., 1.])}
+    """
+    require_type("load", "path", path, str, os.PathLike)
+    found = specs_by_path("load", like, specs, mesh)
+    named = {name: t for name, t in paths(like).items() if is_leaf("load", name, t)}
+    ranges = {name: check_own("load", name, t, found[name], mesh) for name, t in named.items()}
+
+    def look() -> list[str]:
+        if not os.path.isfile(os.path.join(path, ".metadata")):
+            raise FileNotFoundError(f"load: path must be the folder of a checkpoint, got {os.fspath(path)!r}")
+        return list(named)
+
+    every = set().union(*_together(mesh, look))
+
+    def read() -> dict[str, Tensor]:
+        reader = _dcp().FileSystemReader(path)
+        metadata = reader.read_metadata()
+        whole = {name: (whole_shape(t.shape, found[name], mesh), t.dtype) for name, t in named.items()}
+        _check_there(path, metadata.state_dict_metadata, whole, every)
+        into = _Into({name: torch.empty(t.shape, dtype=t.dtype, device=_device(t, mesh)) for name, t in named.items()})
+        items = [item for name in named for item in into.asks(name, metadata.state_dict_metadata[name], ranges[name])]
+        reader.set_up_storage_reader(metadata, mesh.rank == 0)
+        reader.read_data(_dcp().LoadPlan(items), into).wait()
+        return into.leaves
+
+    own: dict[str, Tensor] = {}
+    _together(mesh, lambda: own.update(read()))
+    return with_leaves(like, [own.get(name) for name in paths(like)])
+
+
+def _together(mesh: Mesh, act: Callable[[], R]) -> list[R]:
+    """What `act` gives on each rank, on all. Where it raises on one, all raise: that one its error, the others the same of the
+    first."""
+    mine: Any = None
+    error: Exception | None = None
+    try:
+        mine = act()
+    except Exception as caught:
+        error = caught
+    said = "" if error is None else f"{error} (on rank {mesh.rank})"
+    kind = next((name for name, known in ERRORS.items() if isinstance(error, known)), "OSError")
+    found = [(mesh.rank, kind, said, mine)]
+    for axis in reversed(mesh.axes):
+        found = [one for lot in comm.all_bytes(pickle.dumps(found), axis, mesh.device) for one in pickle.loads(lot)]
+    if error is not None:
+        raise error
+    for _, kind, said, _ in found:
+        if said:
+            raise ERRORS[kind](said)
+    return [one[3] for one in found]
+
+
+def _described(named: Mapping[str, Tensor], specs: Mapping[str, Spec], mesh: Mesh) -> dict[str, _Leaf]:
+    leaves = {}
+    for name, t in named.items():
+        is_leaf("save", name, t)
+        if t.is_meta or t.layout is not torch.strided or t.is_nested:
+            fail("save", name, "a dense tensor with values", f"{describe(t)} on {t.device}", CheckpointError)
+        boxes = tuple(_boxes(check_own("save", name, t, specs[name], mesh)))
+        alike = math.prod(axis.size for axis in _unnamed(specs[name], mesh)) > 1
+        leaves[name] = _Leaf(whole_shape(t.shape, specs[name], mesh), t.dtype, specs[name], boxes, _digest(t) if alike else 0)
+    return leaves
+
+
+def _unnamed(spec: Spec, mesh: Mesh) -> list[Any]:
+    """The axes along which all ranks have the same of a leaf."""
+    return [axis for axis in mesh.axes if axis.name not in (*spec.names, PIPELINE)]
+
+
+def _digest(t: Tensor) -> int:
+    """A number of a tensor's bits and their places."""
+    flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = len(flat) // 8 * 8
+    words = flat[:whole] if flat.data_ptr() % 8 == 0 and flat.storage_offset() % 8 == 0 else flat[:whole].clone()
+    total = 0
+    for piece in (*words.view(torch.int64).split(2**22), flat[whole:]):
+        weights = torch.arange(1, len(piece) + 1, device=t.device) * 0x9E3779B1
+        total = total * 31 + int((piece * (weights ^ (weights >> 15))).sum())
+    return total % 2**64
+
+
+def _place(rank: int, spec: Spec, mesh: Mesh) -> tuple[tuple[int, ...], int]:
+    """Which part of a leaf a rank has, and its number among those that have the same."""
+    place, number = {}, 0
+    for axis in reversed(mesh.axes):
+        rank, place[axis.name] = divmod(rank, axis.size)
+    for axis in _unnamed(spec, mesh):
+        number = number * axis.size + place[axis.name]
+    return tuple(place.get(name, 0) for name in (*spec.names, PIPELINE)), number
+
+
+def _check_alike(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh) -> None:
+    """That ranks have the same leaves, and those of the same part of a leaf the same bits."""
+    stages: dict[Any, tuple[int, Mapping[str, _Leaf]]] = {}
+    wholes: dict[str, tuple[int, _Leaf]] = {}
+    parts: dict[Any, tuple[int, _Leaf]] = {}
+    for rank, leaves in enumerate(said):
+        other, there = stages.setdefault(_place(rank, WHOLE, mesh)[0], (rank, leaves))
+        odd = sorted(there.keys() ^ leaves.keys())
+        if odd:
+            fail("save", "tree", f"of the same leaves on ranks {other} and {rank}", f"{odd[0]} on one of them", CheckpointError)
+        for name, one in leaves.items():
+            other, known = wholes.setdefault(name, (rank, one))
+            if known[:3] != one[:3]:
+                wanted = f"of one shape and dtype, with one spec, on ranks {other} and {rank}"
+                fail("save", name, wanted, f"{_of(known)} and {_of(one)}", CheckpointError)
+            other, known = parts.setdefault((name, _place(rank, one.spec, mesh)[0]), (rank, one))
+            if known.digest != one.digest:
+                wanted = f"the same on ranks {other} and {rank}, between which its spec shares nothing out"
+                fail("save", name, wanted, f"other values (its spec is {one.spec})", CheckpointError)
+
+
+def _of(leaf: _Leaf) -> str:
+    return f"{short(leaf.dtype)}{list(leaf.shape)} by {leaf.spec}"
+
+
+def _plans(said: Sequence[Mapping[str, _Leaf]], mesh: Mesh, folder: Path) -> tuple[Any, list[Any], Any]:
+    """The writer, the plan of each rank, and what will be where. Of ranks that have the same part the leaf's name chooses one."""
+    from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+
+    plans, seen = [], set()
+    for rank, leaves in enumerate(said):
+        items = []
+        for name, one in leaves.items():
+            count = math.prod(axis.size for axis in _unnamed(one.spec, mesh))
+            boxes = one.boxes if _place(rank, one.spec, mesh)[1] == zlib.crc32(name.encode()) % count else ()
+            if not math.prod(one.shape):
+                boxes = (_Box((0,) * len(one.shape), one.shape, (0,) * len(one.shape)),)
+            for box in boxes:
+                if (name, box.offsets) not in seen:  # that another stage has too
+                    seen.add((name, box.offsets))
+                    items.append(_item(name, one, box))
+        plans.append(_dcp().SavePlan(items))
+    plans, metadata = create_default_global_save_plan(plans)
+    writer = _dcp().FileSystemWriter(folder)
+    return writer, writer.prepare_global_plan(plans), metadata
+
+
+def _item(name: str, leaf: _Leaf, box: _Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+    data = TensorWriteData(chunk=chunk, properties=TensorProperties(dtype=leaf.dtype), size=torch.Size(leaf.shape))
+    return WriteItem(index=MetadataIndex(name, chunk.offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+class _Given:
+    """What DCP's writer asks for the tensors that it writes."""
+
+    def __init__(self, named: Mapping[str, Tensor], leaves: Mapping[str, _Leaf]) -> None:
+        self.named, self.leaves = named, leaves
+
+    def resolve_data(self, item: Any) -> Tensor:
+        name, offsets = item.index.fqn, tuple(item.index.offset)
+        box = next((box for box in self.leaves[name].boxes if box.offsets == offsets), None)
+        t = self.named[name].detach()
+        return t if box is None else box.within(t)
+
+
+class _Into:
+    """What DCP's reader asks for where to put what it reads."""
+
+    def __init__(self, leaves: dict[str, Tensor]) -> None:
+        self.leaves, self.boxes = leaves, dict[tuple[str, tuple[int, ...]], _Box]()
+
+    def asks(self, name: str, metadata: Any, ranges: Sequence[Ranges]) -> Iterable[Any]:
+        """What is to be read of a leaf. Raises `CheckpointError` where the folder does not have all of it."""
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        boxes = list(_boxes(ranges))
+        self.boxes.update({(name, box.offsets): box for box in boxes})
+        wanted = [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in boxes]
+        items = create_read_items_for_chunk_list(name, metadata, wanted) if self.leaves[name].numel() else []
+        there = sum(math.prod(item.lengths) for item in items)
+        if there != self.leaves[name].numel():
+            fail("load", name, f"there in all its {self.leaves[name].numel()} values", there, CheckpointError)
+        return items
+
+    def resolve_tensor(self, item: Any) -> Tensor:
+        box = self.boxes[item.dest_index.fqn, tuple(item.dest_index.offset)]
+        t = box.within(self.leaves[item.dest_index.fqn])
+        for dim, (start, n) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+            t = t.narrow(dim, start, n)
+        return t
+
+    def commit_tensor(self, item: Any, t: Tensor) -> None:
+        pass
+
+
+def _check_there(path: Any, there: Mapping[str, Any], whole: Mapping[str, tuple[Any, torch.dtype]], every: set[str]) -> None:
+    """Raise `CheckpointError` unless a folder has these leaves, and those of other ranks alone besides."""
+    wrong: dict[str, list[str]] = {"missing": [], "extra": sorted(there.keys() - every), "mis-shaped": [], "mis-typed": []}
+    for name, (shape, dtype) in whole.items():
+        if name not in there or not hasattr(there[name], "size"):
+            wrong["missing"].append(f"{name} {short(dtype)}{list(shape)}")
+            continue
+        size, kind = tuple(there[name].size), there[name].properties.dtype
+        if size != tuple(shape):
+            wrong["mis-shaped"].append(f"{name} {list(shape)}, got {list(size)}")
+        if kind is not dtype:
+            wrong["mis-typed"].append(f"{name} {short(dtype)}, got {short(kind)}")
+    said = "".join(f"\n  {kind}: {'; '.join(names)}" for kind, names in wrong.items() if names)
+    if said:
+        raise CheckpointError(f"load: {os.fspath(path)} must hold the whole of the tree of like, got{said}")
+
+
+def _device(t: Tensor, mesh: Mesh) -> Any:
+    return mesh.device if t.is_meta else t.device
+
+
+def _put_in_place(beside: Path, target: Path) -> None:
+    """Give a folder its name; what had it goes only then."""
+    old = target.with_name(f"{beside.name}.old")
+    if target.exists():
+        os.replace(target, old)
+    os.replace(beside, target)
+    if old.is_dir():
+        shutil.rmtree(old)
+    elif old.exists():
+        old.unlink()
+
+
+def _dcp() -> Any:
+    import torch.distributed.checkpoint
+
+    return torch.distributed.checkpoint

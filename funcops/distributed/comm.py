@@ -1,0 +1,115 @@
+"""Communication over an axis: torch's functional collectives, which give a tensor at once, and wait for it when they are told to.
+
+What `start_*` gives must not be read, and what it was given must not be written to, before `wait`. The others start and wait. On an
+axis of size 1 each gives its x itself. Sums are over the ranks; parts lie along dimension 0, or `dim`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.distributed.mesh import Axis
+
+if torch.distributed.is_available():
+    import torch.distributed._functional_collectives  # noqa: F401  registers what they do on the meta device
+
+ops: Any = torch.ops._c10d_functional
+
+
+def wait(t: Tensor, axis: Axis) -> Tensor:
+    """A started tensor, with its values."""
+    return t if axis.size == 1 else ops.wait_tensor(t)
+
+
+def start_gather(x: Tensor, axis: Axis) -> Tensor:
+    """[m, *] -> [n m, *]: the x of all ranks, one after the other."""
+    return x if axis.size == 1 else ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
+
+
+def start_scatter_sum(x: Tensor, axis: Axis) -> Tensor:
+    """[n m, *] -> [m, *]: this rank's part of the sum of x."""
+    return x if axis.size == 1 else ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.group)
+
+
+def start_sum(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x."""
+    return x if axis.size == 1 else ops.all_reduce(x.contiguous(), "sum", axis.group)
+
+
+def largest(amaxes: Tensor, axis: Axis) -> Tensor:
+    """The largest of each, of float32 that is not negative. By its bits, which are ordered as numbers are, a NaN above all: Gloo's
+    own maximum of floats may drop that."""
+    if axis.size == 1:
+        return amaxes
+    return wait(ops.all_reduce(amaxes.contiguous().view(torch.int32), "max", axis.group), axis).view(torch.float32)
+
+
+def start_all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """[n m, *] -> [n m, *]: part i of this rank goes to rank i, and becomes part `rank` there."""
+    parts = [x.shape[0] // axis.size] * axis.size
+    return x if axis.size == 1 else ops.all_to_all_single(x.contiguous(), parts, parts, axis.group)
+
+
+def start_shift(x: Tensor, axis: Axis, by: int) -> Tensor:
+    """[*] -> [1, *]: the x of the rank that is `by` before this one, round and round."""
+    if axis.size == 1:
+        return x[None]
+    sent, came = [0] * axis.size, [0] * axis.size
+    sent[(axis.rank + by) % axis.size] = came[(axis.rank - by) % axis.size] = 1
+    return ops.all_to_all_single(x[None].contiguous(), came, sent, axis.group)  # type: ignore[no-any-return]
+
+
+def gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    return x if axis.size == 1 else _back(wait(start_gather(_first(x, dim), axis), axis), dim)
+
+
+def scatter_sum(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    return x if axis.size == 1 else _back(wait(start_scatter_sum(_first(x, dim), axis), axis), dim)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    return wait(start_sum(x, axis), axis)
+
+
+def own_slice(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's part of x, a view."""
+    if axis.size == 1:
+        return x
+    length = x.shape[dim] // axis.size
+    return x.narrow(dim, axis.rank * length, length)
+
+
+def all_to_all(x: Tensor, axis: Axis, split: int, cat: int) -> Tensor:
+    """Parts along `split` go out, and those that come in lie along `cat`."""
+    if axis.size == 1:
+        return x
+    came = wait(start_all_to_all(_first(x, split), axis), axis)
+    return torch.cat([part.movedim(0, split) for part in came.chunk(axis.size)], cat)
+
+
+def shift(x: Tensor, axis: Axis, by: int) -> Tensor:
+    return x if by % axis.size == 0 else wait(start_shift(x, axis, by), axis)[0]
+
+
+def all_bytes(data: bytes, axis: Axis, device: str) -> list[bytes]:
+    """The bytes of all ranks."""
+    if axis.size == 1:
+        return [data]
+    lengths = gather(torch.tensor([len(data)], device=device), axis).tolist()
+    if not max(lengths):
+        return [b""] * axis.size
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
+    padded[: len(data)] = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8)[: len(data)]
+    found = gather(padded.to(device), axis).cpu().reshape(axis.size, -1)
+    return [row[:length].numpy().tobytes() for row, length in zip(found, lengths, strict=True)]
+
+
+def _first(x: Tensor, dim: int) -> Tensor:
+    return x if dim == 0 else x.movedim(dim, 0)
+
+
+def _back(t: Tensor, dim: int) -> Tensor:
+    return t if dim == 0 else t.movedim(0, dim).contiguous()

@@ -1,0 +1,319 @@
+"""Data parallelism: sums of gradient trees over ranks, in buckets, as values in flight.
+
+    flying = reduce_start(dparams, mesh["dp"])      # from the last weight gradient of a stage on
+    ...
+    dparams = finish(flying)
+
+An ordered sum adds what the ranks send one after another in float32 (float64 for float64), in the order of the ranks: the bits of
+adding the gradients of their microbatches on one process, whatever the buckets. It sends parts to their ranks, which add them up,
+and gathers the sums: the bytes of an all-reduce. Else the sum is the backend's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.backend import wide
+from funcops.contract.accumulators import check_into
+from funcops.contract.needs import Needs
+from funcops.contract.schema import WGRAD, saved, static
+from funcops.distributed.buckets import BUCKET_BYTES, Bucket, Kind, float_leaves, part_shape, plan, require_bytes
+from funcops.distributed.in_flight import (
+    Flight,
+    InFlight,
+    all_to_all_start,
+    finish,
+    gather_start,
+    scatter_sum_start,
+    sum_over_start,
+)
+from funcops.distributed.mesh import Axis, Mesh
+from funcops.distributed.plain import require_axis
+from funcops.distributed.specs import Spec, Specs, check_own, is_leaf, specs_by_path
+from funcops.errors import fail, in_step, require, require_dtype, require_flag, require_type
+from funcops.trees import flatten, paths, unflatten
+
+_HERE = Axis("here", 1, 0)
+Onward = Callable[
+    [Tensor], "Tensor | Flying"
+]  # of what a communication gave: the next, or a tensor at last (no generators: traced)
+
+
+class Flying(NamedTuple):
+    """A communication on its way, and what becomes of its value."""
+
+    h: InFlight
+    onward: Onward
+
+
+class Sums(NamedTuple):
+    """How a tree is summed. `dtype`: of the sums; None: each leaf's own."""
+
+    buckets: tuple[Bucket, ...]
+    shard: Axis | None
+    ordered: bool
+    dtype: torch.dtype | None
+
+
+class Reducing(Flight):
+    """Sums on their way; `finish` gives them. A ledger counts their bytes."""
+
+    buckets: Any = saved("an InFlight each", needed_by=WGRAD)
+    spec: Any = static()
+
+    def complain(self, where: str) -> None:
+        self.unused(where)
+
+    def arrive(self, into: Any) -> Any:
+        sums, flying, spec = self.cfg, self.buckets, self.spec
+        places: list[Any] = [None] * spec.num_leaves
+        if into is not None:
+            places = _accumulators(into, sums, spec)
+        for bucket, h in zip(sums.buckets, flying, strict=True):
+            if not h.fresh():
+                _named(bucket, h.complain, "finish")
+        self.empty()
+        onward = [_rest(bucket, sums, places if into is not None else None) for bucket in sums.buckets]
+        found: list[Any] = [None] * spec.num_leaves
+        for bucket, row in zip(sums.buckets, _together(onward, flying), strict=True):
+            for place, t in bucket.parts(row):
+                found[place] = t
+        if into is None:
+            return unflatten(spec, found)
+        pairs = [(to, t) for to, t in zip(places, found, strict=True) if t is not None]
+        if pairs:
+            torch._foreach_copy_([to for to, _ in pairs], [t for _, t in pairs])
+        return into
+
+
+def reduce_start(
+    dparams: Any,
+    over: Axis | tuple[Axis, ...] | Mapping[str, tuple[Axis, ...]],
+    *,
+    shard: Axis | None = None,
+    ordered: bool = True,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Reducing:
+    """Begin to sum a tree of gradients over ranks; `finish(h)` gives the tree of sums, `finish(h, into=sums)` adds them to
+    accumulators, in the ranks' order too. None leaves stay None. To be called by all ranks, of trees of one kind, in one order.
+
+    over: the axes that all leaves are summed over, or these by dotted path; the first is the slowest in the order of the sum.
+    shard: one of them, of which each rank gets its part alone (`own_shards`): 1/n of the bytes. ordered: see the module. dtype: of
+    the sums, else each leaf's own: what is not ordered is sent in it. Buckets are of one dtype, of at most `bucket_bytes`, or one
+    leaf; a leaf that fills one is sent as it is, and must not be written to until then.
+
+    Raises `TypeError` for a leaf that is neither a float tensor nor None, `ValueError` for a path that is not there.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     flying = dist.reduce_start({"w": torch.tensor([1.0 + mesh["dp"].rank]), "frozen": None}, mesh["dp"])
+    ...     return dist.finish(flying)
+    ...
+    >>> run_ranks({"dp": 4}, each)[0]
+    {'w': tensor([10.]), 'frozen': None}
+    """
+    where = "reduce_start"
+    require_flag(where, ordered=ordered)
+    require_dtype(where, dtype)
+    require_bytes(where, bucket_bytes)
+    if shard is not None:
+        require_axis(where, shard, "shard")
+    found = float_leaves(where, "dparams", dparams)
+    axes = _axes_of(where, found, over, shard)
+    kinds = tuple([
+        Kind(i, path, tuple(t.shape), t.dtype, t.device, axes[path]) for i, (path, t) in enumerate(found.items()) if t is not None
+    ])  # fmt: skip
+    values, spec = flatten(dparams)
+    own = shard if shard is not None and shard.size > 1 else None
+    buckets = plan(kinds, 1 if own is None else own.size, bucket_bytes, ordered)
+    sums = Sums(buckets, own, ordered, dtype)
+    flying = tuple([_first(bucket, bucket.pack(values, None if ordered else dtype), sums) for bucket in buckets])
+    made: Any = Reducing.keep(sums, Needs.ALL, buckets=flying, spec=spec)
+    return made  # type: ignore[no-any-return]
+
+
+def sum_axes(dparams: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
+    """By path, every axis of the mesh, pp aside, that the leaf's spec does not name: what `reduce_start` takes for `over`. Raises
+    as `sum_gradients`.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> mesh, specs = dist.Mesh.abstract({"dp": 2, "tp": 2}, rank=0), {"up": dist.Spec("tp", 0)}
+    >>> found = dist.sum_axes({"up": torch.ones(2, 4), "norm": torch.ones(4)}, specs, mesh)
+    >>> {path: [axis.name for axis in axes] for path, axes in found.items()}
+    {'norm': ['dp', 'tp'], 'up': ['dp']}
+    """
+    found = _specs("sum_axes", dparams, specs, mesh)
+    return {path: tuple([axis for axis in mesh.axes if spec.summed_over(axis)]) for path, spec in found.items()}
+
+
+def part_axes(tree: Any, specs: Specs, mesh: Mesh) -> dict[str, tuple[Axis, ...]]:
+    """By path, the axes that the leaf's spec names: what `global_norm` takes for `parts`. Raises as `sum_gradients`.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> mesh, specs = dist.Mesh.abstract({"dp": 2, "tp": 2}, rank=0), {"up": dist.Spec("tp", 0)}
+    >>> found = dist.part_axes({"up": torch.ones(2, 4), "norm": torch.ones(4)}, specs, mesh)
+    >>> {path: [axis.name for axis in axes] for path, axes in found.items()}
+    {'norm': [], 'up': ['tp']}
+    """
+    found = _specs("part_axes", tree, specs, mesh)
+    return {path: tuple([mesh[name] for name in spec.names]) for path, spec in found.items()}
+
+
+def _specs(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, Spec]:
+    found = specs_by_path(where, tree, specs, mesh)
+    for path, t in paths(tree).items():
+        if is_leaf(where, path, t):
+            check_own(where, path, t, found[path], mesh)
+    return found
+
+
+def axes_of(where: str, over: Any, name: str = "over") -> tuple[Axis, ...]:
+    """Axes, or one, as a tuple of those that have several ranks."""
+    given = over if isinstance(over, tuple) else (over,)
+    for i, axis in enumerate(given):
+        require_axis(where, axis, f"{name}.{i}" if isinstance(over, tuple) else name)
+    require(len(set(given)) == len(given), where, name, "different axes", ", ".join(map(str, given)))
+    return tuple([axis for axis in given if axis.size > 1])
+
+
+def axes_by_path(where: str, found: Mapping[str, Any], over: Mapping[str, Any], name: str = "over") -> dict[str, tuple[Axis, ...]]:
+    """The axes of paths. Raises `ValueError` for one that the tree lacks."""
+    for path in over:
+        if path not in found:
+            fail(where, name, f"by paths of the tree ({', '.join(found) or 'none'})", repr(path))
+    return {path: axes_of(where, axes, f"{name}[{path!r}]") for path, axes in over.items()}
+
+
+def _axes_of(where: str, found: Mapping[str, Any], over: Any, shard: Axis | None) -> Mapping[str, tuple[Axis, ...]]:
+    axes: Mapping[str, tuple[Axis, ...]]
+    if isinstance(over, Mapping):
+        axes = axes_by_path(where, found, over)
+        for path, t in found.items():
+            if t is not None and path not in axes:
+                fail(where, "over", f"of all paths with a gradient ({path} is one)", ", ".join(axes) or "none")
+    else:
+        require_type(where, "over", over, Axis, tuple, Mapping)
+        axes = dict.fromkeys(found, axes_of(where, over))
+    if shard is not None and shard.size > 1:
+        for path, t in found.items():
+            if t is not None and shard not in axes[path]:
+                fail(where, "shard", f"one of the axes that {path or 'dparams'} is summed over ({_said(axes[path])})", shard)
+    return axes
+
+
+def _said(axes: tuple[Axis, ...]) -> str:
+    return ", ".join(map(str, axes)) or "none of several ranks"
+
+
+def _accumulators(into: Any, sums: Sums, spec: Any) -> list[Any]:
+    """The leaves of `into`, after a check of all."""
+    like: list[Any] = [None] * spec.num_leaves
+    for bucket in sums.buckets:
+        for leaf in bucket.leaves:
+            t = torch.empty((), dtype=bucket.dtype, device=bucket.device)
+            like[leaf.place] = t.expand(part_shape(leaf.shape, bucket.rows))
+    check_into("finish", into, unflatten(spec, like))
+    return list(paths(into).values())
+
+
+def _order(bucket: Bucket, sums: Sums) -> list[Axis]:
+    """The axes of a bucket as it goes over them: first that of which it keeps a part."""
+    return sorted(bucket.axes, key=lambda axis: axis != sums.shard)
+
+
+def _first(bucket: Bucket, flat: Tensor, sums: Sums) -> InFlight:
+    order = _order(bucket, sums)
+    if not order:
+        return sum_over_start(flat, _HERE)
+    if sums.ordered:
+        return all_to_all_start(flat.view(order[0].size, -1), order[0])
+    return (scatter_sum_start if order[0] == sums.shard else sum_over_start)(flat, order[0])
+
+
+def _rest(bucket: Bucket, sums: Sums, into: list[Any] | None) -> Onward:
+    """What follows the first communication of a bucket, up to its row of sums."""
+    start = None if into is None else bucket.pack_parts(into, _widest(into, bucket))
+    out = start.dtype if start is not None else sums.dtype or bucket.dtype
+    order = _order(bucket, sums)
+    if sums.ordered:
+        return _ordered(bucket, order, sums, start, out)
+
+    def summed(value: Tensor, axes: list[Axis]) -> Tensor | Flying:
+        if axes:
+            return Flying(sum_over_start(value, axes[0]), lambda came: summed(came, axes[1:]))
+        return value.to(out) if start is None else start.add_(value)
+
+    return lambda value: summed(value.view(-1), order[1:])
+
+
+def _widest(into: list[Any], bucket: Bucket) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [into[leaf.place].dtype for leaf in bucket.leaves])
+
+
+def _ordered(bucket: Bucket, order: list[Axis], sums: Sums, start: Tensor | None, out: torch.dtype) -> Onward:
+    """Every rank gets what all have for its piece of the bucket, adds it up, and the pieces are gathered along all axes but that of
+    which it keeps a part."""
+    sizes, last = [axis.size for axis in order], max(len(order) - 1, 0)
+    others = [axis for axis in order if axis != sums.shard]
+
+    def spread(value: Tensor, axes: list[Axis]) -> Tensor | Flying:
+        if axes:
+            return Flying(all_to_all_start(value.movedim(0, last), axes[0]), lambda came: spread(came, axes[1:]))
+        value = value.movedim(0, last) if order else value
+        places = [i for axis in bucket.axes for i, other in enumerate(order) if other == axis]  # a tracer knows no index()
+        value = value.permute(*places, len(order)).reshape(math.prod(sizes), -1)
+        own = start
+        if own is not None:
+            own = own.view(*[axis.size for axis in others], -1)[tuple([axis.rank for axis in others])].reshape(-1)
+        return gathered(added(value, own, out), others[::-1])
+
+    def gathered(total: Tensor, axes: list[Axis]) -> Tensor | Flying:
+        return Flying(gather_start(total, axes[0]), lambda came: gathered(came, axes[1:])) if axes else total
+
+    return lambda value: spread(value.view(*sizes, -1), order[1:])
+
+
+def added(rows: Tensor, start: Tensor | None, out: torch.dtype) -> Tensor:
+    """start + rows[0] + rows[1] + ..., in this order, each sum rounded to float32 (or to what start or the rows have, where that is
+    wider), and the last to `out`."""
+    if start is None:
+        total, rest = rows[0].to(wide(rows.dtype)), rows[1:]
+    else:
+        total, rest = start.to(torch.promote_types(start.dtype, wide(rows.dtype))), rows
+    for i, row in enumerate(rest):
+        total = total.add_(row) if i else total + row  # the first is not written to: it may be the caller's
+    return total.to(out)
+
+
+def _together(onward: list[Onward], flying: tuple[InFlight, ...]) -> list[Tensor]:
+    """All buckets, a communication of each at a time: while one is waited for, the next of those before it is on its way."""
+    found: list[Any] = [None] * len(onward)
+    waiting = {i: Flying(h, rest) for i, (h, rest) in enumerate(zip(flying, onward, strict=True))}
+    while waiting:
+        for i, (h, rest) in list(waiting.items()):
+            came = rest(finish(h))
+            if isinstance(came, Flying):
+                waiting[i] = came
+            else:
+                found[i] = came
+                del waiting[i]
+    return found
+
+
+def _named(bucket: Bucket, fn: Any, *args: Any) -> Any:
+    try:
+        return fn(*args)
+    except Exception as error:
+        in_step(error, bucket)
+        raise

@@ -1,0 +1,163 @@
+"""Communication in flight, as a value.
+
+    h = gather_start(x, axis)      # the ranks begin to talk
+    ...                            # anything but a write to x
+    whole = finish(h)              # once
+
+An `InFlight` is a node of a tree and no tensor, so that no op takes it by mistake; `finish` alone reads it. A `Ledger` keeps one as
+it keeps a pending weight gradient, and names what was never finished. On an axis of size 1 nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, overload
+
+from torch import Tensor
+
+from funcops.contract.marks import Gone
+from funcops.contract.needs import Needs
+from funcops.contract.schema import WGRAD, Pending, saved, static
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.plain import check_divides, check_tensor
+from funcops.errors import DonatedError, describe, fail, require_type, stale
+
+
+class Flight(Pending):
+    """Base of what `finish` takes."""
+
+    __slots__ = ()
+    kind = "in flight"
+
+    def unused(self, where: str) -> None:
+        if isinstance(self._marks, Gone):
+            got = f"an {type(self).__name__} that was finished, or given away with donate()"
+            raise DonatedError(f"{where}: h must be in flight, got {got}")
+
+    if TYPE_CHECKING:
+
+        def arrive(self, into: Any) -> Any:
+            """Its value, waited for."""
+
+
+class InFlight(Flight):
+    """What a `*_start` gives and `finish` takes. `value` must not be read before; `source` is the x that is sent."""
+
+    value: Tensor = saved("[*]", needed_by=WGRAD)
+    source: Tensor = saved("[*]", alias="x", needed_by=WGRAD)
+    what: str = static("")
+
+    def arrive(self, into: Any) -> Tensor:
+        if into is not None:
+            fail("finish", "into", "None (these are no sums of reduce_start)", describe(into), TypeError)
+        value, axis = self.value, self.cfg
+        self.empty()
+        return comm.wait(value, axis)
+
+    def complain(self, where: str) -> None:
+        self.unused(where)
+        path = self.stale() or "source"
+        hint = f"Finish the {self.what} first, or start it of a clone"
+        stale(where, f"h.{path}", by=f"{self.what}_start", hint=hint, aliases="its x")
+
+
+@overload
+def finish(h: InFlight) -> Tensor: ...
+@overload
+def finish(h: Any, *, into: Any = None) -> Any: ...
+def finish(h: Any, *, into: Any = None) -> Any:
+    """Wait for what a `*_start` began, and give its value. Raises `DonatedError` for one that was finished before,
+    `StaleResidualError` where x was written to since the start: what arrived may be anything.
+
+    `into`: of sums that `reduce_start` began, the accumulators that they are added to.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     h = dist.sum_over_start(torch.ones(2), mesh["dp"])
+    ...     meanwhile = torch.ones(2) * 10
+    ...     return dist.finish(h) + meanwhile
+    ...
+    >>> run_ranks({"dp": 4}, each)[0]
+    tensor([14., 14.])
+    """
+    if not isinstance(h, Flight):
+        fail("finish", "h", "an InFlight, as gather_start and its like give it", describe(h), TypeError)
+    if not h.fresh():
+        h.complain("finish")
+    return h.arrive(into)
+
+
+def gather_start(x: Tensor, axis: Axis) -> InFlight:
+    """[m, *] -> [n m, *]: the x of all ranks of the axis, one after the other.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     return dist.finish(dist.gather_start(torch.tensor([mesh["tp"].rank]), mesh["tp"]))
+    ...
+    >>> run_ranks({"tp": 3}, each)[0]
+    tensor([0, 1, 2])
+    """
+    _check("gather_start", x, axis, 1)
+    return _started("gather", x, axis, comm.start_gather)
+
+
+def scatter_sum_start(x: Tensor, axis: Axis) -> InFlight:
+    """[n m, *] -> [m, *]: this rank's part of the sum of x over the axis. Raises `ValueError` where the axis does not divide
+    the first dimension.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"tp": 2}, lambda mesh: dist.finish(dist.scatter_sum_start(torch.tensor([1.0, 5.0]), mesh["tp"])))
+    [tensor([2.]), tensor([10.])]
+    """
+    _check("scatter_sum_start", x, axis, 1)
+    check_divides("scatter_sum_start", "x", x, 0, axis)
+    return _started("scatter_sum", x, axis, comm.start_scatter_sum)
+
+
+def sum_over_start(x: Tensor, axis: Axis) -> InFlight:
+    """The sum of x over the axis.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> run_ranks({"tp": 2}, lambda mesh: dist.finish(dist.sum_over_start(torch.tensor([1.0, 5.0]), mesh["tp"])))
+    [tensor([ 2., 10.]), tensor([ 2., 10.])]
+    """
+    _check("sum_over_start", x, axis)
+    return _started("sum_over", x, axis, comm.start_sum)
+
+
+def all_to_all_start(x: Tensor, axis: Axis) -> InFlight:
+    """[n m, *] -> [n m, *]: part i goes to rank i of the axis, and becomes part `rank` there. Raises `ValueError` where the
+    axis does not divide the first dimension.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> def each(mesh):
+    ...     return dist.finish(dist.all_to_all_start(torch.tensor([1.0, 2.0]) + 10 * mesh["tp"].rank, mesh["tp"]))
+    ...
+    >>> run_ranks({"tp": 2}, each)
+    [tensor([ 1., 11.]), tensor([ 2., 12.])]
+    """
+    _check("all_to_all_start", x, axis, 1)
+    check_divides("all_to_all_start", "x", x, 0, axis)
+    return _started("all_to_all", x, axis, comm.start_all_to_all)
+
+
+def _check(where: str, x: Any, axis: Any, dims: int = 0) -> None:
+    require_type(where, "axis", axis, Axis)
+    check_tensor(where, "x", x, (...,))
+    if x.dim() < dims:
+        fail(where, "x", f"of at least {dims} dimension", describe(x))
+
+
+def _started(what: str, x: Tensor, axis: Axis, start: Any) -> InFlight:
+    made: Any = InFlight.keep(axis, Needs.ALL, value=start(x, axis), source=x, what=what)
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,175 @@
+"""`Mesh` and `Axis`: which ranks talk to which, as plain data.
+
+    mesh = Mesh.of({"dp": 2, "tp": 4})                     # on torch.distributed, as torchrun starts it
+    mesh = Mesh.abstract({"dp": 64, "tp": 8}, rank=4711)   # no process group: to trace, to check, to simulate
+    cfg = ColumnLinearConfig(64, 256, axis=mesh["tp"])
+
+Configs hold the `Axis`: static, hashable, with this rank's place on it. Nothing is registered anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import field
+from typing import Any
+
+from funcops.backend.select import launched
+from funcops.contract.op import config
+from funcops.errors import describe, fail, require, require_count, require_type
+
+
+@config
+class Axis:
+    """One axis of a mesh as a rank sees it: its `size` n, this rank's place `rank` on it, and the name of the `group` of the n
+    ranks that differ along it alone (that of torch.distributed's process group; "" where n is 1).
+
+    >>> from funcops.distributed import Axis, Mesh
+    >>> axis = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)["tp"]
+    >>> isinstance(axis, Axis), axis.name, axis.size, axis.rank
+    (True, 'tp', 4, 2)
+    """
+
+    name: str = field(kw_only=False)
+    size: int = field(kw_only=False)
+    rank: int = field(kw_only=False)
+    group: str = field(kw_only=False, default="")
+
+    def __post_init__(self) -> None:
+        require(self.name.isidentifier(), "Axis", "name", "an identifier", repr(self.name))
+        require(self.size >= 1, "Axis", "size", "at least 1", self.size)
+        require(0 <= self.rank < self.size, "Axis", "rank", f"from 0 to {self.size - 1}", self.rank)
+        require(bool(self.group) or self.size == 1, "Axis", "group", "the name of a process group", repr(self.group))
+
+    def __str__(self) -> str:
+        return f"axis {self.name!r} of {self.size}"
+
+    def process_group(self) -> Any:
+        """torch.distributed's own, for calls of others. Raises `RuntimeError` where there is none: on an axis of one rank, and on
+        an abstract mesh."""
+        try:
+            from torch.distributed.distributed_c10d import _resolve_process_group
+
+            return _resolve_process_group(self.group)  # type: ignore[arg-type]
+        except (RuntimeError, ImportError):
+            fail("Axis.process_group", "axis", "of a mesh of processes, and of several ranks", self, RuntimeError)
+
+
+@config
+class Mesh:
+    """Ranks in a grid, the last axis the fastest. `mesh["tp"]` is an `Axis`; `rank` is this one's number; `device` is the type of
+    device that its ranks compute on.
+
+    >>> from funcops.distributed import Mesh
+    >>> mesh = Mesh.abstract({"dp": 2, "tp": 4}, rank=6)
+    >>> mesh.size, mesh.rank, mesh["dp"].rank, mesh["tp"].rank
+    (8, 6, 1, 2)
+    """
+
+    axes: tuple[Axis, ...]
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        right = isinstance(self.axes, tuple) and all(isinstance(axis, Axis) for axis in self.axes)
+        require(right, "Mesh", "axes", "a tuple of Axis", repr(self.axes))
+        names = [axis.name for axis in self.axes]
+        require(len(set(names)) == len(names), "Mesh", "axes", "of different names", ", ".join(names))
+        _device("Mesh", self.device)
+
+    @staticmethod
+    def of(sizes: Mapping[str, int], device: str | None = None) -> Mesh:
+        """The mesh of the processes that run: one of torch's `init_device_mesh`, with a group for each axis of more than one rank.
+        `device`: "cuda" where there is a GPU, else "cpu". Raises `ValueError`, before any group is made, where the product of the
+        sizes is not the number of processes."""
+        counts = _checked("Mesh.of", sizes)
+        kind = _device("Mesh.of", device)
+        world, product = _world(), math.prod(counts.values())
+        if product != world:
+            fail("Mesh.of", "sizes", f"of product {world}, the number of processes", f"{_product(counts)} = {product}")
+        wide = {name: n for name, n in counts.items() if n > 1}
+        if not wide:
+            return Mesh.abstract(counts, 0, kind)
+        from torch.distributed.device_mesh import init_device_mesh
+
+        made: Any = init_device_mesh(kind, tuple(wide.values()), mesh_dim_names=tuple(wide))
+        axes = [
+            Axis(name, n, made.get_local_rank(name), made.get_group(name).group_name) if n > 1 else Axis(name, n, 0)
+            for name, n in counts.items()
+        ]
+        return Mesh(axes=tuple(axes), device=kind)
+
+    @staticmethod
+    def abstract(sizes: Mapping[str, int], rank: int, device: str = "cpu") -> Mesh:
+        """The mesh as `rank` of it would see it, without any process: programs can be traced on it, and none be run."""
+        counts = _checked("Mesh.abstract", sizes)
+        world = math.prod(counts.values())
+        require_count("Mesh.abstract", 0, rank=rank)
+        require(rank < world, "Mesh.abstract", "rank", f"below {world}, the product of the sizes", rank)
+        axes, stride = [], world
+        for name, n in counts.items():
+            stride //= n
+            place = rank // stride % n
+            first = rank - place * stride
+            group = f"{name}[{first}:{first + n * stride}:{stride}]" if n > 1 else ""
+            axes.append(Axis(name, n, place, group))
+        return Mesh(axes=tuple(axes), device=_device("Mesh.abstract", device))
+
+    def __getitem__(self, name: str) -> Axis:
+        for axis in self.axes:
+            if axis.name == name:
+                return axis
+        fail("Mesh", "axis", f"one of {', '.join(self.sizes) or '(none)'}", repr(name))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def rank(self) -> int:
+        """This one's number, from 0 to size - 1."""
+        found = 0
+        for axis in self.axes:
+            found = found * axis.size + axis.rank
+        return found
+
+    def peers(self, axis: Axis) -> list[int]:
+        """The numbers of the ranks along an axis of this mesh, this one's among them."""
+        require_type("Mesh.peers", "axis", axis, Axis)
+        require(axis in self.axes, "Mesh.peers", "axis", f"an axis of the mesh ({', '.join(map(str, self.axes))})", axis)
+        stride = math.prod([other.size for other in self.axes[self.axes.index(axis) + 1 :]])
+        return [self.rank + (place - axis.rank) * stride for place in range(axis.size)]
+
+
+def _checked(where: str, sizes: Any) -> dict[str, int]:
+    require_type(where, "sizes", sizes, Mapping)
+    for name, n in sizes.items():
+        require(isinstance(name, str) and name.isidentifier(), where, "sizes", "by names of axes", repr(name))
+        require_type(where, f"sizes[{name!r}]", n, int)
+        require(n >= 1, where, f"sizes[{name!r}]", "at least 1", n)
+    return dict(sizes)
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{name} {n}" for name, n in sizes.items()) or "no axes"
+
+
+def _device(where: str, device: Any) -> str:
+    import torch
+
+    found = device if device is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    require_type(where, "device", found, str)
+    try:
+        return torch.device(found).type
+    except RuntimeError:
+        fail(where, "device", "the name of a type of device", describe(device))
+
+
+def _world() -> int:
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else launched()

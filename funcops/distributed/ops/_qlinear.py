@@ -1,0 +1,108 @@
+"""What the linear layers in low precision over an axis share: one quantisation of a tensor of which each rank has a part, and codes
+and scales on their way.
+
+Codes of rows are gathered as rows are. Those of columns stand beside one another where the rows of a rank are whole tiles; where
+they are not, the tensor itself is sent, and quantised when it is whole: the same codes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._linear import check_config
+from funcops.errors import require, require_type
+from funcops.formats import Format, QTensor, by_tiles
+from funcops.formats.recipes import Recipe
+from funcops.kernels.quantize import by_columns
+from funcops.ops.qlinear import Largest, quantized
+
+
+def check_low_config(cfg: Any, shared: str) -> None:
+    """Of a config whose feature `shared` the axis shares out."""
+    where = type(cfg).__name__
+    check_config(cfg, shared)
+    require(cfg.overlap != "ring", where, "overlap", "'none' or 'bulk' with a recipe, whose codes are sent as one", "'ring'")
+    require_type(where, "recipe", cfg.recipe, Recipe)
+    for name in ("in_features", "out_features"):
+        multiple = cfg.recipe.multiple * (cfg.axis.size if name == shared else 1)
+        of = f"{type(cfg.recipe).__name__} on {cfg.axis}" if name == shared else type(cfg.recipe).__name__
+        require(getattr(cfg, name) % multiple == 0, where, name, f"a multiple of {multiple} ({of})", getattr(cfg, name))
+
+
+def check_op(name: str, other: str, cfg: Any) -> None:
+    """Whether an op keeps what the recipe says: `other`, or `other`_of_input."""
+    of_input, keep = name != other, cfg.recipe.keep
+    wanted = f"'input' (for others: {other})" if of_input else f"'row' or 'col' (for 'input': {other}_of_input)"
+    require((keep == "input") == of_input, f"{name}_fwd", "cfg.recipe.keep", wanted, repr(keep))
+
+
+def over(axis: Axis) -> Largest:
+    """The amax of what the ranks of an axis have in parts, of that of a part."""
+    return None if axis.size == 1 else lambda amax: comm.largest(amax, axis)
+
+
+def whole_tiles(t: Tensor, format: Format, axis: Axis) -> bool:
+    """Whether the columns' tiles of this rank's rows are tiles of all."""
+    return axis.size == 1 or format.tile == (0, 0) or (format.tile[1] > 0 and t.shape[:-1].numel() % format.tile[1] == 0)
+
+
+class Sent(NamedTuple):
+    """A tensor on its way, in low precision or as it is."""
+
+    of: Any
+    codes: Tensor
+    scales: Tensor | None = None
+
+
+def send(t: Any, axis: Axis) -> Sent:
+    """Begin to gather a `QTensor`, or a tensor, over an axis, along dimension 0 of what it stands for."""
+    if not isinstance(t, QTensor) or axis.size == 1:
+        return Sent(t, t if axis.size == 1 else comm.start_gather(t, axis))
+    codes = comm.start_gather(t.codes, axis)
+    if t.format.tile == (0, 0):
+        return Sent(t, codes)
+    return Sent(t, codes, comm.start_gather(by_tiles(t.scales, t.format) if t.side == "col" else t.scales, axis))
+
+
+def arrived(sent: Sent, axis: Axis) -> Any:
+    """What was sent, whole."""
+    q = sent.of
+    if axis.size == 1:
+        return q
+    codes = comm.wait(sent.codes, axis)
+    if not isinstance(q, QTensor):
+        return codes
+    scales = q.scales if sent.scales is None else comm.wait(sent.scales, axis)
+    if q.side == "col":
+        codes = _side_by_side(codes, axis)
+        if sent.scales is not None:
+            scales = scales.mT if by_columns(*q.format.tile, q.format.scales) else _side_by_side(scales, axis)
+    elif sent.scales is not None and by_columns(*q.format.tile, q.format.scales):
+        scales = scales.mT.contiguous().mT  # as quantisers give them
+    shape = q.shape[:0] + (axis.size * q.shape[0], *q.shape[1:])
+    return QTensor(codes, scales, q.scale, format=q.format, shape=shape, dtype=q.dtype, side=q.side, hadamard=q.hadamard)
+
+
+def gathered(t: Any, axis: Axis) -> Any:
+    return arrived(send(t, axis), axis)
+
+
+def send_columns(x: Tensor, recipe: Recipe, format: Format, axis: Axis, key: Tensor | None = None) -> Sent:
+    """Begin to gather what gives the codes by columns of all rows (`columns_of`): those of this rank's, or the rows themselves."""
+    if not whole_tiles(x, format, axis):
+        return send(x, axis)
+    return send(quantized(x, format, over(axis), side="col", key=key, hadamard=recipe.hadamard), axis)
+
+
+def columns_of(sent: Sent, recipe: Recipe, format: Format, axis: Axis, key: Tensor | None = None) -> QTensor:
+    t = arrived(sent, axis)
+    return t if isinstance(t, QTensor) else quantized(t, format, None, side="col", key=key, hadamard=recipe.hadamard)
+
+
+def _side_by_side(t: Tensor, axis: Axis) -> Tensor:
+    """[n K, R] of ranks one after the other -> [K, n R]."""
+    return t.unflatten(0, (axis.size, -1)).movedim(0, 1).flatten(1)

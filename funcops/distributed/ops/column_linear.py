@@ -1,0 +1,215 @@
+"""Linear layer whose outputs an axis shares out: each rank has some rows of w (columns of w^T, hence the name).
+
+    y_r = x w_r^T + b_r
+
+    dx = sum over r of dy_r w_r        dw_r = dy_r^T x        db_r = sum over rows of dy_r
+
+r: a rank of the axis, of n. w_r: [O/n, I]; b_r: [O/n] or None; y_r, dy_r: [*, O/n], of all rows; one float dtype.
+In sequence parallelism x is shared out along its first dimension: a rank has x_r, 1/n of it, gathers the whole, and gets 1/n of dx,
+of a sum that is scattered. Without, x is the same on all ranks, as dx is. The gradients of w_r and b_r are whole either way.
+
+Kept: x_r and w_r, both aliases. The weight gradient gathers x once more, whenever it comes: a schedule can hide that.
+`overlap="bulk"` orders the whole backward so that x is on its way under the product of dx, and dx under that of dw: the same bits.
+`overlap="ring"` sends x on from rank to rank, each part under the product of another, and sums dx as it goes round, under its own
+products: in another order. In the whole backward x is on its way meanwhile, and whole before dw, whose bits are the same.
+
+>>> import torch
+>>> from funcops import LinearParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ColumnLinearConfig(2, 4, axis=mesh["tp"], bias=False)
+...     x, params = torch.ones(1, 2), LinearParams(torch.full((2, 2), 1.0 + mesh["tp"].rank), None)
+...     y, residuals = dist.column_linear_fwd(params, x, cfg)
+...     dparams, dx = dist.column_linear_bwd(residuals, torch.ones(2, 2), cfg)
+...     return y, residuals.x is x, dx
+...
+>>> run_ranks({"tp": 2}, each)[1]
+(tensor([[4., 4.],
+        [4., 4.]]), True, tensor([[6., 6.]]))
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_parts, check_x, init_linear
+from funcops.distributed.plain import check_tensor
+from funcops.distributed.ring import gathered_products, scattered_products
+from funcops.distributed.specs import Spec
+from funcops.kernels import linear as kernels
+from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+
+__all__ = [
+    "ColumnLinearConfig",
+    "ColumnLinearPending",
+    "ColumnLinearResiduals",
+    "column_linear",
+    "column_linear_bwd",
+    "column_linear_dgrad",
+    "column_linear_fwd",
+    "column_linear_init",
+    "column_linear_wgrad",
+]
+
+
+@config
+class ColumnLinearConfig(OpConfig):
+    """`in_features` (I) and `out_features` (O) of the whole layer, O a multiple of the size of `axis`; `bias` adds b.
+    `sequence_parallel`: x is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring".
+    `parts`: the sizes of outputs packed into one (q, k and v; gates and values), each of which is shared out by itself."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    axis: Axis
+    bias: bool = True
+    sequence_parallel: bool = True
+    overlap: str = "none"
+    parts: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_config(self, "out_features")
+        check_parts(self)
+        own = self.out_features // self.axis.size
+        object.__setattr__(self, "weight_shape", (own, self.in_features))
+        object.__setattr__(self, "bias_shape", (own,) if self.bias else None)
+
+    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
+    bias_shape: ClassVar[tuple[int] | None]
+    apart = True
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        spec = Spec(self.axis.name, 0, parts=self.parts)
+        return {"weight": spec, "bias": spec} if self.bias else {"weight": spec}
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, self.weight_shape[0]
+
+
+class ColumnLinearResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Tensor = saved("[O/n, I]", alias="params.weight", needed_by=DGRAD)
+    y_shape: torch.Size = static()
+
+
+class ColumnLinearPending(Pending):
+    x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
+    rows: Tensor = saved("[n *, I]", needed_by=WGRAD, of=("params.weight",))  # of all ranks, where siblings gathered them
+    dy: Tensor = saved("[*, O/n]", alias="dy", needed_by=WGRAD)
+
+
+@init_of(ColumnLinearConfig)
+def column_linear_init(
+    cfg: ColumnLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearParams:
+    """This rank's rows of what `linear_init` draws with the same key, on every mesh."""
+    return init_linear(cfg, key, device, dtype)
+
+
+@forward(ColumnLinearConfig, LinearParams)
+def column_linear_fwd(
+    params: LinearParams, x: Tensor, cfg: ColumnLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ColumnLinearResiduals | None]:
+    """`y_r = x w_r^T + b_r`. x: [m, *, I], of n m in all (without `sequence_parallel`: [*, I]) -> y: [n m, *, O/n]. Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    check_column(params, x, cfg)
+    weight, bias = params.weight, params.bias
+    if by_ring(cfg):
+        y, _ = gathered_products(x, cfg.axis, lambda part: kernels.linear_fwd(part, weight, bias))
+    else:
+        y = kernels.linear_fwd(_rows(x, cfg), weight, bias)
+    return y, column_kept(cfg, needs, x, weight, y)
+
+
+def check_column(params: LinearParams, x: Tensor, cfg: ColumnLinearConfig) -> None:
+    check_x("column_linear_fwd", x, cfg.in_features, cfg.sequence_parallel)
+    check_params("column_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
+
+
+def column_kept(cfg: ColumnLinearConfig, needs: Needs, x: Tensor, weight: Tensor, y: Tensor) -> ColumnLinearResiduals | None:
+    return ColumnLinearResiduals.keep(cfg, needs, x=x, weight=weight, y_shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(ColumnLinearResiduals)
+def column_linear_dgrad(
+    residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig
+) -> tuple[Tensor, ColumnLinearPending | None]:
+    """dy: [n m, *, O/n] -> dx: [m, *, I] (without `sequence_parallel`: [*, I]), and the pending dw: dy and x, aliases."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check_tensor("column_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    dx = _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    return dx, ColumnLinearPending.keep(cfg, needs, x=x, rows=None, dy=dy)
+
+
+@wgrad_of(ColumnLinearPending, LinearParams)
+def column_linear_wgrad(pending: ColumnLinearPending, cfg: ColumnLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+    """Gathers x, then `dw_r = dy_r^T x`, `db_r = sum of dy_r`; added to `into` where that is given."""
+    bias = wants_bias(cfg, pending.needs)
+    if pending.rows is not None:
+        return linear_gradients("column_linear_wgrad", pending.dy, pending.rows, bias, into)
+    return _gradients("column_linear_wgrad", pending.dy, pending.x, None, bias, cfg, into)
+
+
+@bwd_of(ColumnLinearResiduals, LinearParams)
+def column_linear_bwd(
+    residuals: ColumnLinearResiduals, dy: Tensor, cfg: ColumnLinearConfig, *, into: LinearParams | None = None
+) -> tuple[LinearParams, Tensor]:
+    """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check_tensor("column_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    bias = wants_bias(cfg, needs)
+    if into is not None:  # before anything is sent
+        check_linear_into("column_linear_bwd", dy, x, bias, into)
+    sent = comm.start_gather(x, cfg.axis) if cfg.overlap != "none" and cfg.sequence_parallel and x is not None else None
+    late = cfg.overlap == "bulk" and needs.x
+    dx = _send_dx(kernels.linear_dgrad(dy, weight), cfg) if late else _dx(dy, weight, cfg) if needs.x else NO_GRADIENT
+    dparams = _gradients("column_linear_bwd", dy, x, sent, bias, cfg, into)
+    return dparams, comm.wait(dx, cfg.axis) if late else dx
+
+
+def wants_bias(cfg: ColumnLinearConfig, needs: Needs) -> bool:
+    return cfg.bias and (needs.params is True or needs.param("bias"))
+
+
+def _rows(x: Tensor, cfg: ColumnLinearConfig) -> Tensor:
+    """All of x."""
+    return comm.gather(x, cfg.axis) if cfg.sequence_parallel else x
+
+
+def _dx(dy: Tensor, weight: Tensor, cfg: ColumnLinearConfig) -> Tensor:
+    if by_ring(cfg):
+        return scattered_products(dy, cfg.axis, lambda rows: kernels.linear_dgrad(rows, weight))
+    return comm.wait(_send_dx(kernels.linear_dgrad(dy, weight), cfg), cfg.axis)
+
+
+def _send_dx(dx: Tensor, cfg: ColumnLinearConfig) -> Tensor:
+    """The sum of a rank's parts of dx, to be waited for."""
+    return comm.start_scatter_sum(dx, cfg.axis) if cfg.sequence_parallel else comm.start_sum(dx, cfg.axis)
+
+
+def _gradients(
+    where: str, dy: Tensor, x: Tensor | None, sent: Tensor | None, bias: bool, cfg: ColumnLinearConfig, into: LinearParams | None
+) -> LinearParams:
+    """Of x as it is, or as it was `sent`."""
+    if into is not None:
+        check_linear_into(where, dy, x, bias, into)
+    if x is not None:
+        x = _rows(x, cfg) if sent is None else comm.wait(sent, cfg.axis)
+    return linear_gradients(where, dy, x, bias, into)
+
+
+column_linear = make_op(
+    "column_linear", ColumnLinearConfig, init=column_linear_init, fwd=column_linear_fwd, dgrad=column_linear_dgrad,
+    wgrad=column_linear_wgrad, bwd=column_linear_bwd,
+)  # fmt: skip

@@ -1,0 +1,107 @@
+"""Tokens back from the ranks of their experts: the sum of what each of these gives.
+
+    back = all_to_all(rows)        y_t = sum over r of back[place_tr]        (the backward is `dispatch`, the forward its)
+    drows = all_to_all(sent)        sent[place_tr] = dy_t
+
+x is `(rows, place)`, as `dispatch` gives them: rows [n C, D] of one float dtype, of which the q-th C go back to rank q; place
+[m, *, K] int32, where each of this rank's tokens lies among the n C rows that come back, n C where it went nowhere; no two of them
+in one place. `dispatch` has K = n. y: [m, *, D]; dy likewise, drows [n C, D], zero where no token lies. Sums are in float32
+(float64 for float64), in the order of the places, that is of the ranks, rounded once. Kept: place, an alias. A place outside
+[0, n C] raises `IndexError` on the CPU. Weights are the business of whoever makes the rows, as of `unpermute`.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg, place = dist.CombineConfig(mesh["ep"]), torch.tensor([[0, 2], [1, 4]], dtype=torch.int32)
+...     rows = torch.tensor([[1.0], [2.0], [3.0], [4.0]]) + 10 * mesh.rank
+...     y, residuals = dist.combine_fwd(None, (rows, place), cfg)  # the second token went to rank 0 alone
+...     _, (drows, _) = dist.combine_bwd(residuals, y, cfg)
+...     return y.flatten(), drows.flatten(), residuals.place is place
+...
+>>> for rank in run_ranks({"ep": 2}, each):
+...     print(rank)
+...
+(tensor([12.,  2.]), tensor([12.,  2., 16.,  4.]), True)
+(tensor([16.,  4.]), tensor([12.,  0., 16.,  0.]), True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._tokens import arrived, start, token_of
+from funcops.distributed.plain import check_divides, check_tensor, require_axis
+from funcops.errors import FLOATS, describe, fail
+from funcops.ops.permute import check_rows_and_choices
+
+__all__ = [
+    "CombineConfig",
+    "CombineResiduals",
+    "combine",
+    "combine_bwd",
+    "combine_dgrad",
+    "combine_fwd",
+    "combine_init",
+    "combine_wgrad",
+]
+
+
+@config
+class CombineConfig(OpConfig):
+    """`axis`: that of `dispatch`."""
+
+    axis: Axis = field(kw_only=False)
+
+    def __post_init__(self) -> None:
+        require_axis("CombineConfig", self.axis)
+
+    widths = same_width
+    featurewise = True
+
+
+class CombineResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    place: Tensor = saved("[*, K]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    rows: int = static()  # n C
+
+
+@forward(CombineConfig)
+def combine_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: CombineConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, CombineResiduals | None]:
+    """x: `(rows, place)` -> y: [m, *, D]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    rows, place = check_rows_and_choices("combine_fwd", x, "place")
+    check_tensor("combine_fwd", "x.0 (rows)", rows, (...,), FLOATS)
+    check_tensor("combine_fwd", "x.1 (place)", place, (...,))
+    if rows.dim() != 2:
+        fail("combine_fwd", "x.0 (rows)", "[n C, D]", describe(rows))
+    check_divides("combine_fwd", "x.0 (rows)", rows, 0, cfg.axis)
+    y = arrived(comm.start_all_to_all(rows, cfg.axis), place.reshape(-1, place.shape[-1]), cfg.axis)
+    y = y.view(*place.shape[:-1], rows.shape[-1])
+    kept = CombineResiduals.keep(cfg, needs, place=place, inputs=Inputs.of(x), shape=y.shape, dtype=y.dtype, rows=rows.shape[0])
+    return y, kept
+
+
+@dgrad_of(CombineResiduals)
+def combine_dgrad(residuals: CombineResiduals, dy: Any, cfg: CombineConfig) -> tuple[tuple[Tensor, None], None]:
+    """dy: [m, *, D] -> `(drows, None)`. There is no weight gradient: pending is None."""
+    place = residuals.place
+    check_tensor("combine_dgrad", "dy", dy, residuals.shape, residuals.dtype, place)
+    if not residuals.needs.input(0):
+        return residuals.nothing(), None
+    token = token_of(place.reshape(-1, place.shape[-1]), residuals.rows)
+    drows = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, cfg.axis), cfg.axis)
+    return residuals.inputs.make((drows, None)), None
+
+
+combine = make_op("combine", CombineConfig, fwd=combine_fwd, dgrad=combine_dgrad)
+combine_init, combine_bwd, combine_wgrad = no_params(combine, combine_dgrad)

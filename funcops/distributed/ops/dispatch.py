@@ -1,0 +1,153 @@
+"""Tokens to the ranks of their experts: each token once for every rank that has an expert of its own.
+
+    sent[place_tr] = x_t        rows = all_to_all(sent)        (the backward is `combine`, the forward its)
+    dx_t = sum over r of back[place_tr]        back = all_to_all(drows)
+
+x is `(weights, x, indices)`, as `experts` takes it, of this rank's tokens: weights, indices [m, *, K], x [m, *, H]; x of any
+float dtype, weights of that or its wide one, indices int32. The E experts are shared out in blocks, expert e is on rank
+e // (E/n), and an index of E is a choice that was dropped. y is `(weights, rows, indices, place)`: what has come to this rank,
+weights, indices [n C, K] and rows [n C, H], and where its own tokens lie, place [m, *, n] int32. Indices count this rank's experts
+from 0; a choice of another rank's is E/n, dropped. dy is `(dweights, drows, None, None)`, a part that is None being zero: integers
+have no gradient.
+
+What a rank sends to another lies in C places, of the T tokens that it has: all T by default, which is always enough, so that sizes
+are known without a look at the routing, and a CUDA graph can hold it. Places that are not used have rows of zeros and dropped
+choices. `capacity` makes C = ceil(capacity T): tokens beyond it do not go to that rank, the last first, and get no gradient through
+it. All ranks have as many tokens. Sums of the backward are in float32 (float64 for float64), in the order of the ranks, rounded
+once. Kept: place, a part of y: no bytes of its own. An index outside [0, E] raises `IndexError` on the CPU.
+
+    dispatch -> `experts`, E/n of them -> combine        is `parallel_experts`, which sends dx under the products of dw
+
+Megatron-Core and torchtitan: token dispatcher; DeepEP: dispatch; GShard, arXiv:2006.16668.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.DispatchConfig(4, axis=mesh["ep"])
+...     x = torch.ones(2, 1), torch.tensor([[1.0], [2.0]]) + 10 * mesh.rank, torch.tensor([[0], [3]], dtype=torch.int32)
+...     (weights, rows, indices, place), residuals = dist.dispatch_fwd(None, x, cfg)
+...     _, (dweights, dx, _) = dist.dispatch_bwd(residuals, (None, rows, None, None), cfg)
+...     return rows.flatten(), indices.flatten(), dx.equal(x[1]), residuals.place is place
+...
+>>> for rank in run_ranks({"ep": 2}, each):  # of four places of a rank two are not used
+...     print(rank)
+...
+(tensor([ 1.,  0., 11.,  0.]), tensor([0, 2, 0, 2], dtype=torch.int32), True, True)
+(tensor([ 2.,  0., 12.,  0.]), tensor([1, 2, 1, 2], dtype=torch.int32), True, True)
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved, static
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._tokens import arrived, dispatched
+from funcops.distributed.plain import check_tensor, require_axis
+from funcops.errors import describe, fail, require
+from funcops.ops.experts import check_experts_x
+
+__all__ = [
+    "DispatchConfig",
+    "DispatchResiduals",
+    "dispatch",
+    "dispatch_bwd",
+    "dispatch_dgrad",
+    "dispatch_fwd",
+    "dispatch_init",
+    "dispatch_wgrad",
+]
+
+Sent = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+@config
+class DispatchConfig(OpConfig):
+    """`experts` (E), a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that another takes at most; None:
+    all."""
+
+    experts: int = field(kw_only=False)
+    axis: Axis
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        require_experts("DispatchConfig", self.experts, self.axis, self.capacity)
+
+    widths = same_width
+    featurewise = True
+
+
+def require_experts(where: str, experts: int, axis: Any, capacity: float | None) -> None:
+    """Of a config of experts that an axis shares out."""
+    require_axis(where, axis)
+    require(experts >= 1 and experts % axis.size == 0, where, "experts", f"a multiple of {axis.size}, the ranks", experts)
+    require(capacity is None or 0.0 < capacity <= 1.0, where, "capacity", "None or in (0, 1]", capacity)
+
+
+class DispatchResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    place: Tensor = saved("[*, n]", alias="y.3", needed_by=DGRAD, of=("x.0", "x.1"))
+    choices: int = static()  # K
+    weights_dtype: torch.dtype = static()
+
+
+@forward(DispatchConfig)
+def dispatch_fwd(
+    params: None, x: tuple[Tensor, Tensor, Tensor], cfg: DispatchConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Sent, DispatchResiduals | None]:
+    """x: `(weights, x, indices)` -> `(weights, rows, indices, place)`. Raises `ValueError` or `TypeError` for a wrong shape, dtype
+    or device."""
+    check_tokens("dispatch_fwd", x, cfg.experts)
+    weights, rows, indices, place = dispatched("dispatch_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
+    place = place.view(*x[1].shape[:-1], cfg.axis.size)
+    kept = DispatchResiduals.keep(
+        cfg, needs, place=place, inputs=Inputs.of(x), shape=rows.shape, dtype=rows.dtype, choices=weights.shape[-1],
+        weights_dtype=weights.dtype,
+    )  # fmt: skip
+    return (weights, rows, indices, place), kept
+
+
+def check_tokens(where: str, x: Any, experts: int, dim: int | None = None) -> None:
+    """x of experts that an axis shares out: plain tensors, of any width where `dim` is None."""
+    width: int | str = "H" if dim is None else dim
+    if isinstance(x, tuple) and len(x) == 3:
+        for i, name in enumerate(("weights", "x", "indices")):
+            check_tensor(where, f"x.{i} ({name})", x[i], (...,))
+        if dim is None and x[1].dim():
+            width = x[1].shape[-1]
+    check_experts_x(where, x, width, experts)
+
+
+@dgrad_of(DispatchResiduals)
+def dispatch_dgrad(residuals: DispatchResiduals, dy: Any, cfg: DispatchConfig) -> tuple[Any, None]:
+    """dy: `(dweights, drows, None, None)`, a part that is None being zero -> `(dweights, dx, None)`. There is no weight gradient:
+    pending is None."""
+    where, r = "dispatch_dgrad", residuals
+    if not isinstance(dy, tuple) or len(dy) != 4:
+        fail(where, "dy", "a tuple (dweights, drows, None, None)", describe(dy), TypeError)
+    for i, name in ((2, "indices"), (3, "place")):
+        if dy[i] is not None:
+            fail(where, f"dy.{i}", f"None ({name} are integers, without a gradient)", describe(dy[i]), TypeError)
+    shapes = ((r.shape[0], r.choices), r.weights_dtype), (r.shape, r.dtype)
+    for i, (shape, dtype) in enumerate(shapes):
+        if dy[i] is not None:
+            check_tensor(where, f"dy.{i}", dy[i], shape, dtype, r.place)
+    wanted = [t if r.needs.input(i) else None for i, t in enumerate(dy[:2])]
+    if all(t is None for t in wanted):
+        return r.nothing(), None
+    place = r.place.reshape(-1, cfg.axis.size)
+    sent = [None if t is None else comm.start_all_to_all(t, cfg.axis) for t in wanted]
+    back = [None if t is None else arrived(t, place, cfg.axis).view(*r.place.shape[:-1], t.shape[-1]) for t in sent]
+    return r.inputs.make((*back, None)), None
+
+
+dispatch = make_op("dispatch", DispatchConfig, fwd=dispatch_fwd, dgrad=dispatch_dgrad)
+dispatch_init, dispatch_bwd, dispatch_wgrad = no_params(dispatch, dispatch_dgrad)

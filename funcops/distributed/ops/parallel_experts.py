@@ -1,0 +1,215 @@
+"""Experts that an axis shares out: each rank has E/n of them, and tokens of its own.
+
+    y_t = sum over k of w_tk down_e f(up_e x_t)        e = indices[t, k], on rank e // (E/n);  as `experts`
+
+A token goes to each rank that has an expert of its own once, with its weights: dispatch. There `experts` runs as it is, a choice of
+another rank's expert being one that was dropped. What it gives goes back and is summed in the order of the ranks: combine. Each is
+the other's backward (the ops `dispatch` and `combine`):
+
+    dispatch   x, w -> rows [n C]            dy -> rows [n C]
+    combine    y = sum over ranks of rows    dx, dw = sum over ranks of rows
+
+What goes to a rank lies in C places, of T tokens that this rank has: all T by default, `capacity` makes C = ceil(capacity T), as
+`dispatch` says. Rows that are not used are zero, and no expert's.
+
+x is `(weights, x, indices)`: weights, indices [m, *, K]; x, y, dy: [m, *, H], shared out along their first dimension; up:
+[E/n, 2I, H], down: [E/n, H, I], biases likewise; dtypes are those of `experts`. Kept: what the rank's `experts` keep of the rows
+that came, these rows, and where its tokens lie. The gradients of weights are whole: they are of the tokens of all ranks. In the
+whole backward dx is on its way under the products of dw; `parallel_experts_dgrad` waits for it. TransformerEngine and
+Megatron-Core: token dispatcher; arXiv:2006.16668.
+
+>>> import torch
+>>> from funcops import dist, random
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ParallelExpertsConfig(4, 8, 16, axis=mesh["ep"])
+...     params = dist.parallel_experts_init(cfg, key=random.key(0))
+...     weights, indices = torch.ones(3, 1), torch.tensor([[0], [3], [3]], dtype=torch.int32)
+...     y, residuals = dist.parallel_experts_fwd(params, (weights, torch.ones(3, 8), indices), cfg)
+...     dparams, dx = dist.parallel_experts_bwd(residuals, torch.ones(3, 8), cfg)
+...     return y.shape, params.up.weight.shape, (dparams.up.weight != 0).any((1, 2))
+...
+>>> run_ranks({"ep": 2}, each)[1]
+(torch.Size([3, 8]), torch.Size([2, 32, 8]), tensor([False,  True]))
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
+from funcops.distributed import comm
+from funcops.distributed.init import init_part
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._tokens import arrived, dispatched, row_count, start, token_of
+from funcops.distributed.ops.dispatch import check_tokens, require_experts
+from funcops.distributed.plain import check_tensor
+from funcops.distributed.specs import Spec
+from funcops.ops.experts import (
+    OF_ALL,
+    ExpertsConfig,
+    ExpertsParams,
+    check_experts_into,
+    check_experts_params,
+    computed,
+    experts_dgrad,
+    experts_init,
+    experts_wgrad,
+)
+
+__all__ = [
+    "ParallelExpertsConfig",
+    "ParallelExpertsPending",
+    "ParallelExpertsResiduals",
+    "parallel_experts",
+    "parallel_experts_bwd",
+    "parallel_experts_dgrad",
+    "parallel_experts_fwd",
+    "parallel_experts_init",
+    "parallel_experts_wgrad",
+]
+
+
+@config
+class ParallelExpertsConfig(OpConfig):
+    """The fields of `ExpertsConfig`, `experts` a multiple of the size of `axis`. `capacity`: the part of a rank's tokens that
+    another takes at most; None: all."""
+
+    experts: int = field(kw_only=False)
+    dim: int = field(kw_only=False)
+    hidden: int = field(kw_only=False)
+    axis: Axis
+    kind: str = "swiglu"
+    bias: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
+    offset: float = 1.0
+    capacity: float | None = None
+
+    def __post_init__(self) -> None:
+        where = "ParallelExpertsConfig"
+        require_experts(where, self.experts, self.axis, self.capacity)
+        options = dict(kind=self.kind, bias=self.bias, limit=self.limit, alpha=self.alpha, offset=self.offset)
+        try:
+            own = ExpertsConfig(self.experts // self.axis.size, self.dim, self.hidden, **options)  # type: ignore[arg-type]
+        except ValueError as error:
+            raise ValueError(str(error).replace("ExpertsConfig", where)) from None
+        object.__setattr__(self, "own", own)
+
+    own: ClassVar[ExpertsConfig]  # this rank's
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        names = ("weight", "bias") if self.bias else ("weight",)
+        return {f"{layer}.{name}": Spec(self.axis.name, 0) for layer in ("up", "down") for name in names}
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return None, self.dim
+
+
+class ParallelExpertsResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    body: Any = saved("{of experts}", needed_by=DGRAD | WGRAD, tree=True)
+    place: Tensor | None = saved("[T, n]", needed_by=DGRAD, of=OF_ALL)
+
+
+class ParallelExpertsPending(Pending):
+    body: Any = saved("{of experts}", needed_by=WGRAD, tree=True)
+
+
+@init_of(ParallelExpertsConfig)
+def parallel_experts_init(
+    cfg: ParallelExpertsConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> ExpertsParams:
+    """This rank's experts of those that `experts_init` draws with the same key, on every mesh."""
+    whole = ExpertsConfig(cfg.experts, cfg.dim, cfg.hidden, bias=cfg.bias)
+    made: ExpertsParams = init_part(cfg, lambda: experts_init(whole, key=key, device=device, dtype=dtype))
+    return made
+
+
+@forward(ParallelExpertsConfig, ExpertsParams)
+def parallel_experts_fwd(
+    params: ExpertsParams, x: tuple[Tensor, Tensor, Tensor], cfg: ParallelExpertsConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ParallelExpertsResiduals | None]:
+    """x: `(weights, x, indices)`, this rank's tokens -> y: [m, *, H]. All ranks have as many tokens. Raises `ValueError` or
+    `TypeError` for a wrong shape, dtype or device."""
+    check_tokens("parallel_experts_fwd", x, cfg.experts, cfg.dim)
+    check_experts_params("parallel_experts_fwd", params, cfg.own, x[1])
+    tokens = x[1]
+    if cfg.axis.size == 1:
+        (y, body), place = computed(params, x, cfg.own, needs), None
+    else:
+        *came, place = dispatched("parallel_experts_fwd", x, cfg.experts, cfg.capacity, cfg.axis)
+        rows, body = computed(params, (came[0], came[1], came[2]), cfg.own, needs)
+        y = arrived(comm.start_all_to_all(rows, cfg.axis), place, cfg.axis).view(tokens.shape)
+    kept = ParallelExpertsResiduals.keep(
+        cfg, needs, body=body, place=place, inputs=Inputs.of(x), shape=tokens.shape, dtype=tokens.dtype
+    )
+    return y, kept
+
+
+def _sent_back(
+    where: str, residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, into: ExpertsParams | None = None
+) -> tuple[list[Tensor | None], Any]:
+    """dweights and dx by row, on the way back, and the pending of this rank's experts."""
+    check_tensor(where, "dy", dy, residuals.shape, residuals.dtype)
+    axis, place = cfg.axis, residuals.place
+    if place is not None:
+        token = token_of(place, row_count(place.shape[0], cfg.capacity, axis))
+        dy = comm.wait(start(dy.reshape(-1, dy.shape[-1]), token, axis), axis)
+    (d_weights, dx, _), pending = experts_dgrad(residuals.body, dy, cfg.own)
+    if into is not None and pending is not None:
+        check_experts_into(where, pending, cfg.own, into)
+    if axis.size == 1:
+        return [d_weights, dx], pending
+    return [None if t is None else comm.start_all_to_all(t, axis) for t in (d_weights, dx)], pending
+
+
+def _arrived(residuals: ParallelExpertsResiduals, sent: Any, cfg: ParallelExpertsConfig) -> Any:
+    """The gradient of x."""
+    place, shape = residuals.place, residuals.shape
+    if place is None:
+        return residuals.inputs.make((*sent, None))
+    d_weights, dx = (None if t is None else arrived(t, place, cfg.axis) for t in sent)
+    d_weights = None if d_weights is None else d_weights.view(*shape[:-1], d_weights.shape[-1])
+    return residuals.inputs.make((d_weights, None if dx is None else dx.view(shape), None))
+
+
+@dgrad_of(ParallelExpertsResiduals)
+def parallel_experts_dgrad(
+    residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig
+) -> tuple[Any, ParallelExpertsPending | None]:
+    """`(d weights, dx, None)` of this rank's tokens, and the pending weight gradients. dy: [m, *, H]."""
+    sent, pending = _sent_back("parallel_experts_dgrad", residuals, dy, cfg)
+    return _arrived(residuals, sent, cfg), ParallelExpertsPending.keep(cfg, residuals.needs, body=pending)
+
+
+@wgrad_of(ParallelExpertsPending, ExpertsParams)
+def parallel_experts_wgrad(
+    pending: ParallelExpertsPending, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
+) -> ExpertsParams:
+    """The gradients of this rank's experts, as `experts_wgrad` gives them; added to `into` where that is given."""
+    return experts_wgrad(pending.body, cfg.own, into=into)
+
+
+@bwd_of(ParallelExpertsResiduals, ExpertsParams)
+def parallel_experts_bwd(
+    residuals: ParallelExpertsResiduals, dy: Tensor, cfg: ParallelExpertsConfig, *, into: ExpertsParams | None = None
+) -> tuple[ExpertsParams, Any]:
+    """The whole backward: dx is on its way under the products of dw. Returns `(dparams, dx)`."""
+    sent, pending = _sent_back("parallel_experts_bwd", residuals, dy, cfg, into)
+    dparams = experts_wgrad(pending, cfg.own, into=into)
+    return dparams, _arrived(residuals, sent, cfg)
+
+
+parallel_experts = make_op(
+    "parallel_experts", ParallelExpertsConfig, init=parallel_experts_init, fwd=parallel_experts_fwd,
+    dgrad=parallel_experts_dgrad, wgrad=parallel_experts_wgrad, bwd=parallel_experts_bwd,
+)  # fmt: skip

@@ -1,0 +1,225 @@
+"""Linear layer whose inputs an axis shares out: each rank has some columns of w (rows of w^T, hence the name).
+
+    y = sum over r of x_r w_r^T + b
+
+    dx_r = dy w_r        dw_r = dy^T x_r        db = sum over rows of dy
+
+r: a rank of the axis, of n. x_r, dx_r: [*, I/n], of all rows; w_r: [O, I/n]; b: [O] or None, the same on all; one float dtype.
+In sequence parallelism y is shared out along its first dimension: a rank has 1/n of it, of a sum that is scattered, and 1/n of dy,
+which is gathered. The gradient of w_r is whole. That of b is of this rank's rows alone, as it is for the weights of a norm between
+such layers: sum it over the axis. Without, y and dy are the same on all ranks, and all gradients are whole.
+
+Kept: x_r and w_r, both aliases. `overlap="bulk"`: in the whole backward dy is on its way while db is summed, for the same bits.
+`overlap="ring"` sums y as it goes round the ranks, each part under the product of another: in another order. dy goes round likewise
+in the backward, under the products of dx.
+
+>>> import torch
+>>> from funcops import LinearParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.RowLinearConfig(4, 1, axis=mesh["tp"], bias=False)
+...     x, params = torch.ones(2, 2), LinearParams(torch.full((1, 2), 1.0 + mesh["tp"].rank), None)
+...     y, residuals = dist.row_linear_fwd(params, x, cfg)
+...     dparams, dx = dist.row_linear_bwd(residuals, torch.ones(1, 1), cfg)
+...     return y, residuals.x is x, dparams.weight
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor([[6.]]), True, tensor([[2., 2.]])), (tensor([[6.]]), True, tensor([[2., 2.]]))]
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._linear import by_ring, check_config, check_params, check_x, init_linear
+from funcops.distributed.plain import check_divides, check_tensor
+from funcops.distributed.ring import gathered_products, scattered_products
+from funcops.distributed.specs import Spec
+from funcops.kernels import linear as kernels
+from funcops.kernels import pointwise
+from funcops.ops.linear import LinearParams, check_linear_into, linear_gradients
+
+__all__ = [
+    "RowLinearConfig",
+    "RowLinearPending",
+    "RowLinearResiduals",
+    "row_linear",
+    "row_linear_bwd",
+    "row_linear_dgrad",
+    "row_linear_fwd",
+    "row_linear_init",
+    "row_linear_wgrad",
+]
+
+
+@config
+class RowLinearConfig(OpConfig):
+    """`in_features` (I) and `out_features` (O) of the whole layer, I a multiple of the size of `axis`; `bias` adds b.
+    `sequence_parallel`: y is shared out along its first dimension. `overlap`: "none", "bulk", or, with it, "ring"."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    axis: Axis
+    bias: bool = True
+    sequence_parallel: bool = True
+    overlap: str = "none"
+
+    def __post_init__(self) -> None:
+        check_config(self, "in_features")
+        object.__setattr__(self, "weight_shape", (self.out_features, self.in_features // self.axis.size))
+        object.__setattr__(self, "bias_shape", (self.out_features,) if self.bias else None)
+
+    weight_shape: ClassVar[tuple[int, int]]  # of this rank's part
+    bias_shape: ClassVar[tuple[int] | None]
+    apart = False
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        return {"weight": Spec(self.axis.name, 1)}
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.weight_shape[1], self.out_features
+
+
+class RowLinearResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Tensor = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD)
+    y_shape: torch.Size = static()
+
+
+class RowLinearPending(Pending):
+    x: Tensor = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",))
+    rows: Tensor = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.weight",))  # dy of all ranks
+    dy: Tensor | None = saved("[*, O]", alias="dy", needed_by=WGRAD, of=("params.bias",))
+
+
+@init_of(RowLinearConfig)
+def row_linear_init(
+    cfg: RowLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearParams:
+    """This rank's columns of what `linear_init` draws with the same key, on every mesh, and the whole bias."""
+    return init_linear(cfg, key, device, dtype)
+
+
+@forward(RowLinearConfig, LinearParams)
+def row_linear_fwd(
+    params: LinearParams, x: Tensor, cfg: RowLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RowLinearResiduals | None]:
+    """`y = sum of x_r w_r^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] -> [*, O]). Raises
+    `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    axis = cfg.axis
+    check_x("row_linear_fwd", x, cfg.weight_shape[1], cfg.sequence_parallel)
+    check_params("row_linear_fwd", params, cfg.weight_shape, cfg.bias_shape, x)
+    if axis.size == 1:
+        y = kernels.linear_fwd(x, params.weight, params.bias)
+    else:
+        if cfg.sequence_parallel:
+            check_divides("row_linear_fwd", "x", x, 0, axis)
+        y = _sum_of_products(x, params.weight, cfg)
+        y = y if params.bias is None else pointwise.add(y, params.bias)
+    return y, RowLinearResiduals.keep(cfg, needs, x=x, weight=params.weight, y_shape=y.shape, dtype=y.dtype)
+
+
+@dgrad_of(RowLinearResiduals)
+def row_linear_dgrad(residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig) -> tuple[Tensor, RowLinearPending | None]:
+    """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending weight gradient: x,
+    and dy of all ranks, as it was gathered."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check_tensor("row_linear_dgrad", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    rows, of_weight = dy, needs.param("weight")  # x may come for the wgrad alone, computed again
+    if by_ring(cfg) and needs.x:
+        dx, rows = _products_of_dy(dy, of_weight, weight, cfg.axis)
+    else:
+        if _gathers(cfg) and (needs.x or of_weight):
+            rows = comm.gather(dy, cfg.axis)
+        dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
+    if rows is not dy:
+        dy = comm.own_slice(rows, cfg.axis)
+    return dx, RowLinearPending.keep(cfg, needs, x=x, rows=rows, dy=dy if cfg.bias else None)
+
+
+@wgrad_of(RowLinearPending, LinearParams)
+def row_linear_wgrad(pending: RowLinearPending, cfg: RowLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+    """`dw_r = dy^T x_r`, and db of this rank's rows; added to `into` where that is given."""
+    x, rows, dy = pending.x, pending.rows, pending.dy
+    some = dy if rows is None else rows
+    assert some is not None
+    if into is not None:
+        check_linear_into("row_linear_wgrad", some, x, dy is not None, into)
+    if not _gathers(cfg) or x is None:
+        return linear_gradients("row_linear_wgrad", some, x, dy is not None, into)
+    db = None if dy is None else _db("row_linear_wgrad", dy, into)
+    return _with_db(linear_gradients("row_linear_wgrad", rows, x, False, _weight_of(into)), db, into)
+
+
+@bwd_of(RowLinearResiduals, LinearParams)
+def row_linear_bwd(
+    residuals: RowLinearResiduals, dy: Tensor, cfg: RowLinearConfig, *, into: LinearParams | None = None
+) -> tuple[LinearParams, Tensor]:
+    """The whole backward, in the order that `cfg.overlap` says. Returns `(dparams, dx)`."""
+    x, weight, needs = residuals.x, residuals.weight, residuals.needs
+    check_tensor("row_linear_bwd", "dy", dy, residuals.y_shape, residuals.dtype, weight if x is None else x)
+    bias = cfg.bias and (needs.params is True or needs.param("bias"))
+    if into is not None:  # before anything is sent
+        check_linear_into("row_linear_bwd", dy, x, bias, into)
+    if not _gathers(cfg) or not (needs.x or x is not None):
+        dx = kernels.linear_dgrad(dy, weight) if needs.x else NO_GRADIENT
+        return linear_gradients("row_linear_bwd", dy, x, bias, into), dx
+    if by_ring(cfg) and needs.x:
+        dx, rows = _products_of_dy(dy, x is not None, weight, cfg.axis)
+        db = _db("row_linear_bwd", dy, into) if bias else None
+    else:
+        dy = dy.contiguous()
+        sent = comm.start_gather(dy, cfg.axis)
+        early = cfg.overlap == "none"
+        rows = comm.wait(sent, cfg.axis) if early else sent
+        db = _db("row_linear_bwd", dy, into) if bias else None
+        rows = rows if early else comm.wait(sent, cfg.axis)
+        dx = kernels.linear_dgrad(rows, weight) if needs.x else NO_GRADIENT
+    return _with_db(linear_gradients("row_linear_bwd", rows, x, False, _weight_of(into)), db, into), dx
+
+
+def _sum_of_products(x: Tensor, weight: Tensor, cfg: RowLinearConfig) -> Tensor:
+    if by_ring(cfg):
+        return scattered_products(x, cfg.axis, lambda rows: kernels.linear_fwd(rows, weight, None))
+    part = kernels.linear_fwd(x, weight, None)
+    return comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
+
+
+def _products_of_dy(dy: Tensor, of_weight: bool, weight: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """dx of dy of all ranks, and that dy, where the gradient of the weight is asked for."""
+    dx, parts = gathered_products(dy, axis, lambda part: kernels.linear_dgrad(part, weight))
+    return dx, torch.cat(parts) if of_weight else dy
+
+
+def _gathers(cfg: RowLinearConfig) -> bool:
+    return cfg.sequence_parallel and cfg.axis.size > 1
+
+
+def _db(where: str, dy: Tensor, into: LinearParams | None) -> Tensor | None:
+    return linear_gradients(where, dy, None, True, None if into is None else LinearParams(NO_GRADIENT, into.bias)).bias
+
+
+def _weight_of(into: LinearParams | None) -> LinearParams | None:
+    return None if into is None else LinearParams(into.weight, None)
+
+
+def _with_db(dparams: LinearParams, db: Tensor | None, into: LinearParams | None) -> LinearParams:
+    return LinearParams(dparams.weight, db) if into is None else into
+
+
+row_linear = make_op(
+    "row_linear", RowLinearConfig, init=row_linear_init, fwd=row_linear_fwd, dgrad=row_linear_dgrad, wgrad=row_linear_wgrad,
+    bwd=row_linear_bwd,
+)  # fmt: skip

@@ -1,0 +1,317 @@
+"""`row_linear` in low precision: dy goes over the axis in codes and scales.
+
+    y = sum over r of q(x_r) q(w_r)^T + b
+
+    dx_r = q(dy) q(w_r)        dw_r = q(dy)^T q(x_r)        db = sum over rows of dy
+
+Letters and shapes are those of `row_linear`, q that of `qlinear`: what needs the largest element of a whole tensor (of x, of w, of
+dy in sequence parallelism) has it of all ranks, so that all have one scale. The sum of y is sent in the dtype of x. In sequence
+parallelism each rank quantises its own rows of dy, and gathers the codes. Where codes by columns follow from those by rows
+(`Format.turns`; not of a Hadamard transform), rows alone are sent, about half the bytes of bfloat16, and dy is tiled anew for dw,
+as x is with keep="row". Else both are; or, where a rank's rows are no whole tiles, dy itself. On an axis of one rank it has the
+bits of `qlinear`.
+
+Tiles of x and w along features are those of a rank: they have the bits of one process where I/n is a multiple of the tile. db, keys
+and amaxes: see `row_linear`, `column_qlinear`.
+
+>>> import torch
+>>> from funcops import dist, random
+>>> from funcops.low_precision import Fp8Block
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.RowQLinearConfig(256, 128, recipe=Fp8Block(), axis=mesh["tp"], bias=False)
+...     params = dist.row_qlinear_init(cfg, key=random.key(0))
+...     y, residuals = dist.row_qlinear_fwd(params, torch.ones(4, 128), cfg)
+...     dparams, dx = dist.row_qlinear_bwd(residuals, torch.ones(2, 128), cfg)
+...     return y.shape, dx.shape, dparams.weight[0, :2]
+...
+>>> run_ranks({"tp": 2}, each)[1]
+(torch.Size([2, 128]), torch.Size([4, 128]), tensor([4., 4.]))
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import Op, both_halves, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, NO_GRADIENT, WGRAD, Pending, Residuals, saved, static
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._linear import check_x, init_linear
+from funcops.distributed.ops._qlinear import (
+    arrived,
+    check_low_config,
+    check_op,
+    columns_of,
+    gathered,
+    over,
+    send,
+    send_columns,
+    whole_tiles,
+)
+from funcops.distributed.ops.row_linear import RowLinearConfig, row_linear
+from funcops.distributed.plain import check_divides, check_tensor
+from funcops.distributed.specs import Spec
+from funcops.formats import QTensor, turned
+from funcops.formats.recipes import LOW_FORMS, Recipe
+from funcops.formats.scaled import Scaled
+from funcops.ops.linear import LinearParams
+from funcops.ops.qlinear import (
+    a_tensor,
+    check_params,
+    check_rounding,
+    col_of,
+    db_of,
+    low_gradients,
+    needs_low,
+    of_gradient,
+    operands,
+    product,
+    product_of_columns,
+    quantized,
+    rounding_of,
+    row_of,
+    scaled_tensor,
+    scaled_weight,
+    y_of,
+)
+
+__all__ = [
+    "RowQLinearConfig",
+    "RowQLinearPending",
+    "RowQLinearResiduals",
+    "row_qlinear",
+    "row_qlinear_bwd",
+    "row_qlinear_dgrad",
+    "row_qlinear_fwd",
+    "row_qlinear_init",
+    "row_qlinear_wgrad",
+]
+
+
+@config
+class RowQLinearConfig(OpConfig):
+    """As `RowLinearConfig`, with a `recipe` of `funcops.formats.recipes`. `overlap`: "none" or "bulk", which are one order here.
+    Raises `ValueError` for sizes that the recipe's blocks do not divide."""
+
+    in_features: int = field(kw_only=False)
+    out_features: int = field(kw_only=False)
+    recipe: Recipe = field(kw_only=False)
+    axis: Axis
+    bias: bool = True
+    sequence_parallel: bool = True
+    overlap: str = "none"
+
+    def __post_init__(self) -> None:
+        check_low_config(self, "in_features")
+        how: Any = {"bias": self.bias, "sequence_parallel": self.sequence_parallel, "overlap": self.overlap}
+        object.__setattr__(self, "linear", RowLinearConfig(self.in_features, self.out_features, axis=self.axis, **how))
+
+    linear: ClassVar[RowLinearConfig]  # the same layer without the recipe
+    apart = False
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        return self.linear.specs
+
+    def largest(self, amaxes: Tensor) -> Tensor:
+        """The amaxes of whole weights, of those of the parts of the ranks."""
+        return comm.largest(amaxes, self.axis)
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.linear.widths(width)
+
+
+class RowQLinearResiduals(Residuals, static=("dtype",)):
+    x: Any = saved("[*, I/n]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    weight: Any = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD, tree=True)
+    amaxes: Tensor = saved("[2]", needed_by=WGRAD, of=("params.weight",))
+    rounding: Tensor = saved("[3] or [2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
+    y_shape: torch.Size = static()
+
+
+class RowQLinearOfInputResiduals(Residuals, static=("dtype",)):
+    x: Tensor = saved("[*, I/n]", alias="x", needed_by=WGRAD, of=("params.weight",))
+    weight: Any = saved("[O, I/n]", alias="params.weight", needed_by=DGRAD, tree=True)
+    rounding: Tensor = saved("[2]", needed_by=DGRAD | WGRAD, of=("x", "params.weight"), tree=True)
+    y_shape: torch.Size = static()
+
+
+class RowQLinearPending(Pending, static=("dtype",)):
+    x: Any = saved("[*, I/n]", alias="residuals.x", needed_by=WGRAD, of=("params.weight",), tree=True)
+    dy: Any = saved("[*, O]", needed_by=WGRAD, of=("params.weight",), tree=True)
+    db: Tensor = saved("[O]", needed_by=WGRAD, of=("params.bias",))
+    amaxes: Tensor = saved("[3]", needed_by=WGRAD, of=("params.weight",))
+
+
+@init_of(RowQLinearConfig)
+def row_qlinear_init(
+    cfg: RowQLinearConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearParams:
+    """As `row_linear_init`: params in high precision."""
+    return init_linear(cfg, key, device, dtype)
+
+
+@forward(RowQLinearConfig, LinearParams)
+def row_qlinear_fwd(
+    params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RowQLinearResiduals | None]:
+    """`y = sum over r of q(x_r) q(w_r)^T + b`. x: [n m, *, I/n] -> y: [m, *, O] (without `sequence_parallel`: [*, I/n] ->
+    [*, O]). Raises as `qlinear_fwd`."""
+    return _fwd("row_qlinear", params, x, cfg, needs)
+
+
+def _fwd(name: str, params: LinearParams, x: Tensor, cfg: RowQLinearConfig, needs: Needs) -> Any:
+    where, recipe, weight = f"{name}_fwd", cfg.recipe, params.weight
+    check_op(name, "row_qlinear", cfg)
+    check_x(where, x, cfg.linear.weight_shape[1], cfg.sequence_parallel)
+    if cfg.sequence_parallel:
+        check_divides(where, "x", x, 0, cfg.axis)
+    check_params(where, params, x, cfg)
+    kept: Any = x
+    amaxes = None
+    rounding = rounding_of(weight, recipe) if not isinstance(weight, Scaled) else weight.scale
+    if isinstance(weight, Scaled):
+        (row, amax_x), (w, amax_w) = scaled_tensor(x, recipe.x, weight.scale[0:1]), scaled_weight(weight, recipe)
+        kept, amaxes = turned(row) if recipe.keep == "col" and needs.param("weight") else row, torch.cat((amax_x, amax_w))
+    else:
+        w = row_of(weight, recipe, over(cfg.axis))
+        if recipe.keep == "input":
+            row = quantized(x, recipe.x, over(cfg.axis))
+        else:
+            row, kept = operands(x, recipe, needs, over(cfg.axis))
+    part = y_of(row, w, None, recipe.emulate)
+    y = comm.scatter_sum(part, cfg.axis) if cfg.sequence_parallel else comm.sum_over(part, cfg.axis)
+    y = y if params.bias is None else y.add_(params.bias)
+    fields: Any = {"x": kept, "weight": weight, "rounding": rounding, "y_shape": y.shape, "dtype": y.dtype}
+    if recipe.keep == "input":
+        return y, RowQLinearOfInputResiduals.keep(cfg, needs, **fields)
+    return y, RowQLinearResiduals.keep(cfg, needs, amaxes=amaxes, **fields)
+
+
+@forward(RowQLinearConfig, LinearParams)
+def row_qlinear_of_input_fwd(
+    params: LinearParams, x: Tensor, cfg: RowQLinearConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, RowQLinearOfInputResiduals | None]:
+    """As `row_qlinear_fwd`, for a recipe with keep="input": residuals hold x itself."""
+    return _fwd("row_qlinear_of_input", params, x, cfg, needs)
+
+
+@dgrad_of(RowQLinearResiduals)
+def row_qlinear_dgrad(residuals: RowQLinearResiduals, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+    """dy: [m, *, O] -> dx: [n m, *, I/n] (without `sequence_parallel`: [*, O] -> [*, I/n]), and the pending dw: dy of all ranks in
+    low precision, and x as it is kept."""
+    return _dgrad("row_qlinear_dgrad", residuals, dy, cfg)
+
+
+@dgrad_of(RowQLinearOfInputResiduals)
+def row_qlinear_of_input_dgrad(
+    residuals: RowQLinearOfInputResiduals, dy: Tensor, cfg: RowQLinearConfig
+) -> tuple[Tensor, RowQLinearPending | None]:
+    """As `row_qlinear_dgrad`."""
+    return _dgrad("row_qlinear_of_input_dgrad", residuals, dy, cfg)
+
+
+def _dgrad(where: str, residuals: Any, dy: Tensor, cfg: RowQLinearConfig) -> tuple[Tensor, RowQLinearPending | None]:
+    recipe, needs, weight = cfg.recipe, residuals.needs, residuals.weight
+    here = residuals.x if weight is None else weight
+    check_tensor(where, "dy", dy, residuals.y_shape, residuals.dtype, a_tensor(here))
+    low = needs_low(needs, recipe)
+    check_rounding(where, residuals, recipe, low)
+    row = col = None
+    amaxes, rounding = getattr(residuals, "amaxes", None), residuals.rounding
+    if recipe.delayed and rounding is not None:
+        own, amax = scaled_tensor(dy, recipe.dy, rounding[2:3])
+        amaxes = None if amaxes is None else torch.cat((amaxes, amax))
+        row = gathered(own, _rows(cfg))
+        col = turned(row) if low else None
+    elif needs.x or low:
+        row, col = _of_all(dy, recipe, rounding, bool(needs.x), low, _rows(cfg))
+    dx = NO_GRADIENT
+    if needs.x and row is not None:
+        dx = product(row, col_of(weight, recipe, over(cfg.axis)), dy.dtype, recipe.emulate)
+    return dx, RowQLinearPending.keep(
+        cfg, needs, x=residuals.x, dy=col if low else dy, db=db_of(dy, cfg, needs), amaxes=amaxes, dtype=dy.dtype
+    )
+
+
+@wgrad_of(RowQLinearPending, LinearParams)
+def row_qlinear_wgrad(pending: RowQLinearPending, cfg: RowQLinearConfig, *, into: LinearParams | None = None) -> LinearParams:
+    """`dw_r = q(dy)^T q(x_r)`, and db of this rank's rows; added to `into` where that is given. Of a `Scaled` weight dw is one too,
+    with this rank's amaxes."""
+    where, recipe = "row_qlinear_wgrad", cfg.recipe
+    x = pending.x
+
+    def dw(out: torch.dtype) -> Tensor | None:
+        if x is None:
+            return None
+        if recipe.wgrad == "high":
+            return product_of_columns(where, gathered(pending.dy, _rows(cfg)), x, recipe, out)
+        low = x
+        if not isinstance(x, QTensor):
+            low = quantized(x, recipe.x, over(cfg.axis), side="col", hadamard=recipe.hadamard)
+        return product_of_columns(where, pending.dy, low, recipe, out)
+
+    return low_gradients(where, pending, x, cfg, into, dw)
+
+
+def _rows(cfg: RowQLinearConfig) -> Axis:
+    """The axis that shares out rows of dy."""
+    return cfg.axis if cfg.sequence_parallel else _ALONE
+
+
+_ALONE = Axis("alone", 1, 0)
+
+
+def _of_all(
+    dy: Tensor, recipe: Recipe, key: Tensor | None, rows: bool, columns: bool, axis: Axis
+) -> tuple[QTensor | None, QTensor | None]:
+    """dy of all ranks by rows, for dx, and by columns, for dw."""
+    format = recipe.dy
+    if axis.size == 1:
+        return of_gradient(dy, recipe, key, rows, columns)
+    if format.turns and not recipe.hadamard and not recipe.stochastic:
+        row = gathered(quantized(dy, format, over(axis)), axis)
+        return row, turned(row) if columns else None
+    if not whole_tiles(dy, format, axis):
+        return of_gradient(gathered(dy, axis), recipe, key, rows, columns)
+    keys: Any = random.split(random.fold_in(key, axis.rank), 2) if recipe.stochastic and key is not None else (None, None)
+    by_rows = send(quantized(dy, format, over(axis), key=keys[0]), axis) if rows else None
+    by_columns = send_columns(dy, recipe, format, axis, keys[1]) if columns else None
+    return (
+        None if by_rows is None else arrived(by_rows, axis),
+        None if by_columns is None else columns_of(by_columns, recipe, format, axis),
+    )
+
+
+row_qlinear = make_op(
+    "row_qlinear", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_fwd, dgrad=row_qlinear_dgrad, wgrad=row_qlinear_wgrad
+)
+row_qlinear_bwd = both_halves(row_qlinear, row_qlinear_dgrad, row_qlinear_wgrad)
+row_qlinear_of_input = make_op(
+    "row_qlinear_of_input", RowQLinearConfig, init=row_qlinear_init, fwd=row_qlinear_of_input_fwd,
+    dgrad=row_qlinear_of_input_dgrad, wgrad=row_qlinear_wgrad,
+)  # fmt: skip
+row_qlinear_of_input_bwd = both_halves(row_qlinear_of_input, row_qlinear_of_input_dgrad, row_qlinear_wgrad)
+
+
+def row_op_of(recipe: Recipe) -> Op:
+    """The op that keeps what the recipe says."""
+    return row_qlinear_of_input if recipe.keep == "input" else row_qlinear
+
+
+def _low(cfg: RowLinearConfig, recipe: Recipe) -> tuple[Op, Op, RowQLinearConfig]:
+    fields = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(cfg)}
+    return row_linear, row_op_of(recipe), RowQLinearConfig(**fields, recipe=recipe)
+
+
+LOW_FORMS[RowLinearConfig] = _low

@@ -1,0 +1,359 @@
+"""An op whose params an axis shares out, as in ZeRO-3: each rank keeps 1/n of them, and has them whole while it computes.
+
+    y = body(x; params)        params = the parts of all ranks, gathered
+
+    dx = body's        dparams_r = rank r's part of the sum over ranks of the body's
+
+Params and dparams are trees of shards (`funcops.dist.own_shards`), x and dx this rank's own, of the shapes and dtypes that the
+body takes and gives. Kept: the body's residuals, without the params that they alias: the dgrad gathers those that it reads once
+more. A weight gradient reads none, but for what its x is computed again of (the weight of a norm). In a `repeat` the params of a
+layer are on their way while the layer before it computes, and the sums of a layer's gradients while the next does; no more than
+two layers are whole at a time.
+
+>>> import torch
+>>> from funcops import LinearConfig, dist, linear, random
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.ShardedConfig(linear, LinearConfig(2, 4), axis=mesh["dp"])
+...     params = dist.sharded_init(cfg, key=random.key(0))
+...     y, residuals = dist.sharded_fwd(params, torch.ones(3, 2), cfg)
+...     dparams, dx = dist.sharded_bwd(residuals, torch.ones(3, 4), cfg)
+...     return params.weight.shape, y.shape, dparams.bias
+...
+>>> run_ranks({"dp": 2}, each)
+[(torch.Size([2, 2]), torch.Size([3, 4]), tensor([6., 6.])), (torch.Size([2, 2]), torch.Size([3, 4]), tensor([6., 6.]))]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops.backend import tracing, wide
+from funcops.compose.step import check_body, note
+from funcops.contract.configs import Composite, Replace, Width
+from funcops.contract.marks import STAND_INS
+from funcops.contract.needs import Needs, check_needs
+from funcops.contract.op import Ahead, Op, config, init_of, make_op
+from funcops.contract.schema import DGRAD, WGRAD, Donated, Pending, Residuals, open_node, saved, static
+from funcops.distributed.buckets import BUCKET_BYTES, part_shape
+from funcops.distributed.data import Reducing, reduce_start
+from funcops.distributed.in_flight import finish
+from funcops.distributed.mesh import Axis
+from funcops.distributed.plain import require_axis
+from funcops.distributed.shards import Gathering, own_shards, start_gathering
+from funcops.errors import describe, fail, require, require_count, require_dtype, short
+from funcops.program.into import check_into_tree
+from funcops.program.values import abstract_params
+from funcops.residuals.donate import donate
+from funcops.residuals.forms import Layout
+from funcops.trees import at, cast, constant_paths, leaves, put, same_structure, tensors, tree_map, tree_map_tensors, with_leaves
+
+__all__ = [
+    "ShardedConfig",
+    "ShardedPending",
+    "ShardedResiduals",
+    "sharded",
+    "sharded_bwd",
+    "sharded_dgrad",
+    "sharded_fwd",
+    "sharded_init",
+    "sharded_wgrad",
+]
+
+
+@config
+class ShardedConfig(Composite):
+    """The body (an op and its config), and the `axis` that shares out its params. `also`: further axes over which gradients are
+    summed, and whose ranks have the same shards (HSDP). `dtype`: of the whole params, if not that of the shards, in which gradients
+    come. `ordered`, `bucket_bytes`: see `reduce_start`."""
+
+    op: Op = field(kw_only=False)
+    cfg: Any = field(kw_only=False)
+    axis: Axis
+    also: tuple[Axis, ...] = ()
+    dtype: torch.dtype | None = None
+    ordered: bool = True
+    bucket_bytes: int = BUCKET_BYTES
+
+    def __post_init__(self) -> None:
+        check_body("ShardedConfig", self.op, self.cfg)
+        require_axis("ShardedConfig", self.axis)
+        right = isinstance(self.also, tuple) and all(isinstance(axis, Axis) for axis in self.also)
+        require(right, "ShardedConfig", "also", "a tuple of Axis", repr(self.also))
+        require(self.axis not in self.also, "ShardedConfig", "also", "other axes", str(self.axis))
+        require_dtype("ShardedConfig", self.dtype)
+        require_count("ShardedConfig", bucket_bytes=self.bucket_bytes)
+        require(not self.op.keyed, "ShardedConfig", "op", "one without a random key (put it in a chain)", self.op.name)
+        note(self, extras=self.cfg.extras, outputs=self.cfg.outputs, keys=self.cfg.keys)
+        note(self, like=abstract_params(self.op, self.cfg))
+        note(self, constant=tuple(sorted(constant_paths(self.like))))
+
+    constant: ClassVar[tuple[str, ...]]  # the paths of those that have no gradient
+
+    @property
+    def gives_by_place(self) -> bool:  # type: ignore[override]
+        """See `OpConfig.gives_by_place`: y is the body's."""
+        return self.cfg.gives_by_place  # type: ignore[no-any-return]
+
+    @property
+    def fsdp(self) -> Axis:
+        """See `funcops.dist.specs_of`."""
+        return self.axis
+
+    @property
+    def first_parts(self) -> tuple[Any, ...]:
+        """The configs whose x this one's is."""
+        return (self.cfg,)
+
+    def follow(self, where: str, path: str, width: Width | None) -> Width | None:
+        """See `OpConfig.follow`."""
+        return self.cfg.follow(where, path, width)
+
+    def abstract(self) -> Any:
+        """See `funcops.program.values.abstract_params`."""
+        n = self.axis.size
+        return tree_map_tensors(lambda t: t.new_empty(part_shape(tuple(t.shape), n)), self.like)
+
+    def with_parts(self, replace: Replace) -> ShardedConfig:
+        """The config with `replace(None, op, cfg)` for the body: this adds no name to its paths."""
+        op, cfg = replace(None, self.op, self.cfg)
+        return ShardedConfig(
+            op, cfg, axis=self.axis, also=self.also, dtype=self.dtype, ordered=self.ordered, bucket_bytes=self.bucket_bytes
+        )
+
+
+class Away:
+    """Stands in residuals where a param was: of which leaf, and how it lay in that."""
+
+    __slots__ = ("layout", "place")
+    _version: ClassVar[tuple[()]] = ()  # there is no tensor that could be written to
+
+    def __init__(self, place: int, layout: Layout | None) -> None:
+        self.place, self.layout = place, layout
+
+    def back(self, whole: Sequence[Any]) -> Tensor:
+        t: Tensor = whole[self.place]
+        if self.layout is None:
+            return t
+        return t.as_strided(self.layout.shape, self.layout.stride, t.storage_offset() + self.layout.offset)
+
+    def __repr__(self) -> str:
+        return f"Away({self.place})"
+
+
+STAND_INS.add(Away)
+
+
+class ShardedResiduals(Residuals):
+    params: Any = saved("{shards}", alias="params", needed_by=DGRAD, of=("x", "params"), tree=True)
+    body: Any = saved("{the body's}", needed_by=DGRAD | WGRAD, tree=True)
+    out: torch.dtype | None = static()  # of the gradients, where the whole params have another
+
+
+class ShardedPending(Pending):
+    params: Any = saved("{shards}", alias="residuals.params", needed_by=WGRAD, tree=True)
+    body: Any = saved("{the body's}", needed_by=WGRAD, tree=True)
+    out: torch.dtype | None = static()
+
+
+class Begun:
+    """Shards, or what a forward kept of them, and their params: on their way, then whole, then taken."""
+
+    __slots__ = ("flying", "given", "whole")
+
+    def __init__(self, given: Any, flying: Gathering | None) -> None:
+        self.given, self.flying, self.whole = given, flying, None
+
+    def ready(self) -> Begun:
+        if self.flying is not None:
+            self.whole, self.flying = finish(self.flying), None
+        return self
+
+    def take(self) -> Any:
+        """The whole params, which are held by the taker alone."""
+        whole = self.ready().whole
+        self.whole = None
+        return whole
+
+
+def _gathering(shards: Any, cfg: ShardedConfig, where: str) -> Gathering:
+    like = cfg.like
+    if not same_structure(shards, like):
+        fail(where, "params", f"shards like the params of {cfg.op.name}, {like!r}", repr(shards), TypeError)
+    own = shards if cfg.dtype is None else _cast(shards, cfg.dtype, cfg.constant)
+    return start_gathering(where, "params", own, like, cfg.axis, cfg.bucket_bytes)
+
+
+def _cast(shards: Any, dtype: torch.dtype, constant: tuple[str, ...]) -> Any:
+    """In this dtype, but wide what has no gradient: the bias of a router moves by less than 16 bits tell apart."""
+    own = cast(shards, dtype)
+    for path in constant:
+        t = at(shards, path)
+        own = own if t is None else put(own, path, t.to(wide(dtype)))
+    return own
+
+
+def _begin(given: Any, cfg: ShardedConfig) -> Begun:
+    """Of params, or of residuals, donated or not."""
+    node = given._node if type(given) is Donated else given
+    if type(node) is ShardedResiduals:
+        reads = node.fresh() and node.params is not None
+        return Begun(given, _gathering(node.params, cfg, "sharded_bwd") if reads else None)
+    return Begun(given, None if node is None else _gathering(given, cfg, "sharded_fwd"))
+
+
+class _Open(NamedTuple):
+    """What the body reads, to be given away, and of what it was made."""
+
+    body: Any
+    whole: Any
+    params: Any
+    needs: Needs
+    out: torch.dtype | None
+
+
+def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = None, dy: Any = None) -> _Open:
+    """The body's residuals, or pending, with its params, of residuals or pending that may have begun to gather them."""
+    _check_cfg(where, cfg)
+    begun = kept if type(kept) is Begun else None
+    given = kept if begun is None else begun.given
+    node = open_node(where, given, cls, cfg)
+    if into is not None:
+        check_into_tree(where, into, sharded, cfg, node, dy)
+    params, body, needs, out = node.params, node.body, node.needs, node.out
+    if node is not given:
+        node.empty()
+    whole = None
+    if params is not None:
+        whole = finish(_gathering(params, cfg, where)) if begun is None else begun.take()
+    found = leaves(whole)
+    return _Open(donate(tree_map(lambda t: t.back(found) if type(t) is Away else t, body)), whole, params, needs, out)
+
+
+def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
+    """What a body kept, without the tensors that alias its params, and the shards of these alone; None where there are none."""
+    places = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
+    same = {id(t): Away(i, None) for i, t in places}
+    spans = {} if tracing() else _spans(places)
+    read: set[int] = set()
+
+    def strip(t: Any) -> Any:
+        away = (same.get(id(t)) or _view(t, spans)) if isinstance(t, Tensor) else None
+        if away is None:
+            return t
+        read.add(away.place)
+        return away
+
+    body = tree_map(strip, kept)
+    return body, with_leaves(shards, [t if i in read else None for i, t in enumerate(leaves(shards))]) if read else None
+
+
+def _spans(places: list[tuple[int, Tensor]]) -> dict[int, list[tuple[int, int, int, torch.dtype]]]:
+    """By storage, where in it leaves lie."""
+    found: dict[int, list[tuple[int, int, int, torch.dtype]]] = {}
+    for i, t in places:
+        start = int(t.storage_offset())
+        found.setdefault(t.untyped_storage()._cdata, []).append((start, start + t.numel(), i, t.dtype))
+    return found
+
+
+def _view(t: Tensor, spans: dict[int, list[tuple[int, int, int, torch.dtype]]]) -> Away | None:
+    if not spans:
+        return None
+    for start, end, i, dtype in spans.get(t.untyped_storage()._cdata, ()):
+        if start <= t.storage_offset() < end and t.dtype is dtype:
+            layout = Layout.of(t)
+            return Away(i, layout._replace(offset=layout.offset - start))
+    return None
+
+
+def _check_cfg(where: str, cfg: Any) -> None:
+    if type(cfg) is not ShardedConfig:
+        fail(where, "cfg", "ShardedConfig", describe(cfg), TypeError)
+
+
+@init_of(ShardedConfig)
+def sharded_init(cfg: ShardedConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None) -> Any:
+    """This rank's shards of what the body's init draws with the same key, on every mesh."""
+    return own_shards(cfg.op.init(cfg.cfg, key=key, device=device, dtype=dtype), cfg.axis)
+
+
+def sharded_fwd(params: Any, x: Any, cfg: ShardedConfig, *, needs: Needs = Needs.ALL) -> tuple[Any, Any]:
+    """The body's y, of params that are gathered for it. Raises `TypeError` for params that are not like the body's, `ValueError`
+    for shards of another shape, and what the body raises."""
+    _check_cfg("sharded_fwd", cfg)
+    shards = params.given if type(params) is Begun else params
+    if needs is not Needs.ALL:
+        check_needs("sharded_fwd", needs, shards, x)
+    out = _dtype_of(shards, cfg)
+    whole = (params if type(params) is Begun else _begin(params, cfg)).take()
+    y, kept = cfg.op.fwd(whole, x, cfg.cfg, needs=needs)
+    if kept is None:
+        return y, None
+    body, read = _stripped(kept, whole, shards)
+    return y, ShardedResiduals.keep(cfg, needs, params=read, body=body, out=out)
+
+
+def _dtype_of(shards: Any, cfg: ShardedConfig) -> torch.dtype | None:
+    found = list(dict.fromkeys([t.dtype for t in tensors(shards)])) if cfg.dtype is not None else []
+    require(len(found) < 2, "sharded_fwd", "params", "of one dtype, where cfg.dtype is another", ", ".join(map(short, found)))
+    return found[0] if found else None
+
+
+def sharded_dgrad(residuals: Any, dy: Any, cfg: ShardedConfig) -> tuple[Any, Any]:
+    """The body's dx, and its pending."""
+    at = _opened("sharded_dgrad", residuals, ShardedResiduals, cfg)
+    dx, pending = cfg.op.dgrad(at.body, dy, cfg.cfg)
+    if pending is None:
+        return dx, None
+    body, read = _stripped(pending, at.whole, at.params)
+    return dx, ShardedPending.keep(cfg, at.needs, params=read, body=body, out=at.out)
+
+
+def sharded_wgrad(pending: Any, cfg: ShardedConfig, *, into: Any = None) -> Any:
+    """The body's weight gradients, summed over the ranks: this one's shards of them, added to `into` where that is given."""
+    return _settle(_wgrad_begun(pending, cfg, into), into)
+
+
+def sharded_bwd(residuals: Any, dy: Any, cfg: ShardedConfig, *, into: Any = None) -> tuple[Any, Any]:
+    """The whole backward. Returns `(dparams, dx)`, of dparams this rank's shards."""
+    flying, dx = _bwd_begun(residuals, dy, cfg, into)
+    return _settle(flying, into), dx
+
+
+def _wgrad_begun(pending: Any, cfg: ShardedConfig, into: Any) -> Any:
+    """The sums on their way."""
+    _check_cfg("sharded_wgrad", cfg)
+    if pending is None:
+        if into is not None:
+            check_into_tree("sharded_wgrad", into, sharded, cfg, None)
+        return _reducing(cfg.op.wgrad(None, cfg.cfg), None, cfg)
+    at = _opened("sharded_wgrad", pending, ShardedPending, cfg, into)
+    return _reducing(cfg.op.wgrad(at.body, cfg.cfg), at.out, cfg)
+
+
+def _bwd_begun(residuals: Any, dy: Any, cfg: ShardedConfig, into: Any) -> tuple[Any, Any]:
+    body, _, _, _, out = _opened("sharded_bwd", residuals, ShardedResiduals, cfg, into, dy)
+    dparams, dx = cfg.op.bwd(body, dy, cfg.cfg)
+    return _reducing(dparams, out, cfg), dx
+
+
+def _reducing(dparams: Any, out: torch.dtype | None, cfg: ShardedConfig) -> Reducing:
+    return reduce_start(
+        dparams, (*cfg.also, cfg.axis), shard=cfg.axis, ordered=cfg.ordered, dtype=out, bucket_bytes=cfg.bucket_bytes
+    )
+
+
+def _settle(flying: Reducing, into: Any) -> Any:
+    return finish(flying, into=into)
+
+
+sharded = make_op(
+    "sharded", ShardedConfig, init=sharded_init, fwd=sharded_fwd, dgrad=sharded_dgrad, wgrad=sharded_wgrad, bwd=sharded_bwd,
+    ahead=Ahead(begin=_begin, bwd=_bwd_begun, wgrad=_wgrad_begun, settle=_settle),
+)._replace(residuals=ShardedResiduals, pending=ShardedPending)  # fmt: skip

@@ -1,0 +1,149 @@
+"""Dropout of an x that ranks share out: its mask is that part of the mask which one process draws for the whole.
+
+    y = x * m / (1 - p)        dx = dy * m / (1 - p)        m_i = [bits_i(key) >= p 2^32],  i: of the element in the whole x
+
+x is `(x, key)`, the key the same on all ranks. x, y, dy, dx: [*] of one float dtype; key: int64[2]. Kept: the key, an alias; the
+backward draws the same bits again. Nothing is sent. Where nothing is shared out it is `dropout`.
+
+>>> import torch
+>>> from funcops import DropoutConfig, dist, dropout, random
+>>> from funcops.testing import run_ranks
+>>> key = random.key(0)
+>>> def each(mesh):
+...     cfg = dist.ShardedDropoutConfig(0.5, shared=(dist.Shared(0, mesh["tp"]),))
+...     y, residuals = dist.sharded_dropout_fwd(None, (torch.ones(3), key), cfg)
+...     return dist.sharded_dropout_bwd(residuals, torch.ones(3), cfg)[1][0]
+...
+>>> torch.cat(run_ranks({"tp": 2}, each)), dropout.fwd(None, (torch.ones(6), key), DropoutConfig(0.5))[0]
+(tensor([0., 2., 2., 2., 2., 0.]), tensor([0., 2., 2., 2., 2., 0.]))
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params, same_width
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.distributed.mesh import Axis
+from funcops.distributed.plain import check_tensor, require_axis
+from funcops.distributed.specs import Ranges, within
+from funcops.errors import FLOATS, describe, fail, require
+from funcops.kernels import pointwise as kernels
+
+__all__ = [
+    "Shared",
+    "ShardedDropoutConfig",
+    "ShardedDropoutResiduals",
+    "sharded_dropout",
+    "sharded_dropout_bwd",
+    "sharded_dropout_dgrad",
+    "sharded_dropout_fwd",
+    "sharded_dropout_init",
+    "sharded_dropout_wgrad",
+]
+
+
+@config
+class Shared:
+    """The ranks of `axis` share out dimension `dim` of a tensor: each has its part of n, or (`zigzag`) of 2n the part of its rank
+    and that as far from the end."""
+
+    dim: int = field(kw_only=False)
+    axis: Axis = field(kw_only=False)
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        require_axis("Shared", self.axis)
+
+    def of(self, ranges: Ranges) -> Ranges:
+        """This rank's, of ranges along the dimension."""
+        n, r = self.axis.size, self.axis.rank
+        total = sum(length for _, length in ranges)
+        if not self.zigzag:
+            return within(ranges, r * (total // n), total // n)
+        half = total // (2 * n)
+        return (*within(ranges, r * half, half), *within(ranges, (2 * n - 1 - r) * half, half))
+
+
+@config
+class ShardedDropoutConfig(OpConfig):
+    """`p`: the probability of zero, in [0, 1]; `shared`: how the ranks share out x, of a dimension with several the outer first;
+    `train=False` is the identity."""
+
+    widths = same_width
+    featurewise = True
+
+    p: float = field(kw_only=False)
+    shared: tuple[Shared, ...]
+    train: bool = True
+
+    def __post_init__(self) -> None:
+        require(0.0 <= self.p <= 1.0, "ShardedDropoutConfig", "p", "in [0, 1]", self.p)
+        right = isinstance(self.shared, tuple) and all(type(one) is Shared for one in self.shared)
+        require(right, "ShardedDropoutConfig", "shared", "a tuple of Shared", describe(self.shared))
+
+
+class ShardedDropoutResiduals(Residuals, static=("inputs", "shape", "dtype")):
+    key: Tensor = saved("[2]", alias="x.1", needed_by=DGRAD)
+
+
+@forward(ShardedDropoutConfig)
+def sharded_dropout_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: ShardedDropoutConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, ShardedDropoutResiduals | None]:
+    """x: `(x, key)`, x this rank's part -> y: [*]. Raises `ValueError` or `TypeError` for a wrong shape, dtype or device, and
+    for what is no pair."""
+    where = "sharded_dropout_fwd"
+    if not isinstance(x, tuple) or len(x) != 2:
+        fail(where, "x", "a tuple (x, key)", describe(x), TypeError)
+    t, key = x
+    check_tensor(where, "x.0", t, (...,), FLOATS)
+    check_tensor(where, "x.1 (the key)", key, (2,), torch.int64, t)
+    for one in cfg.shared:
+        if not -t.dim() <= one.dim < t.dim():
+            fail(where, "x.0", f"of more dimensions (cfg.shared has one of {one.dim})", describe(t))
+        if one.zigzag and t.shape[one.dim] % 2:
+            fail(where, "x.0", f"of an even size along dimension {one.dim}, two parts of one size", describe(t))
+    residuals = ShardedDropoutResiduals.keep(cfg, needs, key=key, inputs=Inputs.of(x), shape=t.shape, dtype=t.dtype)
+    return _apply(t, key, cfg), residuals
+
+
+def _apply(t: Tensor, key: Tensor, cfg: ShardedDropoutConfig) -> Tensor:
+    if not cfg.train or cfg.p == 0.0:
+        return t
+    if cfg.p == 1.0:
+        return torch.zeros_like(t)
+    shared = [one for one in cfg.shared if one.axis.size > 1]
+    if not shared:
+        return kernels.dropout(t, key, cfg.p)
+    shape = list(t.shape)
+    for one in shared:
+        shape[one.dim] *= one.axis.size
+    ranges: list[Any] = [((0, n),) for n in shape]
+    for one in shared:
+        ranges[one.dim] = one.of(ranges[one.dim])
+    kept = random.bits_of(key, shape, ranges) >= round(cfg.p * 2**32)
+    return t * kept * (1.0 / (1.0 - cfg.p))
+
+
+@dgrad_of(ShardedDropoutResiduals)
+def sharded_dropout_dgrad(
+    residuals: ShardedDropoutResiduals, dy: Any, cfg: ShardedDropoutConfig
+) -> tuple[tuple[Tensor, None], None]:
+    """`(dx, None)`. There is no weight gradient: pending is None."""
+    check_tensor("sharded_dropout_dgrad", "dy", dy, residuals.shape, residuals.dtype, residuals.key)
+    dx = _apply(dy, residuals.key, cfg) if residuals.needs.input(0) else None
+    return residuals.inputs.make((dx, None)), None
+
+
+sharded_dropout = make_op(
+    "sharded_dropout", ShardedDropoutConfig, fwd=sharded_dropout_fwd, dgrad=sharded_dropout_dgrad, keyed=True
+)  # fmt: skip
+sharded_dropout_init, sharded_dropout_bwd, sharded_dropout_wgrad = no_params(sharded_dropout, sharded_dropout_dgrad)

@@ -1,0 +1,127 @@
+"""Cross entropy from logits whose classes an axis shares out.
+
+    lse = log sum over r of exp(lse_r)        loss = lse - (1 - s) l_label - s mean_v(l_v) + z lse^2
+    dl_r = dloss ((1 + 2 z lse) exp(l_r - lse) - (1 - s) onehot_r(label) - s / V)
+
+r: a rank of the axis, of n; s: label_smoothing; z: z_loss. x is `(logits, labels)`. logits, dl_r: [*, V/n], of the classes from
+r V/n on, of one float dtype; labels: [*] int64, the same on all ranks, as is y: a float32 scalar (float64 for float64), or [*] with
+reduction "none". Rows with label ignore_index have loss and gradient 0 and do not count in the mean.
+
+The ranks talk once, in the forward: they gather four floats a row, lse_r, which is two numbers, as `cross_entropy` keeps it, the
+label's logit where rank r has it, and mean_r (three without smoothing). Each then has the same bits. The gradient needs no
+communication. Kept: logits and labels, aliases, and lse, two numbers: 8 bytes a row; no probabilities.
+
+>>> import torch
+>>> from funcops import dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.VocabCrossEntropyConfig(mesh["tp"])
+...     loss, residuals = dist.vocab_cross_entropy_fwd(None, (torch.zeros(1, 2), torch.tensor([3])), cfg)
+...     dlogits, _ = dist.vocab_cross_entropy_bwd(residuals, torch.ones(()), cfg)[1]
+...     return loss, dlogits
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor(1.3863), tensor([[0.2500, 0.2500]])), (tensor(1.3863), tensor([[ 0.2500, -0.7500]]))]
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import config, dgrad_of, forward, make_op, no_params
+from funcops.contract.schema import DGRAD, Inputs, Residuals, saved
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
+from funcops.distributed.plain import check_tensor, require_axis
+from funcops.kernels import cross_entropy as kernels
+from funcops.ops._loss import check_options, check_pair, reduce_losses, row_gradient
+
+__all__ = [
+    "VocabCrossEntropyConfig",
+    "VocabCrossEntropyResiduals",
+    "vocab_cross_entropy",
+    "vocab_cross_entropy_bwd",
+    "vocab_cross_entropy_dgrad",
+    "vocab_cross_entropy_fwd",
+    "vocab_cross_entropy_init",
+    "vocab_cross_entropy_wgrad",
+]
+
+
+@config
+class VocabCrossEntropyConfig(OpConfig):
+    """`axis`: its ranks share out the classes. `reduction`: "mean" (over the rows that count), "sum" or "none"."""
+
+    axis: Axis = field(kw_only=False)
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    reduction: str = "mean"
+
+    def __post_init__(self) -> None:
+        require_axis("VocabCrossEntropyConfig", self.axis)
+        check_options(self, "VocabCrossEntropyConfig")
+
+
+class VocabCrossEntropyResiduals(Residuals, static=("inputs",)):
+    logits: Tensor = saved("[*, V/n]", alias="x.0", needed_by=DGRAD, of=("x.0",))
+    labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",))
+    count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
+
+
+@forward(VocabCrossEntropyConfig)
+def vocab_cross_entropy_fwd(
+    params: None, x: tuple[Tensor, Tensor], cfg: VocabCrossEntropyConfig, *, needs: Needs = Needs.ALL
+) -> tuple[Tensor, VocabCrossEntropyResiduals | None]:
+    """x: `(logits, labels)` -> y. A label outside [0, V) other than ignore_index raises in torch's gather on the CPU.
+
+    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    logits, labels = check_pair("vocab_cross_entropy_fwd", x, None, "logits")
+    check_tensor("vocab_cross_entropy_fwd", "x.0 (logits)", logits, (...,))
+    rows, flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if cfg.axis.size == 1:
+        losses, lse = kernels.cross_entropy_fwd(rows, flat, cfg.label_smoothing, cfg.ignore_index, cfg.z_loss)
+    else:
+        losses, lse = losses_of_rows(parts_of_rows(rows, flat, cfg), flat, cfg)
+    y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
+    kept = VocabCrossEntropyResiduals.keep(
+        cfg, needs, logits=logits, labels=labels, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
+    )
+    return y, kept
+
+
+@dgrad_of(VocabCrossEntropyResiduals)
+def vocab_cross_entropy_dgrad(
+    residuals: VocabCrossEntropyResiduals, dy: Tensor, cfg: VocabCrossEntropyConfig
+) -> tuple[tuple[Tensor, None], None]:
+    """`(dlogits, None)`, of this rank's classes. There is no weight gradient: pending is None."""
+    if not residuals.needs.input(0):
+        return residuals.nothing(), None
+    logits, labels, axis = residuals.logits, residuals.labels, cfg.axis
+    dloss = row_gradient("vocab_cross_entropy_dgrad", dy, labels, logits.dtype, residuals.count, cfg)
+    classes = logits.shape[-1]
+    d = kernels.cross_entropy_bwd(
+        dloss.reshape(-1) if dloss.dim() else dloss,
+        logits.reshape(-1, classes),
+        labels.reshape(-1),
+        residuals.logsumexp.reshape(-1, 2),
+        cfg.label_smoothing,
+        cfg.ignore_index,
+        cfg.z_loss,
+        axis.rank * classes,
+        axis.size * classes,
+    )
+    return residuals.inputs.make((d.reshape(logits.shape), None)), None
+
+
+vocab_cross_entropy = make_op(
+    "vocab_cross_entropy", VocabCrossEntropyConfig, fwd=vocab_cross_entropy_fwd, dgrad=vocab_cross_entropy_dgrad
+)
+vocab_cross_entropy_init, vocab_cross_entropy_bwd, vocab_cross_entropy_wgrad = no_params(
+    vocab_cross_entropy, vocab_cross_entropy_dgrad
+)

@@ -1,0 +1,223 @@
+"""Projection and cross entropy in chunks of rows, of classes that an axis shares out: no logits exist beyond a chunk's.
+
+    l_r = x w_r^T        loss: as in vocab_cross_entropy        dx = sum over r of dl_r w_r        dw_r = dl_r^T x
+
+r: a rank of the axis, of n. x is `(x, labels)`. w_r, dw_r: [V/n, I]; labels: [*] int64, of all rows and the same on all ranks, as
+is y; one float dtype. In sequence parallelism x is shared out along its first dimension: a rank has 1/n of it, gathers the whole,
+and gets 1/n of dx, of a sum that is scattered. Without, x is the same on all ranks, as dx is. dw_r is whole either way.
+
+For the losses the ranks gather four floats a row (three without label smoothing), once, after the last chunk. Kept: x and w_r and
+labels, aliases, and logsumexp, two numbers: 8 bytes a row; each half of the backward, and the whole one once, gathers x and
+recomputes the logits of a chunk of classes at a time, as `linear_cross_entropy` does.
+
+>>> import torch
+>>> from funcops import LinearCrossEntropyParams, dist
+>>> from funcops.testing import run_ranks
+>>> def each(mesh):
+...     cfg = dist.VocabLinearCrossEntropyConfig(1, 8, axis=mesh["tp"])
+...     params, labels = LinearCrossEntropyParams(torch.zeros(4, 1)), torch.tensor([0, 5])
+...     loss, residuals = dist.vocab_linear_cross_entropy_fwd(params, (torch.ones(1, 1), labels), cfg)
+...     dparams, (dx, _) = dist.vocab_linear_cross_entropy_bwd(residuals, torch.ones(()), cfg)
+...     return loss, dx.shape, dparams.weight[0]
+...
+>>> run_ranks({"tp": 2}, each)
+[(tensor(2.0794), torch.Size([1, 1]), tensor([-0.3750])), (tensor(2.0794), torch.Size([1, 1]), tensor([0.1250]))]
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from funcops.contract.configs import OpConfig
+from funcops.contract.needs import Needs
+from funcops.contract.op import bwd_of, config, dgrad_of, forward, init_of, make_op, wgrad_of
+from funcops.contract.schema import DGRAD, WGRAD, Inputs, Pending, Residuals, saved
+from funcops.distributed import comm
+from funcops.distributed.init import init_part
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops._vocab import losses_of_rows, parts_of_rows
+from funcops.distributed.plain import check_tensor, require_axis, require_shares
+from funcops.distributed.specs import Spec
+from funcops.ops._loss import check_options, check_pair, reduce_losses
+from funcops.ops.linear_cross_entropy import (
+    LinearCrossEntropyConfig,
+    LinearCrossEntropyParams,
+    Write,
+    bwd_by,
+    check_cap,
+    check_sizes,
+    dgrad_by,
+    linear_cross_entropy_init,
+    logits_of,
+    loss_gradients,
+    losses_of_chunks,
+    weight_gradient,
+)
+
+__all__ = [
+    "VocabLinearCrossEntropyConfig",
+    "VocabLinearCrossEntropyPending",
+    "VocabLinearCrossEntropyResiduals",
+    "vocab_linear_cross_entropy",
+    "vocab_linear_cross_entropy_bwd",
+    "vocab_linear_cross_entropy_dgrad",
+    "vocab_linear_cross_entropy_fwd",
+    "vocab_linear_cross_entropy_init",
+    "vocab_linear_cross_entropy_wgrad",
+]
+
+
+@config
+class VocabLinearCrossEntropyConfig(OpConfig):
+    """`in_features` (I) and `vocab` (V) of all ranks, a multiple of the size of `axis`. `sequence_parallel`: x is shared out along
+    its first dimension. `chunk_bytes` bounds the logits that exist at a time on a rank, as if in float32."""
+
+    in_features: int = field(kw_only=False)
+    vocab: int = field(kw_only=False)
+    axis: Axis
+    label_smoothing: float = 0.0
+    ignore_index: int = -100
+    z_loss: float = 0.0
+    reduction: str = "mean"
+    softcap: float | None = None
+    sequence_parallel: bool = True
+    chunk_bytes: int = 128 * 2**20
+
+    def __post_init__(self) -> None:
+        where = "VocabLinearCrossEntropyConfig"
+        require_axis(where, self.axis)
+        check_options(self, where)
+        check_cap(where, self.softcap)
+        check_sizes(self, where)
+        require_shares(where, "vocab", self.vocab, self.axis)
+        own = LinearCrossEntropyConfig(
+            self.in_features, self.vocab // self.axis.size, label_smoothing=self.label_smoothing, ignore_index=self.ignore_index,
+            z_loss=self.z_loss, reduction=self.reduction, softcap=self.softcap, chunk_bytes=self.chunk_bytes,
+        )  # fmt: skip
+        object.__setattr__(self, "own", own)
+
+    own: ClassVar[LinearCrossEntropyConfig]  # of this rank's classes alone
+
+    @property
+    def specs(self) -> dict[str, Spec]:
+        """What the axis shares out, by the name of the leaf."""
+        return {"weight": Spec(self.axis.name, 0)}
+
+    def widths(self, width: int | None) -> tuple[int | None, int | None]:
+        return self.in_features, None
+
+
+class VocabLinearCrossEntropyResiduals(Residuals, static=("inputs",)):
+    x: Tensor = saved("[*, I]", alias="x.0", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    weight: Tensor = saved("[V/n, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
+
+
+class VocabLinearCrossEntropyPending(Pending):
+    x: Tensor = saved("[*, I]", alias="residuals.x", needed_by=WGRAD)
+    labels: Tensor = saved("[*]", alias="residuals.labels", needed_by=WGRAD)
+    weight: Tensor = saved("[V/n, I]", alias="residuals.weight", needed_by=WGRAD)
+    logsumexp: Tensor = saved("[*, 2]", alias="residuals.logsumexp", needed_by=WGRAD)
+    dloss: Tensor = saved("[*] or []", alias="dy", needed_by=WGRAD)
+
+
+@init_of(VocabLinearCrossEntropyConfig)
+def vocab_linear_cross_entropy_init(
+    cfg: VocabLinearCrossEntropyConfig, *, key: Tensor | None = None, device: Any = None, dtype: torch.dtype | None = None
+) -> LinearCrossEntropyParams:
+    """This rank's rows of what `linear_cross_entropy_init` draws with the same key, on every mesh."""
+    plain = LinearCrossEntropyConfig(cfg.in_features, cfg.vocab)
+    return init_part(cfg, lambda: linear_cross_entropy_init(plain, key=key, device=device, dtype=dtype))  # type: ignore[no-any-return]
+
+
+@forward(VocabLinearCrossEntropyConfig, LinearCrossEntropyParams)
+def vocab_linear_cross_entropy_fwd(
+    params: LinearCrossEntropyParams,
+    x: tuple[Tensor, Tensor],
+    cfg: VocabLinearCrossEntropyConfig,
+    *,
+    needs: Needs = Needs.ALL,
+) -> tuple[Tensor, VocabLinearCrossEntropyResiduals | None]:
+    """x: `(x, labels)`, x: [m, *, I] and labels: [n m, *] (without `sequence_parallel`: [*, I] and [*]) -> y.
+
+    Raises `ValueError` or `TypeError` for a wrong shape, dtype or device."""
+    where, own = "vocab_linear_cross_entropy_fwd", cfg.own
+    t, labels = check_pair(where, x, cfg.in_features, "x", cfg.axis.size if cfg.sequence_parallel else 1)
+    check_tensor(where, "x.0 (x)", t, (...,))
+    weight = params.weight
+    check_tensor(where, "params.weight", weight, (own.vocab, own.in_features), t.dtype, t)
+    rows, flat = _rows(t, cfg), labels.reshape(-1)
+    if cfg.axis.size == 1:
+        losses, lse = losses_of_chunks(rows, flat, weight, own)
+    else:
+        parts = [parts_of_rows(logits_of(rows[c], weight, cfg.softcap), flat[c], cfg) for c in own.row_chunks(rows.shape[0])]
+        losses, lse = losses_of_rows(torch.cat(parts, 1), flat, cfg) if parts else losses_of_chunks(rows, flat, weight, own)
+    y, count = reduce_losses(losses.reshape(labels.shape), labels, cfg)
+    kept = VocabLinearCrossEntropyResiduals.keep(
+        cfg, needs, x=t, labels=labels, weight=weight, logsumexp=lse.reshape(*labels.shape, 2), count=count, inputs=Inputs.of(x)
+    )
+    return y, kept
+
+
+def _rows(x: Tensor, cfg: VocabLinearCrossEntropyConfig) -> Tensor:
+    """All of x, as [N, I]."""
+    return (comm.gather(x, cfg.axis) if cfg.sequence_parallel else x).reshape(-1, cfg.in_features)
+
+
+def _gradients(kept: Any, dloss: Tensor, cfg: VocabLinearCrossEntropyConfig, dx: bool, dw: Write | None) -> Tensor | None:
+    """dx, where wanted, in the shape of x; what `dw` is called with is this rank's alone."""
+    axis, own, rows = cfg.axis, cfg.own, _rows(kept.x, cfg)
+    first = axis.rank * own.vocab
+    part = loss_gradients(rows, kept.labels, kept.logsumexp, kept.weight, dloss, own, dx, dw, first, cfg.vocab)
+    if not dx:
+        return None
+    part = rows.new_zeros(rows.shape) if part is None else part  # of no rows
+    shaped = part.reshape(*kept.labels.shape, cfg.in_features)
+    return comm.scatter_sum(shaped, axis) if cfg.sequence_parallel else comm.sum_over(shaped, axis)
+
+
+@dgrad_of(VocabLinearCrossEntropyResiduals)
+def vocab_linear_cross_entropy_dgrad(
+    residuals: VocabLinearCrossEntropyResiduals, dy: Tensor, cfg: VocabLinearCrossEntropyConfig
+) -> tuple[tuple[Tensor, None], VocabLinearCrossEntropyPending | None]:
+    """`(dx, None)`, and the pending weight gradient."""
+    return dgrad_by(_gradients, "vocab_linear_cross_entropy_dgrad", residuals, dy, cfg, VocabLinearCrossEntropyPending)
+
+
+@wgrad_of(VocabLinearCrossEntropyPending, LinearCrossEntropyParams)
+def vocab_linear_cross_entropy_wgrad(
+    pending: VocabLinearCrossEntropyPending, cfg: VocabLinearCrossEntropyConfig, *, into: LinearCrossEntropyParams | None = None
+) -> LinearCrossEntropyParams:
+    """Gathers x, then dw_r: [V/n, I], a chunk of classes at a time; added to `into` where that is given."""
+    dparams, dw = weight_gradient("vocab_linear_cross_entropy_wgrad", pending.weight, into)
+    _gradients(pending, pending.dloss, cfg, False, dw)
+    return dparams
+
+
+@bwd_of(VocabLinearCrossEntropyResiduals, LinearCrossEntropyParams)
+def vocab_linear_cross_entropy_bwd(
+    residuals: VocabLinearCrossEntropyResiduals,
+    dy: Tensor,
+    cfg: VocabLinearCrossEntropyConfig,
+    *,
+    into: LinearCrossEntropyParams | None = None,
+) -> tuple[LinearCrossEntropyParams, tuple[Tensor, None]]:
+    """The whole backward, which gathers x and computes the logits once for both halves. Returns `(dparams, (dx, None))`."""
+    return bwd_by(_gradients, "vocab_linear_cross_entropy_bwd", residuals, dy, cfg, into)
+
+
+vocab_linear_cross_entropy = make_op(
+    "vocab_linear_cross_entropy",
+    VocabLinearCrossEntropyConfig,
+    init=vocab_linear_cross_entropy_init,
+    fwd=vocab_linear_cross_entropy_fwd,
+    dgrad=vocab_linear_cross_entropy_dgrad,
+    wgrad=vocab_linear_cross_entropy_wgrad,
+    bwd=vocab_linear_cross_entropy_bwd,
+)

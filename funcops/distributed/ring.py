@@ -1,0 +1,42 @@
+"""Products by the ring: what is sent goes on from rank to rank in parts, each under the product of another.
+
+    gathered_products    the parts of all ranks come by, one after the other, and each is multiplied as it is here
+    scattered_products   the sum of a part goes by all ranks, and each adds its product; it ends where it belongs
+
+n - 1 shifts, each in flight while one product of 1/n of the rows is computed. The products of rows are those of one large product;
+sums are in the order of the ring, which begins behind the rank that ends with them, and in the dtype of the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from funcops.distributed import comm
+from funcops.distributed.mesh import Axis
+from funcops.kernels import pointwise
+
+
+def gathered_products(x: Tensor, axis: Axis, product: Callable[[Tensor], Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """x: [m, *], this rank's -> the products of the x of all ranks, one after the other, and these x."""
+    n, rank = axis.size, axis.rank
+    xs, ys = [x] * n, [x] * n
+    for step in range(n):
+        sent = comm.start_shift(x, axis, 1) if step < n - 1 else None
+        ys[rank - step] = product(x)
+        xs[rank - step] = x
+        x = x if sent is None else comm.wait(sent, axis)[0]
+    return torch.cat(ys), xs
+
+
+def scattered_products(x: Tensor, axis: Axis, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """x: [n m, *] -> [m, *]: this rank's rows of the sum of all ranks' products of x."""
+    n, rank, rows = axis.size, axis.rank, x.chunk(axis.size)
+    total = product(rows[rank - 1])
+    for step in range(2, n + 1):
+        sent = comm.start_shift(total, axis, 1)
+        own = product(rows[rank - step])
+        total = pointwise.add(comm.wait(sent, axis)[0], own)
+    return total

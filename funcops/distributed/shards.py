@@ -1,0 +1,122 @@
+"""Trees shared out over an axis: what ZeRO keeps of params, gradients and an optimiser's state.
+
+    shards = own_shards(params, dp)                                   # 1/n of the bytes
+    state = adamw_init(shards, cfg)
+    grads = finish(reduce_start(dparams, dp, shard=dp))               # the parts of the sums
+    shards, state = adamw_update(shards, grads, state, cfg)
+    params = finish(gather_shards_start(shards, params, dp))
+
+A rank's part of a leaf [d, *] is its d / n rows; where n does not divide d, 1/n of its elements, the last ones zeros. The tree
+keeps its structure and paths, so that any update that works on each element by itself takes shards as it takes params.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.contract.needs import Needs
+from funcops.contract.schema import WGRAD, saved, static
+from funcops.distributed.buckets import BUCKET_BYTES, Kind, float_leaves, part_shape, plan, require_bytes
+from funcops.distributed.in_flight import Flight, finish, gather_start
+from funcops.distributed.mesh import Axis
+from funcops.distributed.plain import require_axis
+from funcops.errors import check, describe, fail, in_step
+from funcops.trees import flatten, paths, same_structure, unflatten, with_leaves
+
+T = TypeVar("T")
+
+
+def own_shards(tree: T, axis: Axis) -> T:
+    """This rank's part of every leaf, in memory of its own. None leaves stay None. Raises `TypeError` for other leaves than float
+    tensors.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> axis = dist.Mesh.abstract({"dp": 2}, rank=1)["dp"]
+    >>> dist.own_shards({"w": torch.arange(4.0), "odd": torch.ones(3)}, axis)
+    {'w': tensor([2., 3.]), 'odd': tensor([1., 0.])}
+    """
+    require_axis("own_shards", axis)
+    found = float_leaves("own_shards", "tree", tree)
+    return with_leaves(tree, [None if t is None else _part(t, axis) for t in found.values()])
+
+
+def _part(t: Tensor, axis: Axis) -> Tensor:
+    shape, rank = part_shape(tuple(t.shape), axis.size), axis.rank
+    size = math.prod(shape)
+    flat = t.detach().reshape(-1)[rank * size : (rank + 1) * size]
+    if flat.numel() < size:
+        return torch.cat([flat, flat.new_zeros(size - flat.numel())])
+    return flat.clone().view(shape)
+
+
+class Gathering(Flight):
+    """A tree on its way from its shards; `finish` gives it."""
+
+    buckets: Any = saved("an InFlight each", needed_by=WGRAD)
+    spec: Any = static()
+
+    def arrive(self, into: Any) -> Any:
+        if into is not None:
+            fail("finish", "into", "None (these are no sums of reduce_start)", describe(into), TypeError)
+        buckets, flying, spec = self.cfg, self.buckets, self.spec
+        self.empty()
+        found: list[Any] = [None] * spec.num_leaves
+        for bucket, h in zip(buckets, flying, strict=True):
+            try:
+                flat = finish(h)
+            except Exception as error:
+                in_step(error, bucket)
+                raise
+            for place, t in bucket.wholes(flat):
+                found[place] = t
+        return unflatten(spec, found)
+
+
+def gather_shards_start(shards: Any, like: Any, axis: Axis, *, bucket_bytes: int = BUCKET_BYTES) -> Gathering:
+    """Begin to gather a tree of which each rank has its part, as `own_shards` gives it; `finish(h)` gives the tree, in new memory.
+    like: a tree of the whole shapes, of tensors on any device. Buckets are of at most `bucket_bytes` of whole leaves, or one leaf.
+
+    Raises `ValueError` for a shard of another shape than `like` says, `TypeError` for a leaf that is no float tensor.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> whole = {"w": torch.arange(4.0)}
+    >>> def each(mesh):
+    ...     mine = dist.own_shards(whole, mesh["dp"])
+    ...     return dist.finish(dist.gather_shards_start(mine, whole, mesh["dp"]))
+    ...
+    >>> run_ranks({"dp": 2}, each)[0]
+    {'w': tensor([0., 1., 2., 3.])}
+    """
+    return start_gathering("gather_shards_start", "shards", shards, like, axis, bucket_bytes)
+
+
+def start_gathering(where: str, name: str, shards: Any, like: Any, axis: Axis, bucket_bytes: int) -> Gathering:
+    """The same for `where`, which calls the shards `name`."""
+    require_axis(where, axis)
+    require_bytes(where, bucket_bytes)
+    found, whole = float_leaves(where, name, shards), paths(like)
+    if not same_structure(shards, like):
+        apart = [path for path in (*found, *whole) if path not in found or path not in whole]
+        fail(where, name, "a tree like `like`", f"one that differs at {', '.join(apart) or 'its containers'}")
+    for path, t in found.items():
+        if t is None:
+            continue
+        if not isinstance(whole[path], Tensor):
+            fail(where, f"like.{path}" if path else "like", "a tensor", describe(whole[path]), TypeError)
+        check(where, f"{name}.{path}" if path else name, t, part_shape(tuple(whole[path].shape), axis.size))
+    kinds = tuple([
+        Kind(i, path, tuple(whole[path].shape), t.dtype, t.device, (axis,))
+        for i, (path, t) in enumerate(found.items()) if t is not None
+    ])  # fmt: skip
+    values, spec = flatten(shards)
+    buckets = plan(kinds, axis.size, bucket_bytes)
+    flying = tuple([gather_start(bucket.pack_parts(values), axis) for bucket in buckets])
+    made: Any = Gathering.keep(buckets, Needs.ALL, buckets=flying, spec=spec)
+    return made  # type: ignore[no-any-return]

@@ -1,0 +1,264 @@
+"""Sharding as data: which dimension of a leaf which axis of a mesh shares out, by the paths of a tree.
+
+    specs = {"*.up.weight": Spec("tp", 0, parts=(hidden, hidden)), "*.down.weight": Spec("tp", 1), "*norm*": Spec()}
+    own = shard(params, specs, mesh)               # this rank's part of every leaf
+    whole = unshard(own, specs, mesh)              # all of it again
+    dparams = sum_gradients(dparams, specs, mesh)  # over every axis, pp aside, that a leaf's spec does not name
+
+A path stands for itself before globs do, and of globs the first that matches; what none matches is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops.contract.op import config
+from funcops.distributed import comm
+from funcops.distributed.in_flight import finish, sum_over_start
+from funcops.distributed.mesh import Axis, Mesh
+from funcops.distributed.plain import check_tensor
+from funcops.errors import describe, fail, require, require_type
+from funcops.trees import paths, tree_map_with_path, with_leaves
+
+T = TypeVar("T")
+PIPELINE = "pp"  # the axis along which ranks have other leaves
+Ranges = tuple[tuple[int, int], ...]  # starts and lengths along a dimension
+
+
+@config
+class Spec:
+    """How the ranks hold a leaf: `axis` shares out its dimension `dim`, or all have the same (""). `parts`: the sizes along `dim`
+    of leaves packed into one (q, k and v; gates and values), each of which is shared out by itself. `fsdp`: an axis that shares out
+    dimension 0 of each rank's part once more, as ZeRO-3 does. `alike`: an axis along which all have the same and compute the same
+    gradient, which is then not summed over it (tensor parallelism without sequence parallelism).
+
+    >>> import torch
+    >>> from funcops.distributed import Mesh, Spec, shard
+    >>> qkv = torch.arange(8).reshape(8, 1)
+    >>> shard(qkv, {"": Spec("tp", 0, parts=(4, 2, 2))}, Mesh.abstract({"tp": 2}, rank=1)).flatten()
+    tensor([2, 3, 5, 7])
+    """
+
+    axis: str = field(kw_only=False, default="")
+    dim: int = field(kw_only=False, default=0)
+    parts: tuple[int, ...] = ()
+    fsdp: str = ""
+    alike: str = ""
+
+    def __post_init__(self) -> None:
+        require(not self.axis or self.axis.isidentifier(), "Spec", "axis", "the name of an axis", repr(self.axis))
+        require(not self.fsdp or self.fsdp.isidentifier(), "Spec", "fsdp", "the name of an axis", repr(self.fsdp))
+        require(not self.fsdp or self.fsdp != self.axis, "Spec", "fsdp", "another axis", repr(self.fsdp))
+        require(not self.alike or self.alike.isidentifier(), "Spec", "alike", "the name of an axis", repr(self.alike))
+        require(
+            not self.alike or self.alike not in self.names, "Spec", "alike", "an axis that shares nothing out", repr(self.alike)
+        )
+        require(self.dim >= 0, "Spec", "dim", "at least 0", self.dim)
+        right = isinstance(self.parts, tuple) and all(type(n) is int and n >= 1 for n in self.parts)
+        require(right, "Spec", "parts", "a tuple of sizes of at least 1", describe(self.parts))
+        require(not self.parts or bool(self.axis), "Spec", "parts", "() where there is no axis", self.parts)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The axes that share out the leaf."""
+        return tuple(name for name in (self.axis, self.fsdp) if name)
+
+    def summed_over(self, axis: Axis) -> bool:
+        """Whether the leaf's gradient is a sum of what the ranks of the axis have."""
+        return axis.name not in (PIPELINE, self.axis, self.fsdp, self.alike)
+
+
+Specs = Mapping[str, Spec]
+WHOLE = Spec()
+
+
+def specs_by_path(where: str, tree: Any, specs: Specs, mesh: Mesh) -> dict[str, Spec]:
+    """The spec of every leaf of a tree, by path. Raises `ValueError` for a spec that decides no leaf, and one of an axis that the
+    mesh lacks."""
+    require_type(where, "mesh", mesh, Mesh)
+    require_type(where, "specs", specs, Mapping)
+    for glob, spec in specs.items():
+        require_type(where, "specs", glob, str)
+        require_type(where, f"specs[{glob!r}]", spec, Spec)
+        for name in (*spec.names, *([spec.alike] if spec.alike else [])):
+            require(name in mesh.sizes, where, f"specs[{glob!r}]", f"of axes of the mesh ({', '.join(mesh.sizes)})", repr(name))
+    globs = [glob for glob in specs if any(c in glob for c in "*?[")]
+    known, deciding, found = paths(tree), set(), {}
+    for path in known:
+        key = path if path in specs else next((glob for glob in globs if fnmatchcase(path, glob)), None)
+        deciding.add(key)
+        found[path] = WHOLE if key is None else specs[key]
+    for glob in specs:
+        if glob not in deciding:
+            wanted = f"paths and globs that match leaves which no other does before ({', '.join(known) or 'no leaves'})"
+            fail(where, "specs", wanted, repr(glob))
+    return found
+
+
+def own_ranges(where: str, path: str, shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
+    """What this rank has of a whole leaf of `shape`, along each of its dimensions. Raises `ValueError` where an axis does not
+    divide it."""
+    found: list[Ranges] = [((0, n),) for n in shape]
+    if spec.axis:
+        axis = mesh[spec.axis]
+        if spec.dim >= len(shape):
+            fail(where, path, f"of more than {spec.dim} dimensions (its spec shares out dimension {spec.dim})", list(shape))
+        parts = spec.parts or (shape[spec.dim],)
+        if sum(parts) != shape[spec.dim]:
+            fail(where, path, f"of {sum(parts)}, the sum of its spec's parts, along dimension {spec.dim}", list(shape))
+        for n in parts:
+            _require_divides(where, path, n, axis, shape, spec.dim)
+        starts = [sum(parts[:i]) for i in range(len(parts))]
+        owned = [(s + axis.rank * (n // axis.size), n // axis.size) for s, n in zip(starts, parts, strict=True)]
+        found[spec.dim] = tuple(owned) if axis.size > 1 else found[spec.dim]
+    if spec.fsdp:
+        axis = mesh[spec.fsdp]
+        rows = sum(n for _, n in found[0]) if found else 0
+        if not found:
+            fail(where, path, f"of at least one dimension ({axis} shares it out)", list(shape))
+        _require_divides(where, path, rows, axis, shape, 0)
+        found[0] = within(found[0], axis.rank * (rows // axis.size), rows // axis.size)
+    return tuple(found)
+
+
+def _require_divides(where: str, path: str, n: int, axis: Axis, shape: Sequence[int], dim: int) -> None:
+    if n % axis.size:
+        fail(where, path, f"of sizes along dimension {dim} that {axis} divides ({n} is not)", list(shape))
+
+
+def within(ranges: Ranges, first: int, length: int) -> Ranges:
+    """Of ranges laid end to end those `length` from the `first` on."""
+    found, at = [], 0
+    for start, n in ranges:
+        low, high = max(first, at), min(first + length, at + n)
+        if low < high:
+            found.append((start + low - at, high - low))
+        at += n
+    return tuple(found) or ((ranges[0][0], 0),)
+
+
+def take(t: Tensor, ranges: Sequence[Ranges]) -> Tensor:
+    """These ranges of a whole leaf, one after the other along each dimension: contiguous, in memory of its own; the leaf itself
+    where it is all of it."""
+    if all(r == ((0, n),) for r, n in zip(ranges, t.shape, strict=True)):
+        return t
+    for dim, pieces in enumerate(ranges):
+        cut = [t.narrow(dim, start, n) for start, n in pieces]
+        t = cut[0] if len(cut) == 1 else torch.cat(cut, dim)
+    return t.clone(memory_format=torch.contiguous_format) if t._is_view() else t.contiguous()
+
+
+def whole_shape(shape: Sequence[int], spec: Spec, mesh: Mesh) -> tuple[int, ...]:
+    """That of a leaf of which a rank's part has `shape`."""
+    found = list(shape)
+    if spec.fsdp:
+        found[0] *= mesh[spec.fsdp].size
+    if spec.axis:
+        found[spec.dim] *= mesh[spec.axis].size
+    return tuple(found)
+
+
+def is_leaf(where: str, path: str, t: Any) -> bool:
+    """Whether a leaf is a tensor. Raises `TypeError` for one that is neither a plain tensor nor None."""
+    if t is not None:
+        check_tensor(where, path or "tree", t, (...,))
+    return t is not None
+
+
+def shard(tree: T, specs: Specs, mesh: Mesh) -> T:
+    """This rank's part of every leaf of a whole tree. A leaf that all ranks have whole is the same object. Nothing is sent.
+
+    >>> import torch
+    >>> from funcops.distributed import Mesh, Spec, shard
+    >>> params = {"up": torch.arange(4.0), "norm": torch.ones(2)}
+    >>> shard(params, {"up": Spec("tp", 0)}, Mesh.abstract({"tp": 2}, rank=1))
+    {'up': tensor([2., 3.]), 'norm': tensor([1., 1.])}
+    """
+    found = specs_by_path("shard", tree, specs, mesh)
+
+    def own(path: str, t: Any) -> Any:
+        if not is_leaf("shard", path, t):
+            return t
+        return take(t, own_ranges("shard", path, t.shape, found[path], mesh))
+
+    return tree_map_with_path(own, tree)
+
+
+def unshard(tree: T, specs: Specs, mesh: Mesh) -> T:
+    """The whole tree, on every rank, of the parts of all: what `shard` was given. To be called by all ranks of the mesh. Raises
+    `ValueError` or `TypeError` for a part of another shape or dtype than its rank should have.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> specs = {"up": dist.Spec("tp", 0)}
+    >>> run_ranks({"tp": 2}, lambda mesh: dist.unshard({"up": torch.tensor([1.0 + mesh["tp"].rank])}, specs, mesh))[0]
+    {'up': tensor([1., 2.])}
+    """
+    found = specs_by_path("unshard", tree, specs, mesh)
+    for path, t in paths(tree).items():
+        if is_leaf("unshard", path, t):  # before anything is sent
+            check_own("unshard", path, t, found[path], mesh)
+    return tree_map_with_path(lambda path, t: _gathered(t, found[path], mesh) if isinstance(t, Tensor) else t, tree)
+
+
+def check_own(where: str, path: str, t: Tensor, spec: Spec, mesh: Mesh) -> tuple[Ranges, ...]:
+    """`own_ranges` of a leaf that is a rank's part. Raises `ValueError` where it cannot be one."""
+    _check_dims(where, path, t, spec)
+    ranges = own_ranges(where, path, whole_shape(t.shape, spec, mesh), spec, mesh)
+    own = [sum(n for _, n in pieces) for pieces in ranges]
+    if own != list(t.shape):
+        fail(where, path, f"this rank's part, {own}", describe(t))
+    return ranges
+
+
+def _check_dims(where: str, path: str, t: Tensor, spec: Spec) -> None:
+    least = max([spec.dim + 1] * bool(spec.axis) + [1] * bool(spec.fsdp), default=0)
+    if t.dim() < least:
+        fail(where, path, f"of at least {least} dimension{'s' * (least > 1)}", describe(t))
+
+
+def _gathered(t: Tensor, spec: Spec, mesh: Mesh) -> Tensor:
+    kind = t.dtype if t.dtype.is_floating_point and t.itemsize == 1 else None
+    t = t if kind is None else t.view(torch.uint8)  # what Gloo can send
+    if spec.fsdp:
+        t = comm.gather(t, mesh[spec.fsdp])
+    if spec.axis:
+        axis = mesh[spec.axis]
+        t = comm.gather(t, axis, spec.dim)
+        if len(spec.parts) > 1 and axis.size > 1:
+            sizes = [n // axis.size for n in spec.parts] * axis.size
+            pieces, count = t.split(sizes, spec.dim), len(spec.parts)
+            t = torch.cat([pieces[r * count + i] for i in range(count) for r in range(axis.size)], spec.dim)
+    return t if kind is None else t.view(kind)
+
+
+def sum_gradients(dparams: T, specs: Specs, mesh: Mesh) -> T:
+    """The gradients of params, each summed over every axis of the mesh, `pp` aside, that its spec does not name: along these the
+    ranks have other rows of the batch, and each the gradient of its own. Those of one axis are on their way at once. To be called
+    by all ranks of the mesh.
+
+    >>> import torch
+    >>> from funcops import dist
+    >>> from funcops.testing import run_ranks
+    >>> dparams, specs = {"up": torch.ones(1), "norm": torch.ones(1)}, {"up": dist.Spec("tp", 0)}
+    >>> run_ranks({"dp": 2, "tp": 2}, lambda mesh: dist.sum_gradients(dparams, specs, mesh))[0]
+    {'up': tensor([2.]), 'norm': tensor([4.])}
+    """
+    found = specs_by_path("sum_gradients", dparams, specs, mesh)
+    named = paths(dparams)
+    given = [path for path, t in named.items() if is_leaf("sum_gradients", path, t)]
+    for path in given:
+        _check_dims("sum_gradients", path, named[path], found[path])
+    for axis in mesh.axes:
+        if axis.size > 1 and axis.name != PIPELINE:
+            summed = [path for path in given if found[path].summed_over(axis)]
+            started = [sum_over_start(named[path], axis) for path in summed]
+            named.update(zip(summed, [finish(h) for h in started], strict=True))
+    return with_leaves(dparams, named.values())

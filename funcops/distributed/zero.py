@@ -1,0 +1,55 @@
+"""`zero3`: a model whose params an axis shares out, each layer whole while it computes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from funcops.compose.chain import ChainConfig
+from funcops.compose.repeat import RepeatConfig
+from funcops.compose.walk import Part, rewrite, walk
+from funcops.contract.op import Op
+from funcops.distributed.buckets import BUCKET_BYTES
+from funcops.distributed.mesh import Axis
+from funcops.distributed.ops.sharded import ShardedConfig, sharded
+from funcops.errors import require_type
+from funcops.program.values import has_params
+
+
+def zero3(
+    cfg: ChainConfig,
+    axis: Axis,
+    *,
+    also: tuple[Axis, ...] = (),
+    dtype: torch.dtype | None = None,
+    ordered: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> ChainConfig:
+    """The chain with `sharded` around each layer of a repeat, and around each other step that has params. Its params are shards, as
+    its `init` or `own_shards` gives them; paths, residuals of activations and ties stay. See `ShardedConfig` for the options.
+    Raises `TypeError` for a config that is no chain's.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, dist, linear
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(8, 16)),))
+    >>> sharded = dist.zero3(cfg, dist.Mesh.abstract({"dp": 2}, rank=0)["dp"])
+    >>> sharded.steps[0].op, chain.init(sharded, device="meta")["up"].weight.shape
+    (sharded, torch.Size([8, 8]))
+    """
+    require_type("zero3", "cfg", cfg, ChainConfig)
+
+    options: dict[str, Any] = {"axis": axis, "also": also, "dtype": dtype, "ordered": ordered, "bucket_bytes": bucket_bytes}
+
+    def shard(op: Op, inner: Any) -> tuple[Op, Any]:
+        return (sharded, ShardedConfig(op, inner, **options)) if has_params(op, inner) else (op, inner)
+
+    def step(part: Part) -> tuple[Op, Any] | None:
+        if type(part.cfg) is RepeatConfig:
+            return part.op, part.cfg.with_parts(lambda _, op, inner: shard(op, inner))
+        return None if not part.path or _repeats(part.cfg) else shard(part.op, part.cfg)
+
+    return rewrite(cfg, step)[1]  # type: ignore[no-any-return]
+
+
+def _repeats(cfg: Any) -> bool:
+    return any(type(part.cfg) is RepeatConfig for part in walk(cfg))

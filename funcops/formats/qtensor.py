@@ -1,0 +1,351 @@
+"""Tensors in few bits: codes and scales, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.contract.marks import counts_writes, mark_of, version
+from funcops.errors import FLOATS, check, describe, fail, require, require_type
+from funcops.formats.format import Format
+from funcops.kernels import quantize as kernels
+from funcops.trees import Aside, leaf, register, replace, show, stands_for_one, stands_in, static, tree, tree_map
+
+
+@stands_in
+@counts_writes
+@tree
+class QTensor:
+    """A tensor in few bits: a node of a tree, and no tensor. It counts as the one leaf that it stands for: its gradient is dense.
+
+    `side` "row": codes in the layout of x, [*, K], scales by blocks along K. "col": codes of the transposed x, [K, R], scales by
+    blocks along its rows, `hadamard`: after x was transformed along these. `scale` multiplies all (NVFP4). `shape` and `dtype`
+    are those of x, whatever the side.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, QTensor, quantize_tensor
+    >>> q = quantize_tensor(torch.ones(4, 300, dtype=torch.bfloat16), Format("e4m3"))
+    >>> isinstance(q, QTensor), q.codes.dtype, q.codes.shape, q.scales.shape
+    (True, torch.uint8, torch.Size([4, 300]), torch.Size([4, 3]))
+    >>> q.dequantize().dtype
+    torch.bfloat16
+    """
+
+    codes: Tensor = leaf("uint8")
+    scales: Tensor = leaf("[tiles]")
+    scale: Tensor | None = leaf("[1]")
+    format: Format = static()
+    shape: torch.Size = static()
+    dtype: torch.dtype = static()
+    side: str = static("row")
+    hadamard: bool = static(False)
+
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """An accumulator of the gradient, which is dense."""
+        return self.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> QTensor:
+        """Itself: codes and scales are what they are."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def args(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.codes, self.scales, self.scale
+
+    @property
+    def width(self) -> int:
+        """Elements along the last dimension of codes, those that fill it up included."""
+        return self.codes.shape[-1] * (2 if self.format.element == "e2m1" else 1)
+
+    def each(self) -> list[QTensor]:
+        """Of stacked ones, those along the first dimension."""
+        scale = [None] * len(self.codes) if self.scale is None else self.scale
+        parts = zip(self.codes, self.scales, scale, strict=True)
+        return [replace(self, codes=codes, scales=scales, scale=of) for codes, scales, of in parts]
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Codes times scales, rounded once to `dtype` (that of x by default): [*, K], for either side; of stacked ones as many."""
+        if self.codes.dim() > (len(self.shape) if self.side == "row" else 2):
+            return torch.stack([one.dequantize(dtype) for one in self.each()])
+        out = self.dtype if dtype is None else dtype
+        if self.side == "row":
+            return kernels.dequantize(*self.args, *self.format.args(), self.shape[-1], out).reshape(self.shape)  # type: ignore[no-any-return]
+        found = kernels.dequantize(*self.args, *self.format.args(), self.width, torch.float32 if self.hadamard else out)
+        if self.hadamard:
+            found = kernels.hadamard_undone(found).to(out)
+        return found[:, : self.shape[:-1].numel()].mT.reshape(self.shape)  # type: ignore[no-any-return]
+
+
+@stands_in
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
+class QWeight:
+    """A weight as its products read it: y's reads `row`, dx's `col`; where `col` is None it is made of `row` when it is read.
+
+    `key` rounds dy stochastically, where a recipe asks for that. It knows the weight that it was made of, as long as that lives,
+    and is stale once that is written to.
+
+    >>> import torch
+    >>> from funcops import QLinearConfig, qlinear, random
+    >>> from funcops.low_precision import Fp8Block, QWeight, quantize_params
+    >>> cfg = QLinearConfig(128, 128, recipe=Fp8Block())
+    >>> work = quantize_params(qlinear.init(cfg, key=random.key(0)), cfg)
+    >>> isinstance(work.weight, QWeight), work.weight.row.codes.shape, work.bias.dtype
+    (True, torch.Size([128, 128]), torch.bfloat16)
+    """
+
+    row: QTensor = leaf("[O, I]")
+    col: QTensor | None = leaf("[O, I]")
+    key: Tensor | None = leaf("[2]")
+    source: Aside = dataclasses.field(default_factory=Aside, metadata={"hidden": True})
+
+    __repr__ = show
+
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Tensor:
+        """An accumulator of the gradient, which is dense; of stacked weights as many."""
+        return self.row.codes.new_zeros(self.shape, dtype=dtype or self.dtype)
+
+    def cast(self, dtype: torch.dtype) -> QWeight:
+        """Itself, as its codes are."""
+        return self
+
+    @property
+    def shape(self) -> torch.Size:
+        """[O, I], and in front what it is stacked by."""
+        lead, own = self.row.codes.shape, self.row.shape
+        return torch.Size((*lead[: len(lead) - len(own)], *own))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.row.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.row.device
+
+    def made_of(self, weight: Tensor) -> QWeight:
+        """Note what it was made of, as it is now."""
+        if not torch.compiler.is_compiling():  # a graph's weights have no count of writes
+            self.source = Aside((weakref.ref(weight), mark_of(weight)))
+        return self
+
+    def stale(self) -> bool:
+        """Whether the weight was written to since."""
+        if self.source.value is None:
+            return False
+        ref, then = self.source.value
+        weight = ref()
+        return weight is not None and version(weight) != then
+
+
+register(QWeight, aside="source")
+counts_writes(QWeight)
+
+
+def stacked(made: list[QTensor]) -> QTensor:
+    """Tensors of one format and shape as one, in front of all else a dimension of them."""
+    codes, scales = (torch.stack([getattr(q, name) for q in made]) for name in ("codes", "scales"))
+    scale = None if made[0].scale is None else torch.stack([q.scale for q in made])  # type: ignore[misc]
+    return replace(made[0], codes=codes, scales=scales, scale=scale)
+
+
+def quantized_weight(weight: Tensor, format: Format, columns: bool, amax: Tensor | None = None) -> QWeight:
+    """A weight [O, I] by rows for y; and by columns for dx, where these are wanted now, or do not follow from the rows. `amax`: as
+    `quantize_tensor` takes it."""
+    if columns or not format.turns:
+        return QWeight(*quantize_sides(weight, format, amax), None, Aside())
+    return QWeight(quantize_tensor(weight, format, amax=amax), None, None, Aside())
+
+
+def quantize_tensor(
+    x: Tensor,
+    format: Format,
+    *,
+    side: str = "row",
+    key: Tensor | None = None,
+    amax: Tensor | None = None,
+    hadamard: bool = False,
+    where: str = "quantize_tensor",
+) -> QTensor:
+    """x [*, K] in a format.
+
+    `side`: "row" or "col" (see `QTensor`). `key`: round stochastically. `amax`: float32 [1], taken for the largest |x| of the whole
+    tensor, of formats that need one (such as one over several devices). `hadamard`: of "col", transform x along its rows, 16 at a
+    time, which spreads outliers: a product of two such operands is that of the plain ones. Raises `ValueError` or `TypeError`.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, quantize_tensor
+    >>> x = torch.tensor([[1.0, 1.1, 1000.0]])
+    >>> quantize_tensor(x, Format("e4m3")).dequantize()
+    tensor([[1.0000e+00, 1.1250e+00, 1.0240e+03]])
+    """
+    require_type(where, "format", format, Format)
+    _check_x(where, x)
+    require(side in ("row", "col"), where, "side", "'row' or 'col'", repr(side))
+    require(side == "col" or not hadamard, where, "hadamard", "False for the side 'row'", hadamard)
+    if amax is not None:
+        require(format.whole, where, "amax", f"None (the scales of {format.name} need none of the whole tensor)", describe(amax))
+        check(where, "amax", amax, (1,), torch.float32, x)
+    elif format.whole:
+        amax = kernels.amax(x, hadamard)
+    if side == "row":
+        codes, scales = kernels.quantize_row(x, *format.args(), amax, key)
+    else:
+        codes, scales = kernels.quantize_col(x, *format.args(), amax, key, hadamard)
+    return _made(codes, scales, amax, x, format, side, hadamard)
+
+
+def quantize_sides(x: Tensor, format: Format, amax: Tensor | None = None) -> tuple[QTensor, QTensor]:
+    """x [*, K] in a format, as "row" and as "col", of one read. `amax`: as `quantize_tensor` takes it."""
+    require_type("quantize_sides", "format", format, Format)
+    _check_x("quantize_sides", x)
+    if format.square:
+        row = quantize_tensor(x, format, amax=amax)
+        return row, turned(row)
+    amax = kernels.amax(x, False) if format.whole and amax is None else amax
+    codes, scales, turned_codes, turned_scales = kernels.quantize_both(x, *format.args(), amax)
+    return _made(codes, scales, amax, x, format, "row"), _made(turned_codes, turned_scales, amax, x, format, "col")
+
+
+def by_tiles(scales: Tensor, format: Format) -> Tensor:
+    """[R / rows, K / cols] of scales as a kernel makes them."""
+    return scales.mT if kernels.by_columns(*format.tile, format.scales) else scales
+
+
+def turned(q: QTensor) -> QTensor:
+    """The "col" side of a "row" one: a transposed copy where tiles are square, else tiled anew. That has the bits of quantising x
+    itself where the elements of old and new tiles span at most 14,336 (e5m2: 7 * 2^26), half the largest over the least normal
+    number. Beyond, what is smaller may be rounded twice: an element can have fewer bits in its row's tile than in its column's.
+    Raises `ValueError` for a format whose codes would be rounded twice."""
+    require_type("turned", "q", q, QTensor)
+    require(q.side == "row", "turned", "q.side", "'row'", repr(q.side))
+    format = q.format
+    if format.square and format.element != "e2m1":
+        codes, scales = kernels.transpose(q.codes), q.scales.mT
+    elif format.scales == "pow2":
+        codes, scales = kernels.retile(q.codes, q.scales, format.element, *format.tile)
+        scales = by_tiles(scales, format)
+    elif format.square:
+        codes, scales = _turned_nibbles(q), q.scales.mT
+    else:
+        fail("turned", "q.format", "one with square tiles or scales of powers of two", format.name)
+    return QTensor(codes, scales, q.scale, format=format, shape=q.shape, dtype=q.dtype, side="col", hadamard=q.hadamard)
+
+
+def check_quantized(
+    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None = None,
+    groups: tuple[int, ...] = (),
+) -> None:  # fmt: skip
+    """A `QTensor` of that format, side and shape, whose codes and scales fit these, on the device of `like` (its codes', by
+    default). `groups`: the dimensions in front of all that it holds."""
+    try:
+        codes, scales, scale = q.codes, q.scales, q.scale
+        if (
+            q.format is format
+            and q.side == side
+            and q.shape == shape
+            and not torch.compiler.is_compiling()  # sizes may be symbols, which no memo takes
+            and (codes.shape, scales.shape, scales.dtype, scale is None) == _sizes(format, side, shape, q.hadamard, groups)
+            and codes.dtype is torch.uint8
+            and ((codes.is_cpu and scales.is_cpu) or codes.device == scales.device)
+            and (like is None or (codes.is_cpu and like.is_cpu) or codes.device == like.device)
+            and not scales.requires_grad
+        ):
+            if scale is not None:
+                check(where, f"{name}.scale", scale, (*groups, 1), torch.float32, codes)
+            return
+    except (AttributeError, TypeError):
+        pass
+    _check_each(where, name, q, format, side, shape, like, groups)
+
+
+def _sizes_of(
+    format: Format, side: str, shape: torch.Size, hadamard: bool, groups: tuple[int, ...]
+) -> tuple[torch.Size, torch.Size, torch.dtype, bool]:
+    """Of a `QTensor` the sizes of codes and scales, the dtype of scales, and whether there is none of the whole tensor."""
+    rows, width = shape[:-1].numel(), shape[-1]
+    if side == "col":
+        rows, width = width, rows + (-rows % kernels.HADAMARD if hadamard else 0)
+    codes = -(-width // 2) if format.element == "e2m1" else width
+    tiles = [-(-size // (tile or max(size, 1))) for size, tile in zip((rows, width), format.tile, strict=True)]
+    dtype = torch.float32 if format.scales in ("pow2", "float32") else torch.uint8
+    sizes = (*groups, *(shape[:-1] if side == "row" else (rows,)), codes)
+    return torch.Size(sizes), torch.Size((*groups, *tiles)), dtype, format.scales != "e4m3"
+
+
+_sizes = functools.lru_cache(maxsize=1024)(_sizes_of)
+
+
+def _check_each(
+    where: str, name: str, q: Any, format: Format, side: str, shape: torch.Size, like: Tensor | None, groups: tuple[int, ...]
+) -> None:
+    """`check_quantized`, one thing after the other, in words."""
+    require_type(where, name, q, QTensor)
+    if q.format != format:
+        fail(where, f"{name}.format", format.name, getattr(q.format, "name", repr(q.format)))
+    if q.side != side:
+        fail(where, f"{name}.side", repr(side), repr(q.side))
+    if tuple(q.shape) != tuple(shape):
+        fail(where, name, str(list(shape)), list(q.shape))
+    first = q.codes if like is None else like
+    codes, tiles, dtype, alone = _sizes_of(format, side, shape, q.hadamard, groups)
+    check(where, f"{name}.codes", q.codes, tuple(codes), torch.uint8, first)
+    check(where, f"{name}.scales", q.scales, tuple(tiles), dtype, first)
+    if not alone:
+        check(where, f"{name}.scale", q.scale, (*groups, 1), torch.float32, first)
+    elif q.scale is not None:
+        fail(where, f"{name}.scale", f"None ({format.name})", describe(q.scale))
+
+
+def zero_gradient(node: Any, dtype: torch.dtype | None = None) -> Any:
+    """Zeros for the gradient of a leaf of params, in `dtype` or its own: where gradients of it are summed."""
+    if isinstance(node, Tensor):
+        return torch.zeros_like(node, dtype=dtype, memory_format=torch.contiguous_format)
+    return node.zero_gradient(dtype) if stands_for_one(node) else node
+
+
+def dense(tree: Any) -> Any:
+    """The tree with every `QTensor` and `QWeight` as the tensor that it stands for.
+
+    >>> import torch
+    >>> from funcops.low_precision import Format, dense, quantize_tensor
+    >>> dense({"w": quantize_tensor(torch.ones(1, 2), Format("e4m3")), "b": torch.zeros(1)})
+    {'w': tensor([[1., 1.]]), 'b': tensor([0.])}
+    """
+
+    def one(node: Any) -> Any:
+        return node.dequantize() if type(node) is QTensor else node.row.dequantize() if type(node) is QWeight else node
+
+    return tree_map(one, tree, is_leaf=lambda node: type(node) in (QTensor, QWeight))
+
+
+def _check_x(where: str, x: Any) -> None:
+    check(where, "x", x, (...,), FLOATS)
+    if x.dim() < 1:
+        fail(where, "x", "[*, K], of one dimension at least", describe(x))
+
+
+def _made(
+    codes: Tensor, scales: Tensor, amax: Tensor | None, x: Tensor, format: Format, side: str, hadamard: bool = False
+) -> QTensor:
+    scale = kernels.tensor_scale(amax) if format.scales == "e4m3" and amax is not None else None
+    scales = by_tiles(scales, format)
+    return QTensor(codes, scales, scale, format=format, shape=x.shape, dtype=x.dtype, side=side, hadamard=hadamard)
+
+
+def _turned_nibbles(q: QTensor) -> Tensor:
+    """e2m1 codes [*, K / 2] as those of the transposed tensor."""
+    rows, width = q.shape[:-1].numel(), q.shape[-1]
+    codes = q.codes.reshape(rows, -1)
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)[:, :width].mT
+    if rows % 2:
+        nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+    return nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)

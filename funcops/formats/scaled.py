@@ -1,0 +1,69 @@
+"""Weights beside the scales of delayed scaling, and amaxes, the largest |x| of tensors, in the places of their gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from funcops.formats.qtensor import zero_gradient
+from funcops.trees import cast, leaf, stands_in, tree, tree_map
+
+
+@stands_in
+@tree
+class Scaled:
+    """A weight beside what delayed scaling multiplies x, w and dy by, [3], and the amax [1] of w where that is quantised already.
+    In its gradient: the gradient, and in the place of the scales the amaxes [3], as `bits_of`.
+
+    >>> import torch
+    >>> from funcops import QLinearConfig, qlinear, random
+    >>> from funcops.low_precision import Fp8Delayed, Scaled, quantize_params, recipe_init
+    >>> cfg = QLinearConfig(128, 128, recipe=Fp8Delayed())
+    >>> params = qlinear.init(cfg, key=random.key(0))
+    >>> work = quantize_params(params, cfg, recipe_init(cfg, params))
+    >>> isinstance(work.weight, Scaled), work.weight.scale
+    (True, tensor([1., 1., 1.]))
+    """
+
+    value: Any = leaf("[O, I]")
+    scale: Tensor = leaf("[3]")
+    amax: Tensor | None = leaf("[1]")
+
+    def zero_gradient(self, dtype: torch.dtype | None = None) -> Scaled:
+        """An accumulator of the gradient, and one of amaxes."""
+        return Scaled(zero_gradient(self.value, dtype), torch.zeros_like(self.scale, dtype=torch.uint32), None)
+
+    def cast(self, dtype: torch.dtype) -> Scaled:
+        """The value cast; scales and amaxes are float32."""
+        return Scaled(cast(self.value, dtype), self.scale, self.amax)
+
+    def plus(self, other: Scaled) -> Scaled:
+        """The sum of two gradients: of amaxes the larger."""
+        largest = self.scale.clone()
+        join_amaxes(largest, other.scale)
+        return Scaled(self.value + other.value, largest, None)
+
+
+def bits_of(amaxes: Tensor) -> Tensor:
+    """Amaxes as gradients hold them: the bits of float32 as uint32, which torch does not add. Whoever sums gradients leaf by leaf,
+    and so would add them up, gets an error."""
+    return amaxes.view(torch.uint32)
+
+
+def amaxes_of(bits: Tensor) -> Tensor:
+    """The float32 of `bits_of`."""
+    return bits.view(torch.float32)
+
+
+def join_amaxes(into: Tensor, bits: Tensor) -> None:
+    """The larger of each, written to `into`: of numbers that are not negative, their bits are ordered as they are, and a NaN is the
+    largest."""
+    largest = into.view(torch.int32)
+    torch.maximum(largest, bits.view(torch.int32), out=largest)
+
+
+def unscaled(tree: Any) -> Any:
+    """The tree with every `Scaled` as its value."""
+    return tree_map(lambda node: node.value if type(node) is Scaled else node, tree, is_leaf=lambda node: type(node) is Scaled)

@@ -1,0 +1,159 @@
+"""The working tree of a step: weights in codes, and accumulators for its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.backend import wide
+from funcops.contract.configs import require_config
+from funcops.errors import check, few, require, require_dtype, require_type
+from funcops.formats import (
+    QWeight,
+    quantized_weight,
+    turned,
+    zero_gradient,
+)
+from funcops.formats.recipes import Recipe
+from funcops.formats.scaled import Scaled
+from funcops.kernels.quantize import amax
+from funcops.low_precision.delayed import ScaleState, check_state
+from funcops.low_precision.weights import each_layer, low_steps, recipe_weights
+from funcops.ops.qlinear import scaled_tensor
+from funcops.trees import Aside, at, cast, constant_paths, put, replace, stands_for_one, tree_map
+
+T = TypeVar("T")
+
+
+def quantize_params(
+    params: T,
+    cfg: Any,
+    state: Mapping[str, ScaleState] | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    columns: bool = True,
+    key: Tensor | None = None,
+) -> T:
+    """The working tree of a step: `params` cast to `dtype`, the weights of steps with a recipe as `QWeight`.
+
+    A weight is quantised once it is cast, so that its codes are those of a step that quantises it itself. What never has a gradient
+    stays as it is (float64: float32), as a router's bias, which a step moves by less than bfloat16 tells apart. `columns`: make
+    the transposed codes that dx reads now (as many bytes again, as a report shows), or else whenever dx is computed. `state`: of
+    `recipe_init`, for `Fp8Delayed`. `key`: for recipes that round stochastically (see `with_keys`). Raises `ValueError` for a
+    state of another model, or with another history.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Block, quantize_params, with_recipe
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)),)), Fp8Block())
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> work = quantize_params(params, cfg)
+    >>> type(work["up"].weight).__name__, work["up"].weight.row.codes.dtype, work["up"].bias.dtype
+    ('QWeight', torch.uint8, torch.bfloat16)
+    """
+    where = "quantize_params"
+    require_dtype(where, dtype)
+    require_type(where, "columns", columns, bool)
+    require_config(where, cfg)
+    work: Any = _cast(params, dtype)
+    found = recipe_weights(where, cfg, work)
+    check_state(where, found, state)
+    amaxes = _amaxes_over_ranks(found)
+    for path, (inner, weight) in found.items():
+        made: Any
+        if state is not None and inner.recipe.delayed:
+            made = _stacked([_delayed(w, s, inner.recipe, columns) for w, s in each_layer(weight, state[path].scale)], weight)
+        else:
+            layers = each_layer(weight, None)
+            whole = amaxes.get(path, [None] * len(layers))
+            each = [quantized_weight(w, inner.recipe.w, columns, one) for (w, _), one in zip(layers, whole, strict=True)]
+            made = _stacked(each, weight)
+        (made.value if type(made) is Scaled else made).made_of(at(params, path))
+        work = put(work, path, made)
+    if key is None:
+        rounding = [path for path, (inner, _) in found.items() if inner.recipe.stochastic]
+        require(not rounding, where, "key", f"a random key, for {few(rounding)}", None)
+        return work  # type: ignore[no-any-return]
+    return with_keys(work, cfg, key)  # type: ignore[no-any-return]
+
+
+def with_keys(work: T, cfg: Any, key: Tensor) -> T:
+    """The working tree with other random keys, its codes the same objects: for each microbatch one, so that none rounds as another.
+    Every weight of a stochastic recipe gets a key of its own, by its path; those of a stacked `repeat` by their layer too.
+    Raises `ValueError` or `TypeError` for what is no key, int64[2].
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import NVFP4, quantize_params, with_keys, with_recipe
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 128)),)), NVFP4(stochastic=True))
+    >>> work = quantize_params(chain.init(cfg, key=random.key(0)), cfg, key=random.key(1))
+    >>> other = with_keys(work, cfg, random.key(2))
+    >>> other["up"].weight.row is work["up"].weight.row, other["up"].weight.key.equal(work["up"].weight.key)
+    (True, False)
+    """
+    check("with_keys", "key", key, (2,), torch.int64)
+    require_config("with_keys", cfg)
+    for path, inner in low_steps(cfg)[0].items():
+        if inner.recipe.stochastic and isinstance(weight := at(work, path), QWeight):
+            own: Any = random.fold_in(key, random.path_id(path))
+            for size in weight.shape[:-2]:
+                each: list[Any] = [random.split(one, size) for one in own.reshape(-1, 2)]
+                own = torch.stack(each).reshape(*own.shape[:-1], size, 2)
+            work = put(work, path, replace(weight, key=own))
+    return work
+
+
+def gradients_like(work: T, dtype: torch.dtype | None = torch.float32) -> T:
+    """Accumulators for the gradients of a working tree, zero: `into` of a backward. Dense where a weight is quantised; amaxes are
+    uint32, for `split_amaxes`. Raises `TypeError` or `ValueError` for what is no float dtype.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, random
+    >>> from funcops.low_precision import Fp8Block, gradients_like, quantize_params, with_recipe
+    >>> cfg = with_recipe(ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)),)), Fp8Block())
+    >>> params = chain.init(cfg, key=random.key(0))
+    >>> main_grad = gradients_like(quantize_params(params, cfg))
+    >>> main_grad["up"].weight.shape, main_grad["up"].weight.dtype
+    (torch.Size([256, 128]), torch.float32)
+    """
+    require_dtype("gradients_like", dtype)
+    return tree_map(lambda node: zero_gradient(node, dtype), work, is_leaf=stands_for_one)
+
+
+def _cast(params: Any, dtype: torch.dtype) -> Any:
+    """As `cast`, but for what never has a gradient: as wide as ops take it beside `dtype`."""
+    work, wider = cast(params, dtype), wide(dtype)
+    for path in constant_paths(params):
+        if isinstance(t := at(params, path), Tensor) and t.is_floating_point():
+            work = put(work, path, t if t.dtype in (dtype, wider) else t.to(wider))
+    return work
+
+
+def _amaxes_over_ranks(found: Mapping[str, tuple[Any, Tensor]]) -> dict[str, list[Tensor]]:
+    """The amaxes of weights that ranks have in parts, of recipes with a scale of the whole, by path one a layer: of an axis in one
+    communication."""
+    groups: dict[Any, dict[str, list[Tensor]]] = {}
+    for path, (inner, weight) in found.items():
+        if hasattr(inner, "largest") and inner.recipe.w.whole and not inner.recipe.delayed:
+            groups.setdefault(inner.axis, {})[path] = [amax(w, False) for w, _ in each_layer(weight, None)]
+    made: dict[str, list[Tensor]] = {}
+    for by_path in groups.values():
+        largest = found[next(iter(by_path))][0].largest
+        whole = list(largest(torch.cat([one for row in by_path.values() for one in row])).split(1))
+        for path, row in by_path.items():
+            made[path], whole = whole[: len(row)], whole[len(row) :]
+    return made
+
+
+def _stacked(made: list[Any], like: Tensor) -> Any:
+    """What was made of each of `each_layer(like)`, stacked as these are."""
+    lead = like.shape[:-2]
+    if not lead:
+        return made[0]
+    return tree_map(lambda *parts: parts[0] if parts[0] is None else torch.stack(parts).unflatten(0, lead), made[0], *made[1:])
+
+
+def _delayed(weight: Tensor, scale: Tensor, recipe: Recipe, columns: bool) -> Scaled:
+    row, amax = scaled_tensor(weight, recipe.w, scale[1:2])
+    return Scaled(QWeight(row, turned(row) if columns else None, None, Aside()), scale, amax)

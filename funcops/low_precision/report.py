@@ -1,0 +1,413 @@
+"""`quantization_report`: what a recipe of low precision does to each linear layer, measured on one batch.
+
+    y' = q(x) q(w)^T        dx' = q(dy) q(w)        dw' = q(dy)^T q(x)        error of y: |y' - y| / |y|, in norm
+
+where q rounds to the format of its operand and back, by blocks along the dimension that the product sums over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcops import random
+from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.expert_steps import by_steps
+from funcops.compose.parallel import ParallelConfig, parallel
+from funcops.compose.repeat import RepeatConfig, repeat
+from funcops.compose.skip import SkipConfig, skip
+from funcops.compose.walk import Part, rewrite, steps
+from funcops.contract.op import Op
+from funcops.errors import check, describe, fail, few, in_html, join_path, on_screen, require_count, require_number
+from funcops.formats import Format, QTensor, quantize_tensor, turned
+from funcops.formats.recipes import LOW_FORMS
+from funcops.kernels.grouped import gathered, groups_of
+from funcops.kernels.quantize import HADAMARD
+from funcops.memory.policy import with_policy
+from funcops.ops.experts import ExpertsConfig, experts
+from funcops.ops.grouped_linear import GroupedLinearConfig, GroupedLinearPending, GroupedLinearResiduals, grouped_linear
+from funcops.ops.linear import LinearConfig, LinearPending, LinearResiduals, linear
+from funcops.trees import WithExtras, tensors
+
+OPS: dict[type, Op] = {
+    ChainConfig: chain, RepeatConfig: repeat, SkipConfig: skip, ParallelConfig: parallel, LinearConfig: linear,
+    GroupedLinearConfig: grouped_linear, ExpertsConfig: experts,
+}  # fmt: skip
+LARGEST = {"e4m3": 0x7E, "e5m2": 0x7B, "e2m1": 0x77}  # the code of the largest element
+WHERE = "quantization_report"
+
+
+class Operand(NamedTuple):
+    """`amax`: the largest |element|. `zeros`: the share of elements that become 0 and were not. `saturated`: of those that are
+    clipped to the largest code of their tile.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block, Operand
+    >>> cfg = LinearConfig(128, 128)
+    >>> found = quantization_report(linear.init(cfg, key=random.key(0)), torch.ones(4, 128), cfg, Fp8Block())
+    >>> isinstance(found.rows[0].operands["x"], Operand), found.rows[0].operands["x"]
+    (True, Operand(amax=1.0, zeros=0.0, saturated=0.0))
+    """
+
+    amax: float
+    zeros: float
+    saturated: float
+
+
+class LinearErrors(NamedTuple):
+    """What rounding does to the linear layer at `path`, whose weight has that `shape`: to its `operands` x, w and dy, and the
+    relative errors of `y`, `dx` and `dw`; `worst` is the largest of these. `step`: its path in the config, where the layers of a
+    repeat are one, `*`. A grouped layer has one row: groups are rounded on their own, those without rows left out.
+
+    >>> import torch
+    >>> from funcops import LinearConfig, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block, LinearErrors
+    >>> cfg = LinearConfig(128, 64)
+    >>> row = quantization_report(linear.init(cfg, key=random.key(0)), torch.ones(4, 128), cfg, Fp8Block()).rows[0]
+    >>> isinstance(row, LinearErrors), row.shape, row.worst == max(row.y, row.dx, row.dw)
+    (True, (64, 128), True)
+    """
+
+    path: str
+    step: str
+    shape: tuple[int, ...]
+    operands: dict[str, Operand]  # of x, w, dy
+    y: float
+    dx: float
+    dw: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.y, self.dx, self.dw, key=lambda error: (error != error, error))
+
+
+class QuantizationReport:
+    """A row for each linear layer, in the model's order. `str()` and notebooks render it; `rows`, each `LinearErrors`, and
+    `dicts()` are the data. `not_measured`: the paths of layers that a recipe would be for and that have no row, as those over
+    ranks.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block, QuantizationReport, with_recipe
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)), Step("down", linear, LinearConfig(256, 128))))
+    >>> found = quantization_report(chain.init(cfg, key=random.key(0)), torch.randn(64, 128), cfg, Fp8Block())
+    >>> isinstance(found, QuantizationReport), len(found.worst(1)), found.over(0.5), found.not_measured
+    (True, 1, (), ())
+    >>> low = with_recipe(cfg, Fp8Block(), skip=(*found.over(0.5), "down"))
+    """
+
+    def __init__(self, rows: list[LinearErrors], recipe: Any, not_measured: tuple[str, ...] = ()) -> None:
+        self.rows = rows
+        self.recipe = recipe
+        self.not_measured = not_measured
+
+    def dicts(self) -> list[dict[str, Any]]:
+        return [
+            {"path": row.path, "shape": row.shape, "y": row.y, "dx": row.dx, "dw": row.dw}
+            | {f"{name}.{key}": value for name, one in row.operands.items() for key, value in one._asdict().items()}
+            for row in self.rows
+        ]
+
+    def over(self, error: float) -> tuple[str, ...]:
+        """The steps of which y, dx or dw is off by more than that, in any layer: for `with_recipe(..., skip=...)`."""
+        require_number("over", 0.0, error=error)
+        return tuple(dict.fromkeys([row.step for row in self.rows if not row.worst <= error]))
+
+    def worst(self, n: int = 3) -> list[LinearErrors]:
+        """The rows of the n layers that are off by most, the worst first; a NaN is worse than any number. Raises `ValueError` for n
+        below 1."""
+        require_count("worst", n=n)
+        return sorted(self.rows, key=lambda row: (row.worst != row.worst, row.worst), reverse=True)[:n]
+
+    def plot(self, path: str | None = None) -> Any:
+        """The errors of y, dx and dw as three bars for each layer. Writes PNG, SVG, ... to `path` where that is given, and returns
+        matplotlib's figure. Raises `ImportError` without matplotlib (the extra `docs`)."""
+        from funcops.residuals.picture import grouped_bars
+
+        bars = {row.path: {"y": row.y, "dx": row.dx, "dw": row.dw} for row in self.rows}
+        return grouped_bars(bars, "relative error", self.title(), path)
+
+    def title(self) -> str:
+        (worst,), count = self.worst(1), len(self.rows)
+        layers = f"{count} linear layer{'s' * (count != 1)} in {_name(self.recipe)}"
+        return f"{layers}: the worst error is {worst.worst:.1%}, of {worst.path}"
+
+    def __str__(self) -> str:
+        head = ["path", "weight"] + [f"{name} {what}" for name in ("x", "w", "dy") for what in ("amax", "to 0", "clipped")]
+        table = [[*head, "y", "dx", "dw"]]
+        for row in self.rows:
+            cells = [
+                cell for one in row.operands.values() for cell in (f"{one.amax:.3g}", f"{one.zeros:.2%}", f"{one.saturated:.2%}")
+            ]
+            table.append([row.path, str(list(row.shape)), *cells, f"{row.y:.2%}", f"{row.dx:.2%}", f"{row.dw:.2%}"])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+            for line in table
+        ]
+        left = [f"not measured: {', '.join(self.not_measured)}"] if self.not_measured else []
+        return "\n".join([*[line.rstrip() for line in lines], self.title(), *left])
+
+    def __repr__(self) -> str:
+        return on_screen(str(self), 160)
+
+    def _repr_html_(self) -> str:
+        return in_html(str(self))
+
+
+def quantization_report(
+    params: Any, x: Any, cfg: Any, recipe: Any, *, dy: Any = None, key: Tensor | None = None
+) -> QuantizationReport:
+    """What a recipe would do to every linear and grouped linear layer of a model: which of them to leave in high precision. A
+    mixture's `experts` run by their steps, and have the rows `up` and `down`.
+
+    The model runs once, forward and backward, as it is: with `params` in high precision, on one batch `x`. Each linear layer's x, w
+    and dy are then rounded as the recipe says, and its three products taken of the rounded operands, in float32. So each row is the
+    error that its layer adds, not what reached it from others.
+
+    `cfg`: the config, without a recipe yet, of a combinator or such a layer. `recipe`: a recipe, or anything with a
+    `Format` or None (not rounded) as `x`, `w` and `dy`; or one `Format` for all. Scales are those of the tensors as they are, also
+    where the recipe takes those of steps before. `dy`: the gradient of y; by default ones for a loss, else normal numbers, and None
+    for what y has beside main, as the loads and losses of routers (`WithExtras`). `key`: for a recipe that rounds stochastically,
+    as `quantize_params` takes it, by default `random.key(0)`: a step with that key rounds to the same codes.
+
+    Raises `TypeError` for another config, recipe or key, and `ValueError` for a config with a recipe, or without a linear layer
+    that gets a gradient.
+
+    >>> import torch
+    >>> from funcops import ChainConfig, LinearConfig, Step, chain, linear, quantization_report, random
+    >>> from funcops.low_precision import Fp8Block
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)), Step("down", linear, LinearConfig(256, 128))))
+    >>> found = quantization_report(chain.init(cfg, key=random.key(0)), torch.randn(64, 128), cfg, Fp8Block())
+    >>> [row.path for row in found.rows], all(0.01 < row.y < 0.06 for row in found.rows)
+    (['up', 'down'], True)
+    >>> found.over(0.06)
+    ()
+    """
+    op = OPS.get(type(cfg))
+    if op is None:
+        fail(WHERE, "cfg", " or ".join(one.__name__ for one in OPS), describe(cfg), TypeError)
+    known = list(steps(cfg))
+    low = [part.path or "the layer" for part in known if part.cfg.low_recipe is not None]
+    if low:
+        fail(WHERE, "cfg", "a config without a recipe (it is measured before with_recipe)", f"one with a recipe at {few(low)}")
+    plan = _Plan.of(recipe)
+    key = _checked_key(key, x)
+    op, cfg = rewrite(cfg, _laid_open, op=op)
+    op = with_policy(op, "save_all")
+    with torch.no_grad():
+        y, residuals = op.fwd(params, x, cfg)
+        _, pending = op.dgrad(residuals, _cotangent(y) if dy is None else dy, cfg)
+        rows = [_measured(path, kept, waiting, plan, key) for path, kept, waiting in _linears(residuals, pending, ())]
+    found = {row.step for row in rows}
+    missing = tuple(layer for part in known for layer in layers(part) if layer not in found)
+    if not rows:
+        left = f", of which {few(missing)} cannot be measured" if missing else ""
+        fail(WHERE, "cfg", "a config with linear layers whose weights get gradients", type(cfg).__name__ + left)
+    return QuantizationReport(rows, recipe, missing)
+
+
+def takes_recipe(cfg: Any) -> bool:
+    """Whether a recipe is for a layer of that config."""
+    return type(cfg) in LOW_FORMS
+
+
+def layers(part: Part) -> list[str]:
+    """The paths of a step's layers that a recipe is for."""
+    if type(part.cfg) is ExpertsConfig:
+        return [join_path(part.path, "up"), join_path(part.path, "down")]
+    return [part.path] if takes_recipe(part.cfg) else []
+
+
+def _laid_open(part: Part) -> tuple[Op, Any] | None:
+    """The part so that all its layers can be looked at: `experts` by their steps, and nothing computed again, as by remat."""
+    op = _bare(part.op)
+    if type(part.cfg) is ExpertsConfig:
+        op, inner = by_steps(WHERE, op, part.cfg)
+        return op, dataclasses.replace(inner, cfg=dataclasses.replace(inner.cfg, recompute=False, fuse=False))
+    return None if op is part.op else rewrite(part.cfg, _laid_open, op=op, path=part.path)
+
+
+def _bare(op: Op) -> Op:
+    """What remat or with_policy made an op of."""
+    _, args = getattr(op.fwd, "made_by", (None, ()))
+    return next((_bare(arg) for arg in args if isinstance(arg, Op)), op)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """Of a recipe: the formats, and how the operands of dw are made."""
+
+    x: Format | None
+    w: Format | None
+    dy: Format | None
+    hadamard: bool = False
+    stochastic: bool = False  # dy
+    turns: bool = False  # the column side of x and dy is tiled anew from the row side
+    high_wgrad: bool = False
+
+    @staticmethod
+    def of(recipe: Any) -> _Plan:
+        if isinstance(recipe, Format):
+            return _Plan(recipe, recipe, recipe)
+        formats: dict[str, Any] = {name: getattr(recipe, name, "") for name in ("x", "w", "dy")}
+        if not all([one is None or isinstance(one, Format) for one in formats.values()]):
+            fail(WHERE, "recipe", "a recipe or a Format", describe(recipe), TypeError)
+        return _Plan(
+            **formats,
+            hadamard=getattr(recipe, "hadamard", False),
+            stochastic=getattr(recipe, "stochastic", False),
+            turns=getattr(recipe, "keep", "") == "row",
+            high_wgrad=getattr(recipe, "wgrad", "low") == "high",
+        )
+
+
+def _name(recipe: Any) -> str:
+    return recipe.name if isinstance(recipe, Format) else type(recipe).__name__
+
+
+def _cotangent(y: Any) -> Any:
+    if type(y) is WithExtras:
+        return WithExtras(_cotangent(y.main), dict.fromkeys(y.extras))
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        fail(WHERE, "dy", f"given for a y that is {describe(y)}", None)
+    if y.dim() == 0:
+        return torch.ones_like(y)
+    return random.normal(random.key(0, device=y.device), y.shape, dtype=y.dtype)
+
+
+def _linears(residuals: Any, pending: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
+    if isinstance(pending, (LinearPending, GroupedLinearPending)):
+        yield path, residuals, pending
+    elif isinstance(pending, dict):
+        for name, child in pending.items():
+            if name in residuals:  # what is computed again has rows of its own in a pending
+                yield from _linears(residuals[name], child, (*path, name))
+
+
+Operands = tuple[Tensor, Tensor, Tensor]  # x, w and dy of one product
+
+
+def _checked_key(key: Any, x: Any) -> Tensor:
+    first = next(iter(tensors(x)), None)
+    if key is None:
+        return random.key(0, device=None if first is None else first.device)
+    random.check_key(WHERE, key)
+    check(WHERE, "key", key, (2,), torch.int64, first)
+    return key  # type: ignore[no-any-return]
+
+
+def _keys(path: tuple[Any, ...], key: Tensor, plan: _Plan, groups: int | None) -> list[tuple[Any, Any]]:
+    """For dy by rows and by columns of each group, as `with_keys` and the backward of the layer in low precision make them."""
+    if not plan.stochastic:
+        return [(None, None)] * (groups or 1)
+    own: Any = random.fold_in(key, random.path_id(join_path(".".join(map(str, path)), "weight")))
+    pairs = [random.split(one, 2) for one in ([own] if groups is None else random.split(own, groups))]
+    return [(rows, columns) for rows, columns in pairs]
+
+
+def _measured(path: tuple[Any, ...], kept: Any, waiting: Any, plan: _Plan, key: Tensor) -> LinearErrors:
+    several = isinstance(waiting, GroupedLinearPending)
+    found = _groups(kept, waiting) if several else [(0, _whole(kept, waiting))]
+    keys = _keys(path, key, plan, len(kept.weight) if several else None)
+    groups = [_Rounded.of(operands, plan, keys[e]) for e, operands in found]
+    each = [[_operand(t, q) for t, q in zip(one.wide, one.rows, strict=True)] for one in groups]
+    operands = {name: _together(parts) for name, *parts in zip(("x", "w", "dy"), *each, strict=True)}
+    errors = [_error(pairs) for pairs in zip(*[_products(one, plan) for one in groups], strict=True)]
+    shape = kept.weight.shape if isinstance(kept.weight, Tensor) else (len(kept.weight), *kept.weight[0].shape)
+    step = ".".join(["*" if isinstance(name, int) else name for name in path])
+    return LinearErrors(".".join(map(str, path)), step, tuple(shape), operands, *errors)
+
+
+def _whole(kept: LinearResiduals, waiting: LinearPending) -> Operands:
+    x, w, dy = (t.reshape(-1, t.shape[-1]) for t in (waiting.x, kept.weight, waiting.dy))
+    return x, w, dy
+
+
+def _groups(kept: GroupedLinearResiduals, waiting: GroupedLinearPending) -> list[tuple[int, Operands]]:
+    """Number and operands of each group, as each is rounded on its own; the rows of x and dy in their order, where they were found
+    by an index."""
+    x, dy = waiting.x.reshape(-1, waiting.x.shape[-1]), waiting.dy.reshape(-1, waiting.dy.shape[-1])
+    x = x if waiting.order is None else gathered(x, waiting.order, waiting.choices)
+    dy = dy if waiting.dy_order is None else gathered(dy, waiting.dy_order, waiting.choices)
+    return [(e, (x[first:last], kept.weight[e], dy[first:last])) for e, first, last in groups_of(waiting.offsets, len(x))]
+
+
+class _Rounded(NamedTuple):
+    """Operands, and what they are rounded to by rows. `key`: by which dy is rounded by columns."""
+
+    wide: Operands
+    rows: tuple[QTensor | None, QTensor | None, QTensor | None]
+    key: Tensor | None
+
+    @staticmethod
+    def of(operands: Operands, plan: _Plan, keys: tuple[Any, Any]) -> _Rounded:
+        x, w, dy = operands
+        return _Rounded(operands, (_rounded(x, plan.x), _rounded(w, plan.w), _rounded(dy, plan.dy, key=keys[0])), keys[1])
+
+
+def _products(one: _Rounded, plan: _Plan) -> list[tuple[float, float]]:
+    """How far y, dx and dw are off, and how large they are."""
+    (x, w, dy), (qx, qw, qdy) = one.wide, one.rows
+    wide_x, wide_w, wide_dy = x.float(), w.float(), dy.float()
+    y = _off(_value(qx, x) @ _value(qw, w).mT, wide_x @ wide_w.mT)
+    dx = _off(_value(qdy, dy) @ _value(_rounded(w, plan.w, "col"), w), wide_dy @ wide_w)
+    if plan.high_wgrad:
+        return [y, dx, (0.0, 1.0)]
+    columns = [_column(dy, qdy, plan.dy, plan, one.key), _column(x, qx, plan.x, plan, None)]
+    return [y, dx, _off(columns[0].mT @ columns[1], wide_dy.mT @ wide_x)]
+
+
+def _rounded(
+    t: Tensor, format: Format | None, side: str = "row", hadamard: bool = False, key: Tensor | None = None
+) -> QTensor | None:
+    return None if format is None else quantize_tensor(t, format, side=side, hadamard=hadamard, key=key)
+
+
+def _column(t: Tensor, row: QTensor | None, format: Format | None, plan: _Plan, key: Tensor | None) -> Tensor:
+    """An operand of dw, rounded by blocks along its rows; transformed where the recipe says so."""
+    if row is not None and plan.turns and row.format.turns:
+        return _value(turned(row), t)
+    if plan.hadamard:
+        t = torch.nn.functional.pad(t, (0, 0, 0, -len(t) % HADAMARD))
+    return _value(_rounded(t, format, "col", plan.hadamard, key), t)
+
+
+def _value(q: QTensor | None, t: Tensor) -> Tensor:
+    return t.float() if q is None else q.dequantize(torch.float32)
+
+
+def _operand(t: Tensor, q: QTensor | None) -> tuple[Operand, int]:
+    """What rounding does to it, and of how many elements."""
+    size = t.float().abs()
+    amax = float(size.amax()) if size.numel() else 0.0
+    if q is None or not size.numel():
+        return Operand(amax, 0.0, 0.0), size.numel()
+    zeros = (q.dequantize(torch.float32) == 0) & (size > 0)
+    largest = dataclasses.replace(q, codes=torch.full_like(q.codes, LARGEST[q.format.element])).dequantize(torch.float32)
+    clipped = size > largest * (1 + 2**-10)
+    return Operand(amax, float(zeros.float().mean()), float(clipped.float().mean())), size.numel()
+
+
+def _together(parts: list[tuple[Operand, int]]) -> Operand:
+    if len(parts) == 1:
+        return parts[0][0]
+    count = max(1, sum(n for _, n in parts))
+    shares = [sum(getattr(one, name) * n for one, n in parts) / count for name in ("zeros", "saturated")]
+    return Operand(max([one.amax for one, _ in parts], key=lambda amax: (amax != amax, amax)), *shares)
+
+
+def _off(found: Tensor, want: Tensor) -> tuple[float, float]:
+    return float((found - want).norm()), float(want.norm())
+
+
+def _error(parts: tuple[tuple[float, float], ...]) -> float:
+    """Of all parts, of which each says how far it is off, and how large."""
+    off, size = (math.sqrt(sum(n * n for n in each)) if len(each) > 1 else each[0] for each in zip(*parts, strict=True))
+    return off / size if size else 0.0 if off == 0 else float("inf")

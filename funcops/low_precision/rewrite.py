@@ -1,0 +1,76 @@
+"""Recipes in the config of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from funcops.compose.expert_steps import ExpertStepsConfig, by_steps
+from funcops.compose.walk import Part, check_globs, matches, remade, rewrite, shared_layers, steps
+from funcops.contract.configs import require_config
+from funcops.contract.op import Op
+from funcops.errors import fail, few, in_step, require_type
+from funcops.formats.recipes import LOW_FORMS, Recipe
+from funcops.low_precision.report import layers, takes_recipe
+from funcops.low_precision.weights import low_steps
+from funcops.ops.experts import ExpertsConfig, experts
+
+
+def with_recipe(cfg: Any, recipe: Recipe, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Any:
+    """The config with its `linear` and `grouped_linear` steps in low precision, and `experts` as the chain of its steps
+    (`funcops.models.plain_experts`), whose `up` and `down` are; params keep their paths. Other steps keep their dtype, also
+    `dist.parallel_experts`: a glob that names one of these alone raises.
+
+    `only`, `skip`: globs over the paths of steps, such as "head" or "*.down"; by default all, and none. Steps that have a recipe
+    keep it, so that recipes mix: `with_recipe(with_recipe(cfg, a, only=("*.mlp.*",)), b)`. The layers of a `repeat` share one
+    config: a glob of some of them raises. Raises `ValueError` for a glob that matches no linear step, and for sizes that the
+    recipe does not serve.
+
+    >>> from funcops import ChainConfig, LinearConfig, Step, linear
+    >>> from funcops.low_precision import Fp8Block, with_recipe
+    >>> cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(128, 256)), Step("head", linear, LinearConfig(256, 128))))
+    >>> [step.op for step in with_recipe(cfg, Fp8Block(), skip=("head",)).steps]
+    [qlinear, linear]
+    """
+    where = "with_recipe"
+    require_type(where, "recipe", recipe, Recipe)
+    require_config(where, cfg)
+    known = [name for part in steps(cfg) for name in _names(part)]
+    for name, globs in (("only", only), ("skip", skip)):
+        check_globs(where, name, globs)
+        for glob in globs:
+            if not any(matches(path, (glob,)) for path in known):
+                why = shared_layers(known, glob) or f"globs over {few(known)}"
+                fail(where, name, why, repr(glob))
+
+    def wanted(*paths: str) -> bool:
+        """Of a step's path, and what it is a part of."""
+        return (not only or any(matches(path, only) for path in paths)) and not any(matches(path, skip) for path in paths)
+
+    def low(part: Part, *around: str) -> tuple[Op, Any] | None:
+        if type(part.cfg) is ExpertsConfig:
+            return _experts(part, low)
+        if not takes_recipe(part.cfg) or not wanted(part.path, *around):
+            return None
+        try:
+            source, becomes, made = LOW_FORMS[type(part.cfg)](part.cfg, recipe)
+        except ValueError as error:
+            in_step(error, part.path)
+            raise
+        return remade(where, part.op or source, source, becomes), made
+
+    made = rewrite(cfg, low)[1]
+    low_steps(made)
+    return made
+
+
+def _experts(part: Part, low: Callable[..., tuple[Op, Any] | None]) -> tuple[Op, Any]:
+    """The chain in the place of `experts`, if one of its layers is wanted: by its own path, or by the step's."""
+    becomes, plain = by_steps("with_recipe", part.op or experts, part.cfg)
+    made = rewrite(plain.cfg, lambda inner: low(inner, part.path), path=part.path)[1]
+    return (part.op, part.cfg) if made == plain.cfg else (becomes, ExpertStepsConfig(made))
+
+
+def _names(part: Part) -> list[str]:
+    """What a glob may name of a step: nothing of one that takes no recipe."""
+    return [*([part.path] if type(part.cfg) is ExpertsConfig else []), *layers(part)]

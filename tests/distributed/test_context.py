@@ -1,0 +1,307 @@
+"""Attention over a sequence that an axis shares out: as the plain op, on every number of ranks."""
+
+import importlib
+import math
+
+import pytest
+import torch
+from dist_cases import ONE, axis_of, context_attention
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from funcops import (
+    AttentionConfig,
+    EmbeddingConfig,
+    EmbeddingParams,
+    LinearCrossEntropyConfig,
+    LinearCrossEntropyParams,
+    Needs,
+    attention,
+    dist,
+    embedding,
+    linear_cross_entropy,
+)
+from funcops.distributed import comm
+from funcops.kernels import attention as kernels
+from funcops.testing import check_dist, run_ranks
+from funcops.testing.checks import float_like, same_bits
+from funcops.testing.tolerances import assert_close
+
+module = importlib.import_module("funcops.distributed.ops.context_attention")
+WAYS = ("gather", "ring")
+DRAWN = given(
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(0, 2),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.sampled_from((4, 5)),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=1)
+@example(2, 1, 1, 2, 2, 4, True)  # nothing empty, whatever is drawn
+@example(1, 1, 2, 1, 2, 4, False)
+@DRAWN
+def test_it_is_the_plain_op_in_parts(way, batch, t, s, heads, groups, size, causal):
+    check_dist(dist.context_attention, context_attention(batch, t, s, heads, groups, size, causal, way))
+
+
+@pytest.mark.parametrize(("way", "causal"), [("gather", True), ("ring", False)])
+def test_capped_scores(way, causal):
+    check_dist(dist.context_attention, context_attention(2, 1, 2, 1, 2, 4, causal, way, 0.7, 0.5), sizes=(1, 2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=6)
+@DRAWN
+def test_more_shapes(way, batch, t, s, heads, groups, size, causal):
+    check_dist(dist.context_attention, context_attention(batch, t, s, heads, groups, size, causal, way, scale=0.3))
+
+
+def qkv(dtype, causal, length=16, size=8, device="cpu"):
+    """Of 4 heads in 2 groups, and as many keys as queries or twice that."""
+    shapes = (2, length, 4, size), *[(2, length if causal else 2 * length, 2, size)] * 2
+    return tuple(torch.randn(shape).to(device, dtype) for shape in shapes)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+CAUSAL = pytest.mark.parametrize("causal", [True, False])
+
+
+@CAUSAL
+@DTYPES
+def test_narrow_dtypes(dtype, causal):
+    hold_to_plain(qkv(dtype, causal), causal)
+
+
+@pytest.mark.gpu
+@CAUSAL
+@DTYPES
+@pytest.mark.parametrize("length", [256, 8 * 18])  # of which a rank has whole groups of 32 rows, and not
+def test_narrow_dtypes_on_a_device(dtype, causal, length):
+    for size in (64, 264):
+        hold_to_plain(qkv(dtype, causal, length, size, "cuda"), causal)
+
+
+def hold_to_plain(whole, causal):
+    """To attention in one piece, within the tolerance that it is held to."""
+    dtype, cfg = whole[0].dtype, AttentionConfig(causal=causal)
+    y, residuals = attention.fwd(None, whole, cfg)
+    dy = float_like(y, 7)
+    want = y, *attention.bwd(residuals, dy, cfg)[1]
+
+    def run(mesh, way):
+        part = [dist.zigzag(t, mesh["cp"]) for t in (*whole, dy)]
+        cfg = dist.ContextAttentionConfig(mesh["cp"], causal=causal, comm=way)
+        y, residuals = dist.context_attention.fwd(None, tuple(part[:3]), cfg)
+        assert y.dtype is dtype and residuals.logsumexp.dtype is torch.float32
+        return y, *dist.context_attention.bwd(residuals, part[3], cfg)[1]
+
+    for way in WAYS:
+        found = run_ranks({"cp": 4}, lambda mesh, way=way: run(mesh, way))
+        for name, parts, one in zip(("y", "dq", "dk", "dv"), zip(*found, strict=True), want, strict=True):
+            assert_close(
+                dist.unzigzag(torch.cat(parts, 1), axis_of(4)), one, dtype=dtype, length=one.numel(), what=f"{way}: {name}"
+            )
+
+
+@CAUSAL
+def test_one_rank_has_the_bits_of_attention(causal):
+    x, plain = qkv(torch.float32, causal), AttentionConfig(causal=causal)
+    y, residuals = attention.fwd(None, x, plain)
+    want = y, attention.bwd(residuals, y, plain)
+    for way in WAYS:
+        cfg = dist.ContextAttentionConfig(ONE, causal=causal, comm=way)
+        y, residuals = dist.context_attention.fwd(None, x, cfg)
+        same_bits((y, dist.context_attention.bwd(residuals, y, cfg)), want, way)
+
+
+@pytest.mark.parametrize("n", [2, 3, 8])
+def test_what_is_sent_and_what_is_computed(n, monkeypatch):
+    """All ranks compute as much, and nothing of no keys; k and v are sent once each way, and dk and dv after them."""
+    seen = {}
+
+    def counted(given):
+        def call(*args):
+            q, k = args[1:3] if len(args) == 8 else args[:2]
+            work = q.shape[1] * k.shape[1]
+            assert work
+            seen[mesh_rank[0]] = seen.get(mesh_rank[0], 0) + (work // 2 if args[-2] else work)
+            return given(*args)
+
+        return call
+
+    for name in ("attention_fwd", "attention_bwd"):
+        monkeypatch.setattr(kernels, name, counted(getattr(kernels, name)))
+    mesh_rank = [0]
+
+    def step(mesh, way):
+        mesh_rank[0] = mesh.rank
+        cfg = dist.ContextAttentionConfig(mesh["cp"], causal=True, comm=way)
+        q, kv = torch.zeros(1, 8, 4, 8), torch.zeros(1, 8, 2, 8)
+        y, residuals = dist.context_attention.fwd(None, (q, kv, kv), cfg)
+        dist.context_attention.bwd(residuals, y, cfg)
+
+    shift, kv = "all_to_all of float32", "[2, 1, 8, 2, 8]"
+    gathered = [f"all_gather of float32{kv}", f"all_gather of float32{kv}", f"reduce_scatter (sum) of float32[{2 * n}, 1, 8, 2, 8]"]
+    for way, want in (("gather", gathered), ("ring", [shift] * (3 * n - 2))):
+        seen.clear()
+        programs = dist.check_program(lambda mesh, way=way: step(mesh, way), {"cp": n})
+        assert {tuple(map(str, program.sent)) for program in programs.values()} == {tuple(want)}
+        assert seen == dict.fromkeys(range(n), 2 * (8 * 8 * n // 2))
+
+
+def test_what_needs_no_gradient_is_not_sent():
+    for way, back in (("gather", 1), ("ring", 3)):
+
+        def step(mesh, way=way):
+            cfg = dist.ContextAttentionConfig(mesh["cp"], comm=way)
+            x = tuple(torch.zeros(1, 2, 1, 4) for _ in range(3))
+            y, residuals = dist.context_attention.fwd(None, x, cfg, needs=Needs(x=("0",)))
+            dq, dk, dv = dist.context_attention.bwd(residuals, y, cfg)[1]
+            assert dq.shape == x[0].shape and dk is None and dv is None
+
+        assert len(dist.check_program(step, {"cp": 4})[0].sent) == 2 * back
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 5), st.integers(0, 3), st.integers(0, 2), st.integers(1, 3))
+def test_zigzag_and_back(n, length, dim, width):
+    sizes = [width] * 3
+    sizes[dim] = 2 * n * length
+    t = torch.arange(math.prod(sizes)).reshape(sizes)
+    parts = [dist.zigzag(t, axis_of(n, rank), dim) for rank in range(n)]
+    assert torch.equal(dist.unzigzag(torch.cat(parts, dim - 3), axis_of(n), dim), t)
+    positions = [dist.zigzag_positions(2 * n * length, axis_of(n, rank)) for rank in range(n)]
+    for part, where in zip(parts, positions, strict=True):
+        assert torch.equal(part, t.index_select(dim, where))
+    assert len({int(where.sum()) for where in positions}) == 1
+
+
+def bad_calls(cp):
+    """What it says, and the call, of a rank of an axis of two."""
+
+    def fwd(*shapes, **options):
+        return dist.context_attention.fwd(None, tuple(map(torch.ones, shapes)), dist.ContextAttentionConfig(cp, **options))
+
+    def plain(t):
+        return dist.context_attention.fwd(None, (t, t, t), dist.ContextAttentionConfig(cp))
+
+    where, good = "context_attention_fwd", (1, 4, 2, 8)
+    yield (
+        f"{where}: x.0 (q) must be of an even length (two chunks in zigzag order), got 3",
+        lambda: fwd(*[(1, 3, 2, 8)] * 3, causal=True),
+    )
+    yield f"{where}: x.1 (k) must be of length 4, as q is (cfg.causal), got 6", lambda: fwd(good, *[(1, 6, 2, 8)] * 2, causal=True)
+    yield f"{where}: x.1 (k) must be of a number of heads that divides 2, got 3", lambda: fwd(good, *[(1, 4, 3, 8)] * 2)
+    yield f"{where}: x.0 (q) must be [B, T, H, D], got [4, 2, 8]", lambda: fwd(*[(4, 2, 8)] * 3)
+    yield (
+        f"{where}: x must be a tuple (q, k, v), got",
+        lambda: dist.context_attention.fwd(None, torch.ones(good), dist.ContextAttentionConfig(cp)),
+    )
+    yield f"{where}: x.0 (q) must be a plain tensor", lambda: plain(torch.ones(good).as_subclass(DTensor))
+    yield "ContextAttentionConfig: comm must be 'gather' or 'ring', got 'p2p'", lambda: fwd(*[good] * 3, comm="p2p")
+    t = torch.ones(1, 6)
+    for name in ("zigzag", "unzigzag"):
+        yield (
+            f"{name}: t must be of a multiple of 4 along dimension 1 (axis 'tp' of 2), got float32[1, 6]",
+            lambda name=name: getattr(dist, name)(t, cp),
+        )
+    yield (
+        "zigzag_positions: length must be a multiple of 4 (axis 'tp' of 2), got 6",
+        lambda: dist.zigzag_positions(6, cp),
+    )
+
+
+class DTensor(torch.Tensor):
+    """As torch's, by its name."""
+
+
+def test_bad_calls_raise_on_every_rank():
+    def run(mesh):
+        for said, call in bad_calls(mesh["tp"]):
+            with pytest.raises((ValueError, TypeError)) as raised:
+                call()
+            assert str(raised.value).startswith(said), (said, raised.value)
+
+    run_ranks({"tp": 2}, run)
+
+
+def other_half(rank, other, cfg, t, s):
+    """What queries see of the ranks after theirs is seen by the wrong ones."""
+    right = PAIR(rank, other, cfg, t, s)
+    return right._replace(query=0) if other > rank else right
+
+
+def own_logsumexp(total, out, logsumexp, first):
+    """That of the first keys stays, instead of that of all."""
+    MERGE((total[0], total[1].clone()), out, logsumexp, first)
+
+
+PAIR, MERGE = module._Pair.of, kernels.merge
+WRONG = {
+    "other queries": (module._Pair, "of", staticmethod(other_half), "y"),
+    "nothing merged": (kernels, "merge", lambda *args: None, "y"),
+    "a logsumexp of some": (kernels, "merge", own_logsumexp, "dx.0"),
+    "another's keys": (comm, "scatter_sum", comm.own_slice, "dx.1"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_op_does_not_pass(what, monkeypatch):
+    place, name, instead, said = WRONG[what]
+    monkeypatch.setattr(place, name, instead)
+    with pytest.raises(AssertionError, match=f"2 ranks: AssertionError: {said} differs"):
+        check_dist(dist.context_attention, context_attention(1, 1, 1, 1, 2, 4, True, "gather"), sizes=(1, 2))
+
+
+def test_a_sequence_and_a_vocabulary_over_two_axes():
+    """Embedding, attention among the hidden, and the losses: on cp 2 x tp 2 the sum of losses and the gradients of one process."""
+    vocab, width, length = 16, 8, 8
+    ids, labels = torch.randint(vocab, (2, length)), torch.randint(vocab, (2, length))
+    table, head = (torch.randn(vocab, width, dtype=torch.float64) for _ in range(2))
+
+    def step(embed, attend, project, cut, part):
+        """The loss, and the gradients of table and head."""
+        (embed, embed_cfg), (attend, attend_cfg), (project, project_cfg) = embed, attend, project
+        hidden, of_embed = embed.fwd(EmbeddingParams(part(table)), cut(ids), embed_cfg)
+        heads = hidden.unflatten(-1, (2, 4))
+        y, of_attend = attend.fwd(None, (heads, heads, heads), attend_cfg)
+        loss, of_loss = project.fwd(LinearCrossEntropyParams(part(head)), (y.flatten(2), cut(labels)), project_cfg)
+        dhead, (dy, _) = project.bwd(of_loss, torch.ones_like(loss), project_cfg)
+        dq, dk, dv = attend.bwd(of_attend, dy.unflatten(-1, (2, 4)), attend_cfg)[1]
+        dtable, _ = embed.bwd(of_embed, (dq + dk + dv).flatten(2), embed_cfg)
+        return loss, dtable.weight, dhead.weight
+
+    def run(mesh):
+        cp, tp = mesh["cp"], mesh["tp"]
+        found = step(
+            (dist.vocab_embedding, dist.VocabEmbeddingConfig(vocab, width, axis=tp, sequence_parallel=False)),
+            (dist.context_attention, dist.ContextAttentionConfig(cp, causal=True, comm="ring")),
+            (
+                dist.vocab_linear_cross_entropy,
+                dist.VocabLinearCrossEntropyConfig(width, vocab, axis=tp, reduction="sum", sequence_parallel=False),
+            ),
+            lambda t: dist.zigzag(t, cp),
+            lambda t: t.chunk(2)[tp.rank].clone(),
+        )
+        return [comm.sum_over(t, cp) for t in found]
+
+    loss, *gradients = step(
+        (embedding, EmbeddingConfig(vocab, width)),
+        (attention, AttentionConfig(causal=True)),
+        (linear_cross_entropy, LinearCrossEntropyConfig(width, vocab, reduction="sum")),
+        lambda t: t,
+        lambda t: t,
+    )
+    found = run_ranks({"cp": 2, "tp": 2}, run)
+    for cp_rank in (0, 1):
+        for one in found[2 * cp_rank : 2 * cp_rank + 2]:
+            torch.testing.assert_close(one[0], loss, rtol=1e-12, atol=0)
+        for i, want in enumerate(gradients):
+            joined = torch.cat([one[i + 1] for one in found[2 * cp_rank : 2 * cp_rank + 2]])
+            torch.testing.assert_close(joined, want, rtol=1e-12, atol=1e-12)

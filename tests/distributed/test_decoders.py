@@ -1,0 +1,138 @@
+"""Decoders over ranks, by the roles that `models.roles` gives: the losses and gradients of one process."""
+
+import dataclasses
+
+import pytest
+import torch
+from tiers import drawn
+
+from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, dist, random
+from funcops.distributed import Mesh
+from funcops.models import DecoderConfig, LatentConfig, MoEConfig, decoder, decoder_x, roles
+from funcops.testing import run_ranks
+from funcops.trees import paths, tree_map_tensors
+
+SIZES = dict(vocab=16, dim=16, layers=2, heads=8, kv_heads=4, head_size=4, hidden=12, context=8)
+LLAMA = DecoderConfig(**SIZES, rope=RopeConfig(4))
+MIXTURE = MoEConfig(route=RouteConfig(4, 2), experts=ExpertsConfig(4, 16, 6))
+CAPPED = dict(softcap=2.0, logit_softcap=1.5)
+FAMILIES = {  # what each has that is its own
+    "llama": {},
+    "qwen3": dict(qk_norm="head"),
+    "gemma2": CAPPED | dict(zero_centered=True, norm_after=True, mlp="geglu", windows=(3, None), embed_scale=4.0, tied=True),
+    "gpt2": dict(rope=None, places=True, norm="layer_norm", mlp="gelu", qkv_bias=True, out_bias=True, mlp_bias=True, tied=True),
+    "mixtral": dict(moe=MIXTURE),
+    "deepseek's mixture": dict(moe=dataclasses.replace(MIXTURE, shared=8, dense=(0,))),
+}
+MESHES = {
+    "tp 2": (dict(tp=2), True), "tp 2, all rows": (dict(tp=2), False), "tp 4": (dict(tp=4), True),
+    "dp 2, tp 2, all rows": (dict(dp=2, tp=2), False), "ep 2, tp 2": (dict(ep=2, tp=2), True),
+}  # fmt: skip
+D = torch.float64
+
+
+def step(cfg, model, params, ids, labels, share=1):
+    """The loss, and the gradients of its part of the mean."""
+    y, kept = chain.fwd(params, decoder_x(cfg, ids, D, labels=labels), model)
+    loss = y.main if type(y) is WithExtras else y
+    dy = torch.ones((), dtype=D) / share
+    return loss, chain.bwd(kept, WithExtras(dy, dict.fromkeys(y.extras)) if type(y) is WithExtras else dy, model)[0]
+
+
+@pytest.mark.parametrize(("name", "mesh"), drawn(FAMILIES, MESHES))
+def test_a_decoder_on_ranks_is_that_of_one_process(name, mesh):
+    cfg, (sizes, sequence_parallel) = dataclasses.replace(LLAMA, **FAMILIES[name]), MESHES[mesh]
+    model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(16, (8, 6), generator=draw) for _ in range(2))
+    whole = chain.init(model, key=random.key(1), dtype=D)
+    whole = tree_map_tensors(lambda t: t + 0.1 * torch.randn(t.shape, generator=draw, dtype=D), whole)  # biases are zeros else
+    loss, wanted = step(cfg, model, whole, ids, labels)
+
+    def run(mesh):
+        own = dist.parallel(model, roles(cfg, loss=True), mesh, sequence_parallel=sequence_parallel)
+        specs = dist.specs_of(chain, own)
+        rows, share = (ids, labels), 1
+        for axis in mesh.axes:
+            if axis.name != "tp":
+                rows, share = tuple(t.chunk(axis.size)[axis.rank] for t in rows), share * axis.size
+        mean, dparams = step(cfg, own, dist.shard(whole, specs, mesh), *rows, share)
+        return mean, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), set(specs)
+
+    losses, found, shared = zip(*run_ranks(sizes, run), strict=True)
+    torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
+    wanted = {path: t for path, t in paths(wanted).items() if t is not None}
+    for dparams in found:
+        got = {path: t for path, t in paths(dparams).items() if t is not None}
+        assert got.keys() == wanted.keys()
+        for path, t in got.items():
+            torch.testing.assert_close(t, wanted[path], rtol=0, atol=1e-12, msg=lambda said, path=path: f"{path}: {said}")
+    assert {"embed.weight", *[path for path in wanted if path.endswith((".proj.weight", ".out.weight"))]} <= shared[0]
+
+
+@pytest.mark.parametrize(("name", "options"), [("qwen3", dict(softcap=2.0)), pytest.param("gpt2", {}, marks=pytest.mark.slow)])
+def test_a_sequence_over_ranks(name, options):
+    """In zigzag order: ids, labels and positions of a rank."""
+    cfg = dataclasses.replace(LLAMA, **FAMILIES[name] | options)
+    model, draw = decoder(cfg, loss=True), torch.Generator().manual_seed(0)
+    ids, labels = (torch.randint(16, (4, 8), generator=draw) for _ in range(2))
+    whole = chain.init(model, key=random.key(1), dtype=D)
+    loss, wanted = step(cfg, model, whole, ids, labels)
+
+    def run(mesh):
+        cp, own = mesh["cp"], dist.parallel(model, roles(cfg, loss=True), mesh)
+        specs, places = dist.specs_of(chain, own), dist.zigzag_positions(8, cp)
+        x = decoder_x(cfg, dist.zigzag(ids, cp), D, labels=dist.zigzag(labels, cp), positions=places)
+        mean, kept = chain.fwd(dist.shard(whole, specs, mesh), x, own)
+        dparams, _ = chain.bwd(kept, torch.full((), 0.5, dtype=D), own)
+        return mean, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    losses, found = zip(*run_ranks({"cp": 2, "tp": 2}, run), strict=True)
+    torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
+    for dparams in found:
+        torch.testing.assert_close(paths(dparams), paths(wanted), rtol=0, atol=1e-12)
+
+
+def test_without_a_loss_logits_are_whole():
+    """Of a rank's rows. A head that is tied to the embeddings has the whole of them."""
+    for name in ("llama", "gemma2"):
+        cfg = dataclasses.replace(LLAMA, **FAMILIES[name])
+        model, ids = decoder(cfg), torch.randint(16, (4, 5), generator=torch.Generator().manual_seed(0))
+        whole = chain.init(model, key=random.key(1), dtype=D)
+        logits, _ = chain.fwd(whole, decoder_x(cfg, ids, D), model)
+
+        def run(mesh, cfg=cfg, model=model, ids=ids, whole=whole):
+            own = dist.parallel(model, roles(cfg), mesh)
+            specs = dist.specs_of(chain, own)
+            assert ("embed.weight" in specs) == (not cfg.tied)
+            given = ids if "embed.weight" in specs else ids.chunk(2)[mesh.rank]
+            return chain.fwd(dist.shard(whole, specs, mesh), decoder_x(cfg, given, D), own)[0]
+
+        torch.testing.assert_close(torch.cat(run_ranks({"tp": 2}, run)), logits, rtol=0, atol=1e-12)
+
+
+REFUSED = {
+    "blocks.*.attn.qkv.k.heads: ReshapeConfig: out_shape must be of a first size that 4 ranks can share out, got (2, 4)":
+        dict(kv_heads=2),
+    "parallel: step blocks.*.attn.qkv.q.norm must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got rms_norm": dict(qk_norm="all"),
+    "blocks.*.attn.mix: SinkAttentionConfig: x must be those of all heads: its sinks are not shared out over ranks, "
+    "got 1/4 of dimension 2 from the end": dict(sinks=True),
+    "blocks.*.mlp.down: RowLinearConfig: in_features must be a multiple of 4, the size of axis 'tp', got 6": dict(hidden=6),
+    "blocks.*.mlp.experts: ParallelExpertsConfig: experts must be a multiple of 2, the ranks, got 3":
+        dict(moe=MoEConfig(route=RouteConfig(3, 2), experts=ExpertsConfig(3, 16, 6))),
+    "embed: VocabEmbeddingConfig: num_embeddings must be a multiple of 4, the size of axis 'tp', got 18": dict(vocab=18),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", REFUSED)
+def test_what_cannot_be_shared_out_is_named(said):
+    cfg = dataclasses.replace(LLAMA, **REFUSED[said])
+    with pytest.raises(ValueError) as raised:
+        dist.parallel(decoder(cfg, loss=True), roles(cfg, loss=True), Mesh.abstract({"ep": 2, "tp": 4}, 0))
+    assert str(raised.value) == said
+
+
+def test_latent_attention_has_no_roles():
+    latent = LatentConfig(kv_rank=4, rope_size=4, plain_size=4, value_size=4)
+    with pytest.raises(ValueError, match=r"^roles: cfg.latent must be None \(all heads share a part of a key"):
+        roles(dataclasses.replace(LLAMA, latent=latent))

@@ -1,0 +1,325 @@
+"""Collectives and linear layers over an axis: as the plain op, on every number of ranks."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from dist_cases import LAYERS, LOW, ONE, PLAIN, collectives, layer, low_layer, of_rank
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from funcops import ChainConfig, GLUConfig, LinearConfig, LinearParams, Op, SkipConfig, Step, chain, dist, glu, linear, random, skip
+from funcops.contract.needs import Needs
+from funcops.distributed import Mesh
+from funcops.formats.recipes import Fp8Current
+from funcops.testing import LAWS, check_dist, run_ranks
+from funcops.testing.checks import same_bits
+
+SIZES_OF_ROWS = st.tuples(st.integers(0, 2)) | st.tuples(st.integers(0, 2), st.integers(0, 3))
+SHAPES = st.tuples(SIZES_OF_ROWS, st.integers(1, 5), st.integers(1, 3), st.booleans())
+
+
+@settings(max_examples=2)
+@example(1, 2, 1, 0)  # nothing empty, whatever is drawn
+@given(st.integers(0, 2), st.integers(1, 2), st.integers(-2, 9), st.sampled_from((0, 1, -1, -2)))
+def test_collectives_are_the_plain_op_in_parts(rows, width, by, dim):
+    for op, case in collectives(rows, width, by, dim):
+        check_dist(op, case)
+
+
+OVERLAPS = ((True, "bulk"), (False, "bulk"), (True, "none"), (False, "none"))  # with sequence_parallel
+
+
+@pytest.mark.parametrize(("sequence", "overlap"), [*OVERLAPS[:2], (True, "ring")], ids=["bulk", "whole", "ring"])
+@pytest.mark.parametrize("name", LAYERS)
+@settings(max_examples=1)
+@example(shape=((1, 2), 3, 2, True))
+@given(shape=SHAPES)
+def test_linear_layers_are_the_plain_op_in_parts(name, sequence, overlap, shape):
+    sizes = (1, 2, 4) if overlap == "ring" else (1, 2, 4, 8)  # eight take seven shifts for each product: see the rings of eight
+    check_dist(LAYERS[name][0], layer(name, *shape, sequence, overlap), sizes=sizes)
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(st.data())
+def test_more_shapes(data):
+    rows, width, by = (data.draw(st.integers(low, high)) for low, high in ((0, 3), (1, 3), (-9, 9)))
+    for op, case in collectives(rows, width, by, data.draw(st.sampled_from((0, 1, -1, -2)))):
+        check_dist(op, case)
+    for name in LAYERS:
+        overlap = data.draw(st.sampled_from(OVERLAPS))
+        check_dist(LAYERS[name][0], layer(name, *data.draw(SHAPES), *overlap))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+@settings(max_examples=2)
+@given(shape=SHAPES)
+def test_rings_of_eight(name, shape):
+    check_dist(LAYERS[name][0], layer(name, *shape, True, "ring"), sizes=(8,))
+
+
+@pytest.mark.parametrize(("name", "sequence", "keep"), [("column", True, "input"), ("row", False, "col"), ("column", False, "row")])
+@settings(max_examples=1)
+@given(shape=SHAPES)
+def test_layers_in_low_precision_are_the_plain_op_in_parts(name, sequence, keep, shape):
+    rows, i, o, _ = shape
+    check_dist(LOW[name][0](Fp8Current(keep=keep)), low_layer(name, rows, i, o, sequence, keep), sizes=(1, 2, 4))
+
+
+def test_every_op_of_the_room_is_among_them():
+    assert {value.name for value in vars(dist).values() if isinstance(value, Op)} == PLAIN.keys()
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_laws_on_one_rank(name):
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for i, (law, check) in enumerate(LAWS.items()):
+        if law not in ("compiles", *PLAIN[name].exempt):
+            check(PLAIN[name], torch.float64 if law == "finite_differences" else dtypes[i % 4])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
+def test_compiles_on_one_rank(name):
+    LAWS["compiles"](PLAIN[name], torch.float32)
+
+
+LAWS_OF_RANKS = ("split", "mirror", "frugal", "loud", "guarded")  # the others compare with one process, or set what threads share
+
+
+WAYS = {"overlap": ("bulk", "ring"), "comm": ("gather", "ring")}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_laws_on_two_ranks(name):
+    """Every rank is held to them at once: what one raises, all do."""
+    fields = {field.name for field in dataclasses.fields(PLAIN[name].op.config)}
+    ways = [{name: way} for name, both in WAYS.items() if name in fields for way in both[: 1 if "recipe" in fields else 2]] or [{}]
+
+    def check(mesh):
+        for law, way in itertools.product(LAWS_OF_RANKS, ways):
+            LAWS[law](of_rank(name, mesh["tp"], **way), torch.float64)
+
+    run_ranks({"tp": 2}, check)
+
+
+WRONG = {"axis": ("tp", None, 2), "overlap": ("", "some", None), "dim": (1.5, True, "0"), "by": (1.5, None), "bias": (1, "no")}
+WRONG |= {"parts": ((1.5,), (0, 6), [6], (4,), 6), "p": (1.5, -0.5, "0", None), "train": (1, None), "shared": (None, [], (3,))}
+WRONG |= {"op": (None, "linear"), "cfg": (None, 3), "also": (3, (3,), [], (ONE,)), "dtype": ("bfloat16", torch.int8)}
+WRONG |= {"ordered": (1, "no"), "bucket_bytes": (0, 1.5, None)}
+WRONG |= {"split": WRONG["dim"], "cat": (0, *WRONG["dim"]), "sequence_parallel": WRONG["bias"]}
+WRONG |= dict.fromkeys(("in_features", "out_features", "num_embeddings", "vocab", "chunk_bytes"), (0, -2, 1.5, True, "3", None))
+WRONG |= {"label_smoothing": (1.0, -0.1, "0", None), "z_loss": (-1.0, float("inf"), None), "reduction": ("avg", None)}
+WRONG |= {"ignore_index": WRONG["by"], "padding_idx": (-1, 1e9, "0"), "causal": WRONG["bias"], "scale": (0.0, float("nan"), "1")}
+WRONG |= {"recipe": (None, "fp8_current")}
+WRONG |= {"comm": ("p2p", None), "kind": ("silu", None), "capacity": (0.0, 1.5, "1"), "softcap": (0.0, -1.0, "1")}
+WRONG |= dict.fromkeys(("limit", "alpha", "offset"), ("1", None))
+WRONG |= dict.fromkeys(("experts", "hidden", "rank"), WRONG["vocab"])
+WRONG |= {"side": ("both", None), "dropout": (0.5, "0", None)}
+MAY_BE_ZERO = {("parallel_low_rank", "scale")}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_wrong_value_of_a_config_field_raises(name):
+    cfg = PLAIN[name].cfg
+    for field in dataclasses.fields(cfg):
+        for value in WRONG[field.name][(name, field.name) in MAY_BE_ZERO :]:
+            with pytest.raises((ValueError, TypeError), match=rf"^{type(cfg).__name__}: {field.name} must be .*, got"):
+                dataclasses.replace(cfg, **{field.name: value})
+
+
+class DTensor(torch.Tensor):
+    """As torch's, by its name."""
+
+
+class AsyncCollectiveTensor(torch.Tensor):
+    """As torch's, by its name."""
+
+
+def bad_calls(tp):
+    """What it says, and the call, of a rank of an axis of two."""
+    column, row = (config(4, 6, axis=tp) for _, config in LAYERS.values())
+    params = LinearParams(torch.ones(3, 4), torch.ones(3))
+    rows = LinearParams(torch.ones(6, 2), torch.ones(6))
+    x, fwd = torch.ones(2, 4), dist.column_linear.fwd
+    yield (
+        "ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7",
+        lambda: dist.ColumnLinearConfig(4, 7, axis=tp),
+    )
+    yield (
+        "RowLinearConfig: in_features must be a multiple of 2, the size of axis 'tp', got 5",
+        lambda: dist.RowLinearConfig(5, 6, axis=tp),
+    )
+    for config in (dist.ColumnLinearConfig, dist.RowLinearConfig):
+        yield (
+            f"{config.__name__}: overlap must be 'none' or 'bulk' without sequence_parallel, where no rows "
+            "are shared out, got 'ring'",
+            lambda config=config: config(4, 6, axis=tp, overlap="ring", sequence_parallel=False),
+        )
+    yield (
+        "column_linear_fwd: x must be a plain tensor (pass its to_local(), and the axis in the config), got DTensor",
+        lambda: fwd(params, x.as_subclass(DTensor), column),
+    )
+    yield (
+        "column_linear_fwd: params.weight must be a plain tensor",
+        lambda: fwd(LinearParams(params.weight.as_subclass(DTensor), params.bias), x, column),
+    )
+    yield (
+        "gather_fwd: x must be a plain tensor (wait for it first (.wait()), or use funcops.dist.gather_start), got Async",
+        lambda: dist.gather.fwd(None, x.as_subclass(AsyncCollectiveTensor), dist.GatherConfig(tp)),
+    )
+    yield (
+        "column_linear_fwd: params.weight must be [3, 4], got [6, 4]",
+        lambda: fwd(linear.init(LinearConfig(4, 6), device="meta"), x, column),
+    )
+    yield (
+        "column_linear_fwd: x must be [m, ..., 4], of a first dimension to share out, got float32[4]",
+        lambda: fwd(params, torch.ones(4), column),
+    )
+    yield (
+        "row_linear_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got float32[3, 2]",
+        lambda: dist.row_linear.fwd(rows, torch.ones(3, 2), row),
+    )
+    yield "row_linear_fwd: x must be [..., 2], got [2, 4]", lambda: dist.row_linear.fwd(rows, x, row)
+    yield (
+        "gather_fwd: x must be of more dimensions (cfg.dim is 2), got float32[2, 4]",
+        lambda: dist.gather.fwd(None, x, dist.GatherConfig(tp, dim=2)),
+    )
+    yield (
+        "all_to_all_fwd: x must be of more dimensions (cfg.split and cfg.cat are one), got float32[4]",
+        lambda: dist.all_to_all.fwd(None, torch.ones(4), dist.AllToAllConfig(tp)),
+    )
+    yield "ChainConfig: x of step 'down' must be [..., 3], got [..., 4] of step 'up'", lambda: ChainConfig(
+        steps=(Step("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
+               Step("down", dist.row_linear, dist.RowLinearConfig(6, 4, axis=tp)))
+    )  # fmt: skip
+    for name, op, cfg in (
+        ("scatter_sum", dist.scatter_sum, dist.ScatterSumConfig(tp)),
+        ("slice_of", dist.slice_of, dist.SliceOfConfig(tp)),
+    ):
+        yield (
+            f"{name}_fwd: x must be of a size along dimension 0 that axis 'tp' of 2 divides, got float32[5, 2]",
+            lambda op=op, cfg=cfg: op.fwd(None, torch.ones(5, 2), cfg),
+        )
+
+
+def test_bad_calls_raise_on_every_rank():
+    def run(mesh):
+        for said, call in bad_calls(mesh["tp"]):
+            with pytest.raises((ValueError, TypeError)) as raised:
+                call()
+            assert str(raised.value).startswith(said)
+        step = ChainConfig(steps=(Step("up", dist.column_linear, dist.ColumnLinearConfig(4, 6, axis=mesh["tp"])),))
+        with pytest.raises(ValueError, match=r"^up: column_linear_fwd: x must be \[\.\.\., 4\], got \[2, 5\]"):
+            chain.fwd({"up": LinearParams(torch.ones(3, 4), torch.ones(3))}, torch.ones(2, 5), step)
+
+    run_ranks({"tp": 2}, run)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_one_rank_has_the_bits_of_linear(name):
+    op, config = LAYERS[name]
+    cfg, plain = config(5, 6, axis=ONE, overlap="bulk"), LinearConfig(5, 6)
+    params, x = linear.init(plain, key=random.key(3)), torch.randn(4, 5)
+    same_bits(op.init(cfg, key=random.key(3)), params, "init")
+    (y, residuals), (want, kept) = op.fwd(params, x, cfg), linear.fwd(params, x, plain)
+    same_bits((y, op.bwd(residuals, y, cfg)), (want, linear.bwd(kept, y, plain)), name)
+
+
+@pytest.mark.parametrize(("name", "dim"), [("column", 0), ("row", 1)])
+def test_parts_are_slices_of_what_linear_draws(name, dim):
+    op, config = LAYERS[name]
+    whole = linear.init(LinearConfig(8, 8), key=random.key(1))
+    for n in (2, 8):
+        parts = [op.init(config(8, 8, axis=Mesh.abstract({"tp": n}, r)["tp"]), key=random.key(1)) for r in range(n)]
+        same_bits(torch.cat([p.weight for p in parts], dim), whole.weight, "weights")
+        assert all(p.weight.is_contiguous() and p.weight.untyped_storage().nbytes() * n == whole.weight.nbytes for p in parts)
+        for r, p in enumerate(parts):
+            same_bits(p.bias, whole.bias.chunk(n)[r] if name == "column" else whole.bias, "bias")
+
+
+def mlp(axis, overlap):
+    """A gated MLP of which each of n ranks has 1/n; steps of a chain like any other."""
+    return ChainConfig(
+        steps=(
+            Step("up", dist.column_linear, dist.ColumnLinearConfig(6, 32, axis=axis, bias=False, overlap=overlap)),
+            Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
+            Step("down", dist.row_linear, dist.RowLinearConfig(16, 6, axis=axis, overlap=overlap)),
+        )
+    )
+
+
+def test_a_wgrad_of_x_that_is_computed_again():
+    """The row layer's dgrad has no x: what a chain computes again comes for its wgrad."""
+
+    def run(mesh):
+        for overlap, of_x in itertools.product(("none", "bulk", "ring"), (True, False)):
+            steps, needs = mlp(mesh["tp"], overlap).steps[1:], Needs(x=of_x)
+            cfg = ChainConfig(steps=steps)
+            params = chain.init(cfg, key=random.key(0), dtype=torch.float64)
+            x, dy = torch.randn(4, 16, dtype=torch.float64), torch.randn(2, 6, dtype=torch.float64)
+            residuals = chain.fwd(params, x, cfg, needs=needs)[1]
+            dparams, dx = chain.bwd(residuals, dy, cfg)
+            found, pending = chain.dgrad(residuals, dy, cfg)
+            same_bits((found, chain.wgrad(pending, cfg)), (dx, dparams), f"{overlap}, {needs}")
+            assert (residuals["down"].x is None) == (dx is not None) == of_x
+
+    run_ranks({"tp": 2}, run)
+
+
+def test_steps_of_a_chain():
+    """gate and up are shared out each, so that rank r's rows are [gate_r | up_r]."""
+    plain = ChainConfig(
+        steps=(
+            Step("up", linear, LinearConfig(6, 32, bias=False)),
+            Step("act", glu, GLUConfig(kind="swiglu", gate="first")),
+            Step("down", linear, LinearConfig(16, 6)),
+        )
+    )
+    whole = chain.init(plain, key=random.key(0), dtype=torch.float64)
+    x, dy = (torch.randn(8, 3, 6, dtype=torch.float64) for _ in range(2))
+    y, residuals = chain.fwd(whole, x, plain)
+    dparams, dx = chain.bwd(residuals, dy, plain)
+
+    def run(mesh):
+        n, r = mesh["tp"].size, mesh.rank
+        up = torch.cat([half.chunk(n)[r] for half in whole["up"].weight.chunk(2)])
+        down = LinearParams(whole["down"].weight.chunk(n, 1)[r].contiguous(), whole["down"].bias)
+        params = {"up": LinearParams(up, None), "act": None, "down": down}
+        cfg = mlp(mesh["tp"], "bulk")
+        y, residuals = chain.fwd(params, x.chunk(n)[r].contiguous(), cfg)
+        dx, pending = chain.dgrad(residuals, dy.chunk(n)[r].contiguous(), cfg)
+        return y, dx, chain.wgrad(pending, cfg)
+
+    for n in (2, 8):
+        ys, dxs, parts = zip(*run_ranks({"tp": n}, run), strict=True)
+        torch.testing.assert_close(torch.cat(ys), y, rtol=0, atol=1e-12)
+        torch.testing.assert_close(torch.cat(dxs), dx, rtol=0, atol=1e-12)
+        torch.testing.assert_close(sum(p["down"].bias for p in parts), dparams["down"].bias, rtol=0, atol=1e-12)
+        halves = [torch.cat([p["up"].weight.chunk(2)[i] for p in parts]) for i in (0, 1)]
+        torch.testing.assert_close(torch.cat(halves), dparams["up"].weight, rtol=0, atol=1e-12)
+
+
+def test_a_skip_of_collectives():
+    """sum_over and copy_to as steps, where no layer is parallel by itself."""
+
+    def run(mesh):
+        axis = mesh["tp"]
+        body = ChainConfig(
+            steps=(
+                Step("in", dist.copy_to, dist.CopyToConfig(axis)),
+                Step("up", linear, LinearConfig(3, 3, bias=False)),
+                Step("out", dist.sum_over, dist.SumOverConfig(axis)),
+            )
+        )
+        cfg = SkipConfig(chain, body)
+        params = {"in": None, "up": LinearParams(torch.full((3, 3), 1.0 + mesh.rank), None), "out": None}
+        y, residuals = skip.fwd(params, torch.ones(2, 3), cfg)
+        (_, dx) = skip.bwd(residuals, torch.ones(2, 3), cfg)
+        return y, dx
+
+    for y, dx in run_ranks({"tp": 2}, run):
+        assert torch.equal(y, torch.full((2, 3), 1 + 9.0)) and torch.equal(dx, torch.full((2, 3), 1 + 9.0))

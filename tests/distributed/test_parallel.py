@@ -1,0 +1,366 @@
+"""Whole models rewritten for a mesh: what one process computes, in parts."""
+
+import dataclasses
+import math
+import random as python_random
+
+import pytest
+import torch
+from tally import routed
+from tiers import drawn
+
+from funcops import (
+    ActivationConfig,
+    AttentionConfig,
+    ChainConfig,
+    CrossEntropyConfig,
+    DropoutConfig,
+    EmbeddingConfig,
+    ForkConfig,
+    GLUConfig,
+    LayerNormConfig,
+    LinearConfig,
+    LinearCrossEntropyConfig,
+    QKVSplitConfig,
+    RepeatConfig,
+    ReshapeConfig,
+    RopeConfig,
+    SkipConfig,
+    SoftmaxConfig,
+    Step,
+    WithExtras,
+    activation,
+    attention,
+    chain,
+    cross_entropy,
+    dist,
+    dropout,
+    embedding,
+    fork,
+    glu,
+    layer_norm,
+    linear,
+    linear_cross_entropy,
+    qkv_split,
+    random,
+    remat,
+    repeat,
+    reshape,
+    skip,
+    softmax,
+)
+from funcops.distributed import Mesh
+from funcops.models.blocks import block_config, gpt2_block_config
+from funcops.testing import run_ranks
+from funcops.testing.checks import same_bits
+from funcops.testing.tolerances import assert_close
+from funcops.trees import paths, tensors
+
+RULES = {"*.qkv.*.proj": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
+PACKED = {"*.qkv": "column", "*.out": "row", "*.up": "column", "*.down": "row"}
+MESHES = ({"tp": 2}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 1})
+KEY, D = random.key(3), torch.float64
+
+
+def packed_block(dim, heads, hidden, kv_heads):
+    """A block with one joint projection of q, k and v, and a layer that is made again in the backward."""
+    size = dim // heads
+    attn = ChainConfig(
+        steps=(
+            Step("norm", layer_norm, LayerNormConfig(dim)),
+            Step("qkv", linear, LinearConfig(dim, (heads + 2 * kv_heads) * size)),
+            Step("split", qkv_split, QKVSplitConfig(heads, size, kv_heads=kv_heads, rope=RopeConfig(size)), takes=("positions",)),
+            Step("mix", attention, AttentionConfig(causal=True)),
+            Step("merge", reshape, ReshapeConfig((heads, size), (dim,))),
+            Step("out", linear, LinearConfig(dim, dim)),
+        ),
+        extras=("positions",),
+    )
+    mlp = ChainConfig(
+        steps=(
+            Step("up", remat(linear), LinearConfig(dim, 2 * hidden)),
+            Step("act", glu, GLUConfig(kind="geglu", gate="second")),
+            Step("inner", activation, ActivationConfig("silu")),
+            Step("drop", dropout, DropoutConfig(0.4), takes=("key",)),
+            Step("down", linear, LinearConfig(hidden, dim)),
+            Step("after", dropout, DropoutConfig(0.4), takes=("key",)),
+        ),
+        extras=("key",),
+    )
+    steps = (Step("attn", skip, SkipConfig(chain, attn)), Step("mlp", skip, SkipConfig(chain, mlp)))
+    body = ChainConfig(steps=steps, extras=("positions", "key"))
+    return ChainConfig(steps=(Step("blocks", repeat, RepeatConfig(chain, body, 2)),), extras=("positions", "key"))
+
+
+MODELS = {
+    "llama": lambda heads, kv: block_config(8 * heads, heads, 24, kv),
+    "gpt2": lambda heads, kv: gpt2_block_config(8 * heads, heads, 32, 0.3),
+    "packed": lambda heads, kv: packed_block(8 * heads, heads, 16, kv),
+}
+
+
+def parts(t, mesh):
+    return t.chunk(mesh.size)[mesh.rank].contiguous()
+
+
+@pytest.mark.parametrize(("name", "sizes"), drawn(MODELS, MESHES))
+def test_a_block_in_one_call(name, sizes):
+    """y, dx and the summed gradients; params by shard and masks of dropout, which are bits."""
+    draw = python_random.Random(f"{name} {sizes}")
+    cfg = MODELS[name](4, draw.choice([4] if sizes["tp"] == 4 else [2, 4]))
+    overlap = draw.choice(["none", "bulk", "ring"])
+    extras = {"positions": torch.arange(3), "key": random.key(9)}
+    extras = {path: extras[path] for path in cfg.extras}
+    whole, x, dy = chain.init(cfg, key=KEY, dtype=D), torch.randn(8, 3, 32, dtype=D), torch.randn(8, 3, 32, dtype=D)
+    y, residuals = chain.fwd(whole, WithExtras(x, extras), cfg)
+    wanted, dx = chain.bwd(residuals, dy, cfg)
+
+    def run(mesh):
+        own = dist.parallel(cfg, PACKED if name == "packed" else RULES, mesh, overlap=overlap)
+        specs = dist.specs_of(chain, own)
+        params = chain.init(own, key=KEY, dtype=D)
+        same_bits(params, dist.shard(whole, specs, mesh), "params")
+        y, residuals = chain.fwd(params, WithExtras(parts(x, mesh), extras), own)
+        dparams, dx = chain.bwd(residuals, parts(dy, mesh), own)
+        return y, dx.main, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    ys, dxs, found = zip(*run_ranks(sizes, run), strict=True)
+    torch.testing.assert_close(torch.cat(ys), y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dxs), dx.main, rtol=0, atol=1e-12)
+    for dparams in found:
+        for path, t in paths(dparams).items():
+            if t is not None:
+                torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-10, msg=path)
+
+
+ENDS = {
+    "logits": ((Step("head", linear, LinearConfig(32, 16, bias=False)),
+                Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))),
+               {"head": "column", "loss": "vocab"}),
+    "fused": ((Step("loss", linear_cross_entropy, LinearCrossEntropyConfig(32, 16), takes=("labels",)),), {"loss": "vocab"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("end", "sizes"), drawn(ENDS, [{"cp": 2, "tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2, "tp": 1}]))
+def test_a_decoder_of_shared_out_vocabulary_and_sequence(end, sizes):
+    """Loss and gradients of tokens to loss, its dropout drawn by places in the whole."""
+    last, roles = ENDS[end]
+    drop = Step("drop", dropout, DropoutConfig(0.2), takes=("key",))
+    steps = (Step("embed", embedding, EmbeddingConfig(16, 32)), drop, Step("block", chain, block_config(32, 4, 24)), *last)
+    cfg = ChainConfig(steps=steps, extras=("key", "positions", "labels"))
+    ids, labels = torch.randint(16, (8, 8)), torch.randint(16, (8, 8))
+    whole = chain.init(cfg, key=KEY, dtype=D)
+    loss, residuals = chain.fwd(whole, WithExtras(ids, {"key": KEY, "positions": torch.arange(8), "labels": labels}), cfg)
+    wanted, _ = chain.bwd(residuals, torch.ones((), dtype=D), cfg)
+
+    def run(mesh):
+        own = dist.parallel(cfg, {**RULES, **roles, "embed": "vocab", "*.mix": "context"}, mesh)
+        specs = dist.specs_of(chain, own)
+        params = dist.init(chain, own, specs, mesh, key=KEY, dtype=D)
+        same_bits(params, dist.shard(whole, specs, mesh), "params")
+        rows, tokens = ([axis for axis in mesh.axes if axis.name == name] for name in ("dp", "cp"))
+        given = [t.chunk(rows[0].size)[rows[0].rank] if rows else t for t in (ids, labels)]
+        mine, right = (dist.zigzag(t, tokens[0]) if tokens else t for t in given)
+        positions = dist.zigzag_positions(8, tokens[0]) if tokens else torch.arange(8)
+        loss, residuals = chain.fwd(params, WithExtras(mine, {"key": KEY, "positions": positions, "labels": right}), own)
+        share = math.prod(axis.size for axis in (*rows, *tokens))
+        dparams, _ = chain.bwd(residuals, torch.ones((), dtype=D) / share, own)
+        return loss, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh)
+
+    losses, found = zip(*run_ranks(sizes, run), strict=True)
+    torch.testing.assert_close(torch.stack(losses).mean(), loss, rtol=0, atol=1e-12)
+    for dparams in found:
+        for path, t in paths(dparams).items():
+            if t is not None:
+                torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-12, msg=path)
+
+
+@pytest.mark.parametrize("name", ["packed", "gpt2"])
+def test_a_block_without_sequence_parallelism(name):
+    """All ranks of tp have the same rows between layers, whose number need not divide; gradients there are whole, and no sums."""
+    cfg, rows = MODELS[name](4, 4), 3
+    extras = {path: {"positions": torch.arange(3), "key": random.key(9)}[path] for path in cfg.extras}
+    whole = chain.init(cfg, key=KEY, dtype=D)
+    x, dy = (torch.randn(2 * rows, 3, 32, dtype=D) for _ in range(2))
+    y, residuals = chain.fwd(whole, WithExtras(x, extras), cfg)
+    wanted, dx = chain.bwd(residuals, dy, cfg)
+
+    def run(mesh):
+        dp = mesh["dp"]
+        own = dist.parallel(cfg, PACKED if name == "packed" else RULES, mesh, overlap="bulk", sequence_parallel=False)
+        specs = dist.specs_of(chain, own)
+        params = chain.init(own, key=KEY, dtype=D)
+        same_bits(params, dist.shard(whole, specs, mesh), "params")
+        y, residuals = chain.fwd(params, WithExtras(x.chunk(2)[dp.rank], extras), own)
+        dparams, dx = chain.bwd(residuals, dy.chunk(2)[dp.rank], own)
+        norm = dist.global_norm(dist.sum_gradients(dparams, specs, mesh), (), dist.part_axes(params, specs, mesh))
+        return y, dx.main, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), norm
+
+    ys, dxs, found, norms = zip(*run_ranks({"dp": 2, "tp": 2}, run), strict=True)
+    torch.testing.assert_close(torch.cat(ys[::2]), y, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat(dxs[1::2]), dx.main, rtol=0, atol=1e-12)
+    total = torch.stack([t.square().sum() for t in tensors(wanted)]).sum().sqrt()
+    for dparams, norm in zip(found, norms, strict=True):
+        torch.testing.assert_close(norm, total, rtol=1e-12, atol=0)
+        for path, t in paths(dparams).items():
+            if t is not None:
+                torch.testing.assert_close(t, paths(wanted)[path], rtol=0, atol=1e-10, msg=path)
+
+
+def test_layers_of_one_axis_agree_on_sequence_parallelism():
+    tp = Mesh.abstract({"tp": 2}, 0)["tp"]
+    cfg = chained(
+        ("up", dist.column_linear, dist.ColumnLinearConfig(4, 8, axis=tp)),
+        ("down", dist.row_linear, dist.RowLinearConfig(8, 4, axis=tp, sequence_parallel=False)),
+    )
+    with pytest.raises(
+        ValueError, match=r"^specs_of: cfg.sequence_parallel must be the same in all layers over axis 'tp' of 2, got both"
+    ):
+        dist.specs_of(chain, cfg)
+
+
+def test_masks_of_dropout_are_parts_of_one_mask():
+    """Six x of drawn sizes, over every way to share out their dimensions; of half the elements the gradient is 0."""
+    draw = python_random.Random(0)
+    for case in range(6):
+        sizes = {name: draw.choice([1, 2, 3]) for name in ("dp", "cp", "tp")}
+        world, inside = math.prod(sizes.values()), case % 2
+        rows, features = (sizes["dp"], sizes["tp"]) if inside else (sizes["dp"] * sizes["tp"], 1)
+        shape = (rows * draw.randint(1, 2), 2 * sizes["cp"] * draw.randint(1, 2), features * draw.randint(1, 5))
+        t, key = torch.randn(shape), random.key(case)
+        whole, residuals = dropout.fwd(None, (t, key), DropoutConfig(0.5))
+        wanted = whole, dropout.bwd(residuals, t, DropoutConfig(0.5))[1][0]
+        for rank in range(world):
+            mesh = Mesh.abstract(sizes, rank)
+            over = [dist.Shared(0, mesh["dp"]), dist.Shared(1, mesh["cp"], zigzag=True)]
+            over.insert(1, dist.Shared(-1 if inside else 0, mesh["tp"]))
+            cfg = dist.ShardedDropoutConfig(0.5, shared=tuple(over))
+
+            def own(t, over=over):
+                for one in over:
+                    n, r = one.axis.size, one.axis.rank
+                    chunks = t.chunk(2 * n if one.zigzag else n, one.dim)
+                    t = torch.cat([chunks[r], chunks[2 * n - 1 - r]], one.dim) if one.zigzag else chunks[r]
+                return t.contiguous()
+
+            y, residuals = dist.sharded_dropout.fwd(None, (own(t), key), cfg)
+            dx = dist.sharded_dropout.bwd(residuals, own(t), cfg)[1][0]
+            same_bits((y, dx), tuple(map(own, wanted)), f"{sizes} {rank}")
+
+
+def test_on_an_axis_of_one_rank_a_model_stays_as_it_is():
+    cfg = block_config(16, 4, 24)
+    assert dist.parallel(cfg, RULES, Mesh.abstract({"dp": 4, "tp": 1}, 2)) == cfg
+
+
+def chained(*steps):
+    return ChainConfig(steps=tuple(Step(name, op, cfg) for name, op, cfg in steps))
+
+
+UP, DOWN = ("up", linear, LinearConfig(4, 8)), ("down", linear, LinearConfig(8, 4))
+MLP, BOTH = chained(UP, DOWN), {"up": "column", "down": "row"}
+BAD = {
+    "parallel: rules must be globs over steps that no other matches before (up, down), got 'no'": (MLP, {**BOTH, "no": "row"}),
+    "parallel: rules must be globs over steps that no other matches before (up, down), got 'd*'": (MLP, {**BOTH, "d*": "row"}),
+    "parallel: rules['up'] must be 'column', 'row', 'vocab', 'expert', 'context', or a function, got 'rows'": (
+        MLP,
+        {**BOTH, "up": "rows"},
+    ),
+    "parallel: rules must be with a row layer behind every column layer, got none behind up": (chained(UP), {"up": "column"}),
+    "parallel: down, a row layer, must be where x has its features shared out, behind a column layer, "
+    "got shared out by rows alone": (
+        chained(DOWN), {"down": "row"}),
+    "parallel: down, a column layer, must be where x has all features, got shared out along its 1. dimension from the end": (
+        MLP, {"up": "column", "down": "column"}),
+    "parallel: rules for act must be of another role ('row' is for linear or low_rank), got ActivationConfig": (
+        chained(UP, ("act", activation, ActivationConfig("silu")), DOWN), {**BOTH, "act": "row"}),
+    "parallel: step norm must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got layer_norm":
+        (chained(UP, ("norm", layer_norm, LayerNormConfig(8)), DOWN), BOTH),
+    "parallel: step soft must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got softmax":
+        (chained(UP, ("soft", softmax, SoftmaxConfig()), DOWN), BOTH),
+    "parallel: step loss must be one that takes each feature by itself (shared out along its 1. dimension from the end), "
+    "got cross_entropy": (
+        ChainConfig(steps=(Step(*UP), Step("loss", cross_entropy, CrossEntropyConfig(), takes=("labels",))), extras=("labels",)),
+        {"up": "column"}),
+    "parallel: step down must be one that takes each feature by itself "
+    "(shared out along its 1. dimension from the end), got linear": (
+        MLP, {"up": "column"}),
+    "up: ColumnLinearConfig: out_features must be a multiple of 2, the size of axis 'tp', got 7": (
+        chained(("up", linear, LinearConfig(4, 7)), ("down", linear, LinearConfig(7, 4))), BOTH),
+    "down: RowLinearConfig: in_features must be a multiple of 2, the size of axis 'tp', got 3": (
+        chained(("up", linear, LinearConfig(4, 6)), ("act", glu, GLUConfig(kind="swiglu", gate="first")),
+                ("down", linear, LinearConfig(3, 4))), BOTH),
+    "heads: ReshapeConfig: out_shape must be of a first size that 2 ranks can share out, got (3, 4)": (
+        chained(("up", linear, LinearConfig(4, 12)), ("heads", reshape, ReshapeConfig((12,), (3, 4))),
+                ("merge", reshape, ReshapeConfig((3, 4), (12,))), ("down", linear, LinearConfig(12, 4))), BOTH),
+    "parallel: output 'wide' of step split must be of all features, behind a row layer, got shared out "
+    "along its 1. dimension from the "
+    "end": (
+        ChainConfig(steps=(Step(*UP), Step("split", fork, ForkConfig(), gives=("wide",)), Step(*DOWN)), outputs=("wide",)), BOTH),
+    "parallel: y of inner must be shared out as that of its x, got shared out along its 1. dimension from the end": (
+        chained(("inner", skip, SkipConfig(linear, LinearConfig(4, 4)))), {"inner": "column"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_bad_rules_raise(said):
+    cfg, rules = BAD[said]
+    with pytest.raises(ValueError) as raised:
+        dist.parallel(cfg, rules, Mesh.abstract({"tp": 2}, 0))
+    assert str(raised.value) == said
+
+
+def test_outputs_are_of_the_rows_of_a_rank():
+    steps = (Step(*UP), Step("act", activation, ActivationConfig("silu")), Step(*DOWN), Step("moe", chain, routed(4)))
+    cfg = ChainConfig(steps=steps, outputs=("load", "loss", "logits"))
+    whole, x, dy = chain.init(cfg, key=KEY, dtype=D), torch.randn(8, 4, dtype=D), torch.randn(8, 4, dtype=D)
+
+    def step(params, x, logits, cfg):
+        y, residuals = chain.fwd(params, x, cfg)
+        dy = WithExtras(None, {"load": None, "loss": torch.ones((), dtype=D), "logits": logits})
+        return y, *chain.bwd(residuals, dy, cfg)
+
+    def run(mesh):
+        own = dist.parallel(cfg, BOTH, mesh)
+        specs = dist.specs_of(chain, own)
+        y, dparams, dx = step(dist.shard(whole, specs, mesh), parts(x, mesh), parts(dy, mesh), own)
+        return y, dist.unshard(dist.sum_gradients(dparams, specs, mesh), specs, mesh), dx
+
+    halves = [step(whole, *both, cfg) for both in zip(x.chunk(2), dy.chunk(2), strict=True)]
+    wanted = [a + b for a, b in zip(*[tensors(dparams) for _, dparams, _ in halves], strict=True)]
+    for (y, dparams, dx), (y_alone, _, dx_alone) in zip(run_ranks({"tp": 2}, run), halves, strict=True):
+        assert_close((y, tensors(dparams), dx), (y_alone, wanted, dx_alone), dtype=D)
+
+
+def test_other_axes():
+    with pytest.raises(ValueError, match=r"^Mesh: axis must be one of dp, tp, got 'xp'"):
+        dist.parallel(MLP, BOTH, Mesh.abstract({"dp": 1, "tp": 2}, 0), axis="xp")
+    with pytest.raises(
+        ValueError, match=r"^parallel: rules must be with one for attn.mix, an attention over the tokens of all ranks"
+    ):
+        dist.parallel(block_config(16, 4, 24), RULES, Mesh.abstract({"cp": 2, "tp": 2}, 0))
+    cfg = chained(UP, ("mid", activation, ActivationConfig("silu")), DOWN)
+    own_rule = lambda op, cfg: (op, dataclasses.replace(cfg, kind="relu"))  # noqa: E731
+    replaced = dist.parallel(cfg, {**BOTH, "mid": own_rule}, Mesh.abstract({"tp": 2}, 0))
+    assert replaced.steps[1].cfg == ActivationConfig("relu") and replaced.steps[0].op is dist.column_linear
+
+
+def test_an_option_that_the_parallel_layer_lacks_is_refused():
+    mesh = Mesh.abstract({"cp": 2, "tp": 1}, 0)
+    cfg = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, window=4)),))
+    with pytest.raises(ValueError) as raised:
+        dist.parallel(cfg, {"mix": "context"}, mesh)
+    assert str(raised.value) == "parallel: mix.window must be None (context_attention has no such option), got 4"
+    plain = ChainConfig(steps=(Step("mix", attention, AttentionConfig(causal=True, scale=0.3)),))
+    assert dist.parallel(plain, {"mix": "context"}, mesh).steps[0].cfg.scale == 0.3
+
+
+def test_a_sharded_leaf_given_to_a_plain_op_is_named():
+    mesh = Mesh.abstract({"tp": 2}, 1)
+    own = dist.parallel(MLP, BOTH, mesh)
+    params = chain.init(own, key=KEY)
+    assert len(tensors(params)) == 4
+    with pytest.raises(ValueError, match=r"^up: linear_fwd: params.weight must be \[8, 4\], got \[4, 4\]"):
+        chain.fwd(params, torch.ones(2, 4), MLP)

@@ -1,0 +1,153 @@
+"""Experts that ranks share out: as one process, whole blocks too; dx leaves before the products of dw; what capacity drops."""
+
+import threading
+
+import pytest
+import torch
+from dist_cases import parallel_experts
+
+from funcops import ExpertsConfig, RouteConfig, WithExtras, chain, dist, experts, random
+from funcops.distributed import comm
+from funcops.distributed.ops import _tokens
+from funcops.distributed.ops import parallel_experts as home
+from funcops.graphs import check_capturable
+from funcops.low_precision import Fp8Current, with_recipe
+from funcops.models import MoEConfig, moe
+from funcops.testing import check_dist, run_ranks
+from funcops.testing.tolerances import assert_close
+from funcops.trees import paths, tree_map_tensors
+
+
+def test_experts_are_those_of_one_process():
+    check_dist(dist.parallel_experts, parallel_experts((1, 2), 3, 3, 2, True), sizes=(1, 2, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case", [((2,), 2, 3, 2, False), ((1, 2), 1, 3, 2, False, 1), ((0, 3), 2, 2, 2, True), ((1,), 8, 2, 3, False)]
+)
+def test_experts_are_those_of_one_process_however_they_are_chosen(case):
+    """All tokens to one, no tokens, every expert."""
+    check_dist(dist.parallel_experts, parallel_experts(*case))
+
+
+MIXTURE = moe(MoEConfig(route=RouteConfig(8, 2), experts=ExpertsConfig(8, 6, 4), shared=3))
+
+
+def block(seed=0):
+    params = chain.init(MIXTURE, key=random.key(seed), dtype=torch.float64)
+    x, dy = torch.randn(2, 8, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return params, x, dy
+
+
+def backward(params, x, dy, cfg):
+    y, kept = chain.fwd(params, x, cfg)
+    return y, chain.bwd(kept, WithExtras(dy, {"load": None, "loss": None}), cfg)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_block_on_ranks_is_that_of_one_process(n):
+    """With rows of their own; gradients of what all ranks hold are sums over them, those of experts are whole."""
+    params, x, dy = block()
+    y, (grads, dx) = backward(params, x, dy, MIXTURE)
+
+    def on_rank(mesh):
+        ep = mesh["ep"]
+        cfg = dist.parallel(MIXTURE, {"*.experts": "expert"}, mesh, axis="ep")
+        specs = dist.specs_of(chain, cfg)
+        own = dist.shard(params, specs, mesh)
+        y, (grads, dx) = backward(own, x.chunk(n)[ep.rank], dy.chunk(n)[ep.rank], cfg)
+        summed = {
+            path: g if path in specs and specs[path].axis else comm.sum_over(g, ep)
+            for path, g in paths(grads).items()
+            if g is not None
+        }
+        return (
+            y,
+            dx,
+            summed,
+            comm.sum_over(y.extras["load"], ep),
+            {path: g for path, g in paths(dist.shard(params, specs, mesh)).items()},
+        )
+
+    found = run_ranks({"ep": n}, on_rank)
+    assert_close(torch.cat([one[0].main for one in found]), y.main, dtype=torch.float64)
+    assert_close(torch.cat([one[1] for one in found]), dx, dtype=torch.float64)
+    assert all(torch.equal(one[3], y.extras["load"]) for one in found)
+    for path, want in paths(grads).items():
+        got = [one[2][path] for one in found if want is not None]
+        if got:
+            assert_close(torch.cat(got) if ".experts." in path else got[0], want, dtype=torch.float64, what=path)
+
+
+def test_dx_leaves_before_the_products_of_dw(monkeypatch):
+    params, x, dy = block()
+    of, log = experts.init(ExpertsConfig(8, 6, 4), key=random.key(0), dtype=torch.float64), []
+    first = set()  # the thread of the first rank: ranks are threads, and what is patched is all ranks'
+    indices = torch.rand(8, 8, generator=torch.Generator().manual_seed(1)).argsort(-1)[:, :2].int()
+    given, rows = (torch.rand(8, 2, dtype=torch.float64), x[:, 0].contiguous(), indices), dy[:, 0].contiguous()
+
+    def noted(name, home, fn):
+        def noting(*args, **options):
+            if threading.get_ident() in first:
+                log.append(name)
+            return fn(*args, **options)
+
+        monkeypatch.setattr(home, fn.__name__, noting)
+
+    def on_rank(mesh):
+        ep = mesh["ep"]
+        cfg = dist.ParallelExpertsConfig(8, 6, 4, axis=ep)
+        own = dist.shard(of, cfg.specs, mesh)
+        _, kept = dist.parallel_experts.fwd(own, tree_map_tensors(lambda t: t.chunk(2)[ep.rank], given), cfg)
+        if ep.rank == 0:
+            first.add(threading.get_ident())
+            noted("all to all", comm, comm.start_all_to_all)
+            noted("dgrad", home, home.experts_dgrad)
+            noted("wgrad", home, home.experts_wgrad)
+            noted("wait", comm, comm.wait)
+        dist.parallel_experts.bwd(kept, rows.chunk(2)[ep.rank], cfg)
+
+    run_ranks({"ep": 2}, on_rank)
+    program = log
+    assert program[-1] == "wait" and program.index("dgrad") < program.index("wgrad")
+    between = program[program.index("dgrad") : program.index("wgrad")]
+    assert between.count("all to all") == 2 and "wait" not in between
+
+
+def test_beyond_capacity_a_rank_takes_no_more():
+    """Of 4 tokens a rank, all to experts of the first, two places: the last two get nothing, and no gradient."""
+    of = experts.init(ExpertsConfig(4, 3, 2), key=random.key(0), dtype=torch.float64)
+    tokens, weights = torch.randn(8, 3, dtype=torch.float64), torch.ones(8, 1, dtype=torch.float64)
+    whole, _ = experts.fwd(of, (weights, tokens, torch.zeros(8, 1, dtype=torch.int32)), ExpertsConfig(4, 3, 2))
+
+    def on_rank(mesh):
+        ep = mesh["ep"]
+        cfg = dist.ParallelExpertsConfig(4, 3, 2, axis=ep, capacity=0.5)
+        x = weights.chunk(2)[ep.rank], tokens.chunk(2)[ep.rank], torch.zeros(4, 1, dtype=torch.int32)
+        y, kept = dist.parallel_experts.fwd(dist.shard(of, cfg.specs, mesh), x, cfg)
+        _, (d_weights, dx, _) = dist.parallel_experts.bwd(kept, torch.ones_like(y), cfg)
+        return y, d_weights, dx
+
+    for rank, (y, d_weights, dx) in enumerate(run_ranks({"ep": 2}, on_rank)):
+        assert_close(y[:2], whole.chunk(2)[rank][:2], dtype=torch.float64)
+        assert dx[:2].any(1).all() and not any(t[2:].any() for t in (y, d_weights, dx))
+
+
+def test_specs_of_a_mixture_in_low_precision():
+    """Its experts are steps of one class of params, of which some have none."""
+    low = with_recipe(MIXTURE, Fp8Current(), only=("*.experts",))
+    assert low != MIXTURE and dist.specs_of(chain, low) == {}
+
+
+def test_places_need_no_word_from_the_host():
+    axis = dist.Mesh.abstract({"ep": 4}, 1)["ep"]
+    indices = torch.rand(6, 8).argsort(-1)[:, :3].int()
+    assert check_capturable(lambda ids: _tokens.token_of(_tokens.places(ids, 8, None, axis), 24), indices) == []
+    place = _tokens.places(indices, 8, None, axis)
+    token = _tokens.token_of(place, 24)
+    assert token.shape == (4 * 6,)
+    for t, row in enumerate(indices.tolist()):
+        assert [int(token[at]) if at < 24 else None for at in place[t].tolist()] == [
+            t if any(e // 2 == r for e in row) else None for r in range(4)
+        ]

@@ -1,0 +1,147 @@
+"""Sharding as data: parts of leaves, their wholes, and the sums of their gradients."""
+
+import dataclasses
+import math
+import random as python_random
+
+import pytest
+import torch
+
+from funcops import LinearParams, dist
+from funcops.distributed import Mesh, Spec
+from funcops.testing import run_ranks
+
+MESHES = ({"tp": 2}, {"dp": 2, "tp": 2}, {"pp": 2, "dp": 1, "tp": 4}, {"dp": 2, "cp": 2, "tp": 2}, {"tp": 1, "dp": 3})
+DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn)
+
+
+def drawn_leaf(draw, sizes):
+    """A whole leaf, and a spec that its sizes allow."""
+    axes = draw.sample(["", *sizes], 2)
+    axis, fsdp = axes[0], draw.choice(["", axes[1]])
+    dims, dim = draw.randint(1, 3), 0
+    shape = [draw.randint(1, 3) for _ in range(dims)]
+    parts = ()
+    if axis:
+        dim = draw.randrange(dims)
+        n = sizes[axis] * (sizes[fsdp] if fsdp and dim == 0 else 1)
+        parts = tuple(n * draw.randint(1, 3) for _ in range(draw.randint(1, 3)))
+        shape[dim] = sum(parts)
+    if fsdp and (dim or not axis):
+        shape[0] *= sizes[fsdp]
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(draw.randrange(2**31)))
+    packed = len(parts) > 1 or draw.random() < 0.5
+    return (8 * t).to(draw.choice(DTYPES)), Spec(axis, dim, parts=parts if packed else (), fsdp=fsdp)
+
+
+def by_hand(t, spec, mesh):
+    """This rank's part, by plain chunks."""
+    if spec.axis:
+        axis = mesh[spec.axis]
+        parts = t.split(spec.parts or (t.shape[spec.dim],), spec.dim)
+        t = torch.cat([part.chunk(axis.size, spec.dim)[axis.rank] for part in parts], spec.dim)
+    return t.chunk(mesh[spec.fsdp].size)[mesh[spec.fsdp].rank] if spec.fsdp else t
+
+
+def bits(t):
+    return t.view(torch.uint8) if t.dtype.is_floating_point and t.itemsize == 1 else t
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_parts_of_leaves_and_their_wholes(sizes):
+    """25 leaves a mesh, of drawn sizes, dtypes and specs."""
+    draw = python_random.Random(str(sizes))
+    leaves = {f"l{i}": drawn_leaf(draw, sizes) for i in range(25)}
+    tree, specs = ({path: pair[i] for path, pair in leaves.items()} for i in range(2))
+
+    def run(mesh):
+        own = dist.shard(tree, specs, mesh)
+        for path, spec in specs.items():
+            t, want = own[path], by_hand(tree[path], spec, mesh)
+            assert t.dtype is want.dtype and t.shape == want.shape and torch.equal(bits(t), bits(want)), path
+            n = math.prod(mesh[name].size for name in spec.names)
+            assert t.is_contiguous() and (t is tree[path] if n == 1 else t.untyped_storage().nbytes() == t.nbytes)
+        whole = dist.unshard(own, specs, mesh)
+        assert all(torch.equal(bits(whole[path]), bits(tree[path])) for path in tree)
+
+    run_ranks(sizes, run)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_gradients_are_summed_over_every_axis_that_a_spec_does_not_name(sizes):
+    """Of each rank's number the sum along those axes: what differs along them alone."""
+    specs = {"a": Spec("tp"), "b.*": Spec("dp") if "dp" in sizes else Spec(), "c": Spec("tp", fsdp="dp" if "dp" in sizes else "")}
+    tree = {"a": 1, "b": LinearParams(1, None), "c": 1, "d": 1}
+
+    def run(mesh):
+        own = torch.full((2,), 10.0**mesh.rank, dtype=torch.float64)
+        given = {"a": own, "b": LinearParams(own.clone(), None), "c": own.clone(), "d": own.clone()}
+        found = dist.sum_gradients(given, specs, mesh)
+        assert type(found["b"]) is LinearParams and found["b"].bias is None
+        assert torch.equal(given["d"], own)
+        return {"a": found["a"], "b": found["b"].weight, "c": found["c"], "d": found["d"]}
+
+    spec_of = {"a": specs["a"], "b": specs["b.*"], "c": specs["c"], "d": Spec()}
+    found = run_ranks(sizes, run)
+    meshes = [Mesh.abstract(sizes, rank) for rank in range(len(found))]
+    for mine in meshes:
+        for leaf in tree:
+            fixed = {*spec_of[leaf].names, "pp"} & sizes.keys()
+            others = [m.rank for m in meshes if all(m[name].rank == mine[name].rank for name in fixed)]
+            assert found[mine.rank][leaf].tolist() == [sum(10.0**rank for rank in others)] * 2, (leaf, mine.rank)
+
+
+def test_a_path_comes_before_globs_and_globs_in_their_order():
+    specs = {"*": Spec(), "a.weight": Spec("tp", 0)}
+    mesh, tree = Mesh.abstract({"tp": 2}, 1), {"a": {"weight": torch.arange(4), "other": torch.arange(4)}}
+    own = dist.shard(tree, specs, mesh)
+    assert own["a"]["weight"].tolist() == [2, 3] and own["a"]["other"] is tree["a"]["other"]
+    own = dist.shard(tree, {"a.w*": Spec("tp", 0), "a.*": Spec()}, mesh)
+    assert own["a"]["weight"].tolist() == [2, 3] and own["a"]["other"] is tree["a"]["other"]
+
+
+class DTensor(torch.Tensor):
+    """As torch's, by its name."""
+
+
+W, MESH = torch.ones(4, 6), Mesh.abstract({"dp": 2, "tp": 2}, 0)
+BAD = {
+    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'b.*'": {"b.*": Spec()},
+    "shard: specs must be paths and globs that match leaves which no other does before (a.w), got 'a.*'": {
+        "*": Spec(),
+        "a.*": Spec(),
+    },
+    "shard: specs['a.w'] must be of axes of the mesh (dp, tp), got 'cp'": {"a.w": Spec("cp")},
+    "shard: a.w must be of more than 2 dimensions (its spec shares out dimension 2), got [4, 6]": {"a.w": Spec("tp", 2)},
+    "shard: a.w must be of sizes along dimension 1 that axis 'tp' of 2 divides (3 is not), got [4, 6]": {
+        "a.w": Spec("tp", 1, parts=(3, 3))
+    },
+    "shard: a.w must be of 5, the sum of its spec's parts, along dimension 0, got [4, 6]": {"a.w": Spec("tp", 0, parts=(2, 3))},
+    "shard: a.w must be of sizes along dimension 0 that axis 'dp' of 2 divides (1 is not), got [2, 6]": {
+        "a.w": Spec("tp", 0, fsdp="dp")
+    },
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_bad_specs_raise(said):
+    with pytest.raises((ValueError, TypeError)) as raised:
+        dist.shard({"a": {"w": W[:2] if "[2, 6]" in said else W}}, BAD[said], MESH)
+    assert str(raised.value) == said
+
+
+def test_bad_leaves_raise_before_anything_is_sent():
+    """On every rank: none of these meshes has a group that could send."""
+    wrapped = {"w": W.as_subclass(DTensor)}
+    for call in (dist.shard, dist.unshard, dist.sum_gradients):
+        with pytest.raises(TypeError, match=r"^\w+: w must be a plain tensor \(pass its to_local\(\), .*\), got DTensor"):
+            call(wrapped, {}, MESH)
+    with pytest.raises(ValueError, match=r"^unshard: w must be of at least 2 dimensions, got float32\[4\]"):
+        dist.unshard({"w": W[:, 0]}, {"w": Spec("tp", 1)}, MESH)
+    with pytest.raises(
+        ValueError, match=r"^unshard: w must be of 8, the sum of its spec's parts, along dimension 1, got \[4, 12\]"
+    ):
+        dist.unshard({"w": W}, {"w": Spec("tp", 1, parts=(4, 4))}, MESH)
+    for field in ("axis", "fsdp"):
+        with pytest.raises(ValueError, match=rf"^Spec: {field} must be the name of an axis, got 't p'"):
+            dataclasses.replace(Spec(), **{field: "t p"})
