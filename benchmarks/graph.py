@@ -16,7 +16,8 @@ from torch import Tensor
 
 from benchmarks.measure import NoDevice, Row
 from benchmarks.plain import PlainLlama, plain_name
-from benchmarks.step import BETAS, CLIP, DECAY, LR, Step, torch_step
+from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step
+from benchmarks.step import torch_step
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table
 from funcops.adapters.graphs import graphed
 from funcops.contract.needs import Needs

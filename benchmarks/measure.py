@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -103,3 +104,10 @@ def write_csv(path: str, rows: Sequence[Any]) -> None:
         writer = csv.writer(file)
         writer.writerow(rows[0]._fields if rows else [])
         writer.writerows(rows)
+
+
+def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, float]:
+    """The median and its 95 % bootstrap interval."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return statistics.median(ratios), medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]

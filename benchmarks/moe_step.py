@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.measure import Row, interleaved
-from benchmarks.step import BETAS, CLIP, DECAY, LR, Step, interval
+from benchmarks.measure import Row, interleaved, interval
+from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step
 from funcops import ExpertsConfig, RopeConfig, RouteConfig, WithExtras, chain, donate, rope_table
 from funcops.contract.needs import Needs
 from funcops.models import MoEConfig

@@ -19,7 +19,6 @@ import argparse
 import copy
 import dataclasses
 import itertools
-import random as python_random
 import statistics
 import sys
 import time
@@ -29,9 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import moe_step
 from benchmarks.jax_step import jax_step
-from benchmarks.measure import NoDevice, Row, interleaved
+from benchmarks.measure import NoDevice, Row, interleaved, interval
 from benchmarks.plain import PlainLlama, plain_name
+from benchmarks.settings import BETAS, CLIP, DECAY, LR, Step
 from funcops import RopeConfig, WithExtras, chain, donate, rope_table, with_policy
 from funcops.contract.configs import Composite
 from funcops.contract.needs import Needs
@@ -41,7 +42,6 @@ from funcops.trees import cast, tree_map_with_path
 
 # for a GPU: so large that the device, and not the host, takes the time
 LARGE, LARGE_ROUNDS = Sizes(dim=1536, layers=4, heads=12, kv_heads=4, hidden=4096, vocab=32000, context=1024, batch=16), 15
-LR, CLIP, BETAS, DECAY = 1e-3, 1.0, (0.9, 0.95), 0.1
 ROUNDS, FEWEST = 40, 3
 SECONDS = 110.0  # of it all; of the rounds of a group, a twentieth
 COMPILED, COMPARED = ("torch.compile", "funcops, compiled"), ("funcops", "funcops, save_all", "jax, jitted")
@@ -51,7 +51,6 @@ PAIRS = (
     ("funcops, compiled", "torch.compile"),
     *itertools.product(("funcops", "funcops, compiled"), ("jax, jitted",)),
 )
-Step = Callable[[], Tensor]
 
 
 def funcops_step(
@@ -150,13 +149,6 @@ def steps(sizes: Sizes, dtype: torch.dtype, device: str = "cpu") -> dict[str, St
         "torch.compile": torch_step(module, x, labels, dtype, compiled=True),
         "funcops, compiled": funcops_step(sizes, module, x, labels, dtype, compiled=True),
     } | ({} if jitted is None else {"jax, jitted": jitted})
-
-
-def interval(ratios: list[float], draws: int = 10000) -> tuple[float, float, float]:
-    """The median and its 95 % bootstrap interval."""
-    rng = python_random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return statistics.median(ratios), medians[round(0.025 * draws)], medians[round(0.975 * draws) - 1]
 
 
 def finished(step: Step) -> Callable[[], None]:
@@ -259,8 +251,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(device: str = "cpu", seconds: float = SECONDS, mixture: bool = False) -> Iterator[Row]:
     """The rows as they come."""
     if mixture:
-        from benchmarks import moe_step  # which imports this module
-
         return moe_step.run()
     if device == "cuda" and not torch.cuda.is_available():
         raise NoDevice("--device: expected cpu, as there is no CUDA device, got cuda")

@@ -1,43 +1,26 @@
-"""The models that the benches build of funcops' operators; `plain` has them in torch.nn."""
+"""Blocks and models built of operators alone, as the benchmarks and pages use them."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from funcops import (
-    ActivationConfig,
-    AttentionConfig,
-    ChainConfig,
-    CrossEntropyConfig,
-    DropoutConfig,
-    EmbeddingConfig,
-    GLUConfig,
-    LayerNormConfig,
-    LinearConfig,
-    ParallelConfig,
-    RepeatConfig,
-    ReshapeConfig,
-    RMSNormConfig,
-    RopeConfig,
-    SkipConfig,
-    Step,
-    activation,
-    attention,
-    chain,
-    cross_entropy,
-    dropout,
-    embedding,
-    glu,
-    layer_norm,
-    linear,
-    parallel,
-    repeat,
-    reshape,
-    rms_norm,
-    rope,
-    skip,
-)
+from funcops.compose.chain import ChainConfig, chain
+from funcops.compose.parallel import ParallelConfig, parallel
+from funcops.compose.repeat import RepeatConfig, repeat
+from funcops.compose.skip import SkipConfig, skip
+from funcops.compose.step import Step
 from funcops.models import MoEConfig, moe
+from funcops.ops.activation import ActivationConfig, activation
+from funcops.ops.attention import AttentionConfig, attention
+from funcops.ops.cross_entropy import CrossEntropyConfig, cross_entropy
+from funcops.ops.dropout import DropoutConfig, dropout
+from funcops.ops.embedding import EmbeddingConfig, embedding
+from funcops.ops.glu import GLUConfig, glu
+from funcops.ops.layer_norm import LayerNormConfig, layer_norm
+from funcops.ops.linear import LinearConfig, linear
+from funcops.ops.reshape import ReshapeConfig, reshape
+from funcops.ops.rms_norm import RMSNormConfig, rms_norm
+from funcops.ops.rope import RopeConfig, rope
 
 
 class Sizes(NamedTuple):

@@ -1,0 +1,10 @@
+"""What all training steps of a benchmark share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+LR, CLIP, BETAS, DECAY = 1e-3, 1.0, (0.9, 0.95), 0.1
+Step = Callable[[], Tensor]  # one step of training, which returns its loss
