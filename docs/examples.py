@@ -1,5 +1,5 @@
 """Which public names an example shows: the code of docstrings and pages is read, and what it names is looked up, so that
-`dist.load` is not taken for `torch.load`. That the code runs is what tests/test_docs.py sees to."""
+`dist.load` is not taken for `torch.load`. That the code runs is what tests/pages/test_docs.py sees to."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import os
 
 import pytest
 import torch
-from test_laws import CASES
-from test_train_lm import TINY, losses, run
+from law_cases import CASES
+from train_runs import TINY, losses, run
 
 from benchmarks import kernels
 from benchmarks.samples import Maker, samples

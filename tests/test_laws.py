@@ -1,41 +1,21 @@
 """Every operator and combinator, every case, every law."""
 
 import dataclasses
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from law_cases import CASES, CONFIGS, FIRST, MODULES, turns
 
 import funcops
 from funcops.contract.op import Op
 from funcops.testing import LAWS
 from funcops.testing.checks import float_like
 
-FILES = sorted((Path(__file__).parent / "cases").glob("*.py"))
-
-
-def _load(path):
-    spec = importlib.util.spec_from_file_location(f"cases_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-MODULES = {path.stem: _load(path) for path in FILES}
-CASES = [(case, dtype) for m in MODULES.values() for case in m.CASES for dtype in case.dtypes]
-FIRST = [m.CASES[0] for m in MODULES.values()]
 DRAWN = ("traceable", "guarded", "mirror", "loud")  # structures, marks and errors hardly know the dtype: each case has them in one
 ELSEWHERE = ("compiles", *DRAWN, "finite_differences")
-
-
-def turns():
-    """Every case in one dtype: they take turns from case to case."""
-    for i, case in enumerate(case for m in MODULES.values() for case in m.CASES):
-        yield case, case.dtypes[i % len(case.dtypes)]
 
 
 def test_every_exported_op_has_a_case():
@@ -168,7 +148,6 @@ def wrong_values(cfg, field):
     yield from (float("inf"), float("-inf")) if field.type.startswith("float") and field.name not in INFINITE else ()
 
 
-CONFIGS = list({type(c.cfg).__name__: c.cfg for m in MODULES.values() for c in m.CASES[::-1]}.values())
 FIELDS = [(cfg, field) for cfg in CONFIGS for field in dataclasses.fields(cfg)]
 
 

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 import torch.nn.functional as F
-from test_laws import CASES
+from law_cases import CASES
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_laws import CASES
+from law_cases import CASES
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 

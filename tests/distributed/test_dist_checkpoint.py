@@ -8,7 +8,7 @@ import random as python_random
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from test_specs import MESHES, bits, drawn_leaf
+from drawn_leaves import MESHES, bits, drawn_leaf
 
 from funcops import chain, dist, random
 from funcops.distributed import Mesh, Spec

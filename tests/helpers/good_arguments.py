@@ -1,4 +1,4 @@
-"""Good arguments of every public callable, one row each: what `tests/test_wrong_values.py` makes wrong, one argument at a time."""
+"""Good arguments of every public callable, one row each: `test_wrong_values.py` makes them wrong, one argument at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from good_lora import LORA
 from good_models import MODELS
 from good_rows import ANY, CFG, CHAIN, NAME, Row, chain_params, params, x
 from good_schedules import SCHEDULES
-from test_laws import CONFIGS, FIRST
+from law_cases import CONFIGS, FIRST
 
 import funcops
 from funcops import (

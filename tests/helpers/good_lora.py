@@ -21,7 +21,7 @@ def params() -> Any:
 
 
 class Shown(str):
-    """A tensor as tests/test_wrong_values.py labels it."""
+    """A tensor as tests/contract/test_wrong_values.py labels it."""
 
     __repr__ = str.__str__
 

@@ -1,4 +1,4 @@
-"""Every private name of torch and Triton that the package uses, and why: one list, held by `tests/test_private_uses.py`.
+"""Every private name of torch and Triton that the package uses, and why: one list, held by `tests/packaging/test_private_uses.py`.
 
 A line is NAME: why no public name does, or which check stands in front of it. A name that begins with a dot is an attribute of a
 value; `OWNERS` says whose, so that a torch without it is noticed by name.

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from test_laws import FIRST
+from law_cases import FIRST
 
 import funcops
 from funcops import ChainConfig, LinearConfig, QLinearConfig, RepeatConfig, StaleResidualError, Step, chain, linear, random, repeat

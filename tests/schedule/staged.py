@@ -24,6 +24,7 @@ from funcops import (
     rms_norm,
     skip,
 )
+from funcops import nn as fnn
 from funcops.trees import tree_map
 
 VOCAB, DIM = 11, 8
@@ -99,3 +100,26 @@ def gated(count=2, rows=6):
     cfg = ChainConfig(steps=(gate, Step("out", linear, LinearConfig(DIM, 3, bias=False))), extras=("by",))
     xs = [WithExtras(x, {"by": by}) for x, by in torch.randn(count, 2, rows, DIM)]
     return cfg, chain.init(cfg, key=random.key(0)), xs, list(torch.randn(count, rows, 3))
+
+
+USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0,1I0,1W0,3W0,1W1\n"
+
+
+def linears(made, dim=2):
+    """A linear layer a stage, its params, and x and dy of every microbatch."""
+    cfg = ChainConfig(steps=tuple(Step(f"s{i}", linear, LinearConfig(dim, dim)) for i in range(made.stages)))
+    params = chain.init(cfg, key=random.key(0))
+    generator = torch.Generator().manual_seed(0)
+    xs, dys = torch.randn(2, made.microbatches, 3, dim, generator=generator)
+    return cfg, params, list(xs), list(dys)
+
+
+def stages_of_modules(count=4):
+    torch.manual_seed(1)
+    return torch.nn.Sequential(
+        *[torch.nn.Sequential(fnn.Linear(DIM, DIM), torch.nn.Tanh(), fnn.Linear(DIM, DIM)) for _ in range(count)]
+    ).double()
+
+
+def square_error(y, target):
+    return (y - target).square().mean()

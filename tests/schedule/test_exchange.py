@@ -7,9 +7,9 @@ import torch
 from drawn import GENERATORS, disturbed, every
 from exchanged import check_exchanged, exchange, exchanged
 from rendezvous import on_threads
+from staged import linears
 
-from funcops import ChainConfig, LinearConfig, Needs, Step, chain, linear, schedule
-from funcops import random as keys
+from funcops import Needs, schedule
 from funcops.adapters.pipelining import Pipeline
 from funcops.schedule import Schedule, gpipe, one_f_one_b, run, zb_v
 from funcops.schedule.exchange import Exchange, message_of, program, reader_of, taken_by
@@ -18,17 +18,9 @@ from funcops.testing.checks import same_bits
 DIM = 2
 
 
-def setup(made):
-    cfg = ChainConfig(steps=tuple(Step(f"s{i}", linear, LinearConfig(DIM, DIM)) for i in range(made.stages)))
-    params = chain.init(cfg, key=keys.key(0))
-    generator = torch.Generator().manual_seed(0)
-    xs, dys = torch.randn(2, made.microbatches, 3, DIM, generator=generator)
-    return cfg, params, list(xs), list(dys)
-
-
 def check_bits(made, whole):
     """Every rank's part of a step against `run`."""
-    cfg, params, xs, dys = setup(made)
+    cfg, params, xs, dys = linears(made)
     want = run(made, params, xs, cfg, dys)
 
     def work(rank):
@@ -154,7 +146,7 @@ def test_what_was_sent_is_let_go(name):
 
     def most(count):
         made = getattr(schedule, name)(3, count)
-        cfg, params, xs, dys = setup(made)
+        cfg, params, xs, dys = linears(made)
 
         def work(rank):
             pipeline = Pipeline(made, cfg, xs[0])
@@ -192,7 +184,7 @@ DIFFERENT = {
 def test_ranks_that_differ_are_told_before_any_message(odd, what):
     """All of them, whichever differs."""
     made = one_f_one_b(3, 2)
-    cfg, _, xs, _ = setup(made)
+    cfg, _, xs, _ = linears(made)
 
     def work(rank):
         given = {"schedule": made, "cfg": cfg, "x": xs[0]} | (DIFFERENT[what] if rank == odd else {})
@@ -213,7 +205,7 @@ def test_ranks_that_differ_are_told_before_any_message(odd, what):
 def test_a_wrong_microbatch_sends_nothing():
     """The rank that is given it raises at once, and the others are not told: all go on with the next step."""
     made = one_f_one_b(3, 2)
-    cfg, params, xs, dys = setup(made)
+    cfg, params, xs, dys = linears(made)
 
     def work(rank):
         pipeline = Pipeline(made, cfg, xs[0])
@@ -231,7 +223,7 @@ def test_a_wrong_microbatch_sends_nothing():
 def test_a_stage_that_raises_says_where(stage):
     """On its rank; the pipeline is not used after it."""
     made = zb_v(2, 2)
-    cfg, params, xs, dys = setup(made)
+    cfg, params, xs, dys = linears(made)
 
     def work(rank):
         pipeline = Pipeline(made, cfg, xs[0])

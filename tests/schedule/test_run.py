@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from staged import DIM, decoder, gated, microbatches, reference, routed_stages
+from staged import DIM, USER, decoder, gated, microbatches, reference, routed_stages
 
 from funcops import (
     AddConfig,
@@ -38,7 +38,6 @@ from funcops.testing.tolerances import assert_close
 from funcops.trees import nbytes, paths, tensors, tree_map_tensors
 
 M = 8
-USER = "0F0,2F0,0F1,2F1,2I1,0B1,2I0,0I0,0W0,2W1,2W0\n1F0,3F0,1F1,3F1,3B1,1I1,3I0,1I0,1W0,3W0,1W1\n"
 SCHEDULES = {
     "gpipe": gpipe(4, M),
     "one_f_one_b": one_f_one_b(4, M),

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from staged import square_error, stages_of_modules
 from torch.distributed.pipelining import ScheduleZBVZeroBubble
 
 import funcops
 from funcops import delayed_wgrad
-from funcops import nn as fnn
 from funcops.adapters.autograd.delayed import WgradStore
 from funcops.adapters.pipelining import split_stage
 from funcops.adapters.pipelining.torch_stages import StageOfRank
@@ -19,17 +19,6 @@ from funcops.testing.tolerances import assert_close
 DIM, M = 8, 8
 PACKAGE = Path(funcops.__file__).parent
 TORCHS = "torch.distributed.pipelining"
-
-
-def stages_of_modules(count=4):
-    torch.manual_seed(1)
-    return torch.nn.Sequential(
-        *[torch.nn.Sequential(fnn.Linear(DIM, DIM), torch.nn.Tanh(), fnn.Linear(DIM, DIM)) for _ in range(count)]
-    ).double()
-
-
-def square_error(y, target):
-    return (y - target).square().mean()
 
 
 @pytest.fixture

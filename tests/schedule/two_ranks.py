@@ -19,10 +19,17 @@ import torch.distributed as dist
 from drawn import every
 from exchanged import check_exchanged, exchange, exchanged
 from forked import codes
-from staged import DIM, decoder, microbatches, reference, routed_stages
-from test_exchange import setup as linears
-from test_run import USER
-from test_split_stage import square_error, stages_of_modules
+from staged import (
+    DIM,
+    USER,
+    decoder,
+    linears,
+    microbatches,
+    reference,
+    routed_stages,
+    square_error,
+    stages_of_modules,
+)
 
 from funcops import Needs, chain, random
 from funcops.adapters.pipelining import BucketedMean, Pipeline, split_stage

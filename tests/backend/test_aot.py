@@ -1,0 +1,483 @@
+"""Every kernel and configuration compiles for every target, within its limits; no GPU is needed.
+
+The committed table holds every build, and a hash of what it was compiled from. What has another hash now is compiled here,
+and of the rest a few, drawn anew each day; `make aot` compiles what changed and writes the table,
+`python -m benchmarks aot` all.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import random
+import re
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+TABLE = ROOT / "docs" / "benchmarks" / "aot.csv"
+DRAWN = 4  # for each target
+PINNED = "triton " + re.search(r"^triton==([\d.]+)", (ROOT / "constraints.txt").read_text(), re.M)[1]  # the table's compiler
+NUMBERS = itertools.count()
+OF_EXPERTS = ("grouped.product", "grouped.wgrad", "experts.up", "experts.down_dgrad")
+PROGRAM = """
+import dataclasses, json, random, sys, torch, triton, triton.language as tl
+from funcops import (
+    ActivationConfig, ChainConfig, LayerNormConfig, LinearConfig, RMSNormConfig, Step, activation, chain, layer_norm, linear,
+    rms_norm,
+)
+from funcops.backend.aot import COMPILER, TARGETS, config_of, inspect, name_of, stubbed
+from funcops.backend.fingerprint import fingerprint
+from funcops.backend import backend
+from funcops.backend.launch import compiled_launches, launcher, planned_launches
+from benchmarks.aot import never_built, plan, read
+from benchmarks.choices import norms, recipes, scaled_product
+from funcops.kernels import quantize, quantize_after
+from funcops.kernels.triton.matmul import Epilogue, matmul
+from funcops.low_precision import NVFP4, Fp8Block, Fp8Delayed, quantize_params, recipe_init, with_recipe
+from funcops.residuals.codec import CODECS
+
+@triton.jit
+def greedy(x_ptr, y_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(y_ptr + i, x - tl.sum(x, 0))
+
+def drawn_products(dtype):
+    # of any size, layout and epilogue, as linear layers ask for them
+    def size(*more):
+        return draw.choice(
+            [draw.randint(1, 80), draw.randint(1, 300), 16 * draw.randint(1, 160), draw.choice([512, 1024, 2048, 4096]), *more]
+        )
+
+    def lies(rows, columns):
+        pad = draw.choice([0, 0, 0, 3, 16])
+        t = torch.empty(rows, columns + pad, dtype=dtype, device="meta")[:, :columns]
+        return t if draw.random() < 0.5 else torch.empty(columns, rows + pad, dtype=dtype, device="meta")[:, :rows].mT
+
+    for _ in range(120):
+        m, n, k = size(), size(), size(4096, 8192, 16384)
+        out, bias = torch.empty(m, n, dtype=dtype, device="meta"), torch.empty(n, dtype=dtype, device="meta")
+        wide = torch.empty(m, n, device="meta")
+        sums = Epilogue(sums=torch.empty(m, dtype=dtype, device="meta"))
+        epilogue, out = draw.choice([(Epilogue(), out), (Epilogue(bias), out), (Epilogue(add=wide), wide), (sums, out)])
+        matmul(lies(m, k), lies(k, n), out, epilogue)
+
+def drawn_norms(dtype):
+    # of any width, and of every power of two and its neighbours
+    widths = [draw.randint(1, 40000) for _ in range(10)] + [16 * draw.randint(1, 2500) for _ in range(10)]
+    for width in [*widths, *(2**i + d for i in range(16) for d in (-1, 0, 1, 16) if 2**i + d)]:
+        for norm in norms(dtype, width, rows=draw.choice([3, 4096])):
+            norm()
+
+def drawn_recipes():
+    # layers of any size, by recipes of any options, and what each of them reads of the op before it
+    for recipe in [draw.choice(list(recipes())) for _ in range(12)] + [Fp8Delayed(), Fp8Block(keep="input"), NVFP4(hadamard=False)]:
+        recipe = dataclasses.replace(recipe, emulate=True)
+        if recipe.x.turns and not (recipe.delayed or recipe.hadamard):
+            recipe = dataclasses.replace(recipe, keep=draw.choice(["input", "row", "col"]))
+        i, o = (32 * draw.randint(1, 40) for _ in range(2))
+        ops = [(rms_norm, RMSNormConfig(o)), (layer_norm, LayerNormConfig(o)), (activation, ActivationConfig("gelu"))]
+        steps = Step("up", linear, LinearConfig(i, o)), Step("op", *draw.choice(ops)), Step("down", linear, LinearConfig(o, i))
+        cfg = with_recipe(ChainConfig(steps=steps), recipe)
+        params = chain.init(cfg, key=None, dtype=torch.float32, device="meta")
+        work = quantize_params(params, cfg, recipe_init(cfg, params), columns=draw.random() < 0.5)
+        y, kept = chain.fwd(work, torch.empty(draw.randint(1, 500), i, dtype=torch.bfloat16, device="meta"), cfg)
+        chain.bwd(kept, y, cfg)
+    for codec in CODECS.values():
+        x = torch.empty(draw.randint(1, 500), draw.randint(1, 500), dtype=torch.bfloat16, device="meta")
+        codec.decode(codec.encode(x), x.dtype)
+
+table, seed, drawn, chosen = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4].split()
+sys.path.insert(0, sys.argv[5])
+from races import memory_of, races
+
+def built(launched, target):
+    with stubbed(TARGETS[target].gpu):
+        compiled = launched.compile()
+    row = inspect(compiled, target)._asdict()
+    seen = races(compiled.compiled.asm["ttgir"], memory_of(launched))
+    found["races"] += [f"{row['kernel']} {row['config']} {target}: {race}" for race in seen]
+    return row
+
+known = {row.hash for row in read(table)}  # of any Triton; what is built is held to limits, and compared where it is the table's
+draw = random.Random(seed)
+found = {"targets": chosen, "compiler": COMPILER}
+found |= {"planned": [], "built": [], "missing": [], "races": [], "products": [], "norms": [], "recipes": []}
+for target in chosen:
+    planned = plan(target)
+    hashes = [fingerprint(launched, target) for launched in planned]
+    found["planned"] += [(h, name_of(p.kernel), config_of(p), target) for h, p in zip(hashes, planned)]
+    found["missing"] += never_built(planned, target)
+    old = [launched for h, launched in zip(hashes, planned) if h in known]
+    new = [launched for h, launched in zip(hashes, planned) if h not in known]
+    with stubbed(TARGETS[target].gpu), planned_launches() as products:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            drawn_products(dtype)
+    found["products"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in products]
+    with stubbed(TARGETS[target].gpu), planned_launches() as launches, backend("triton"):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            drawn_norms(dtype)
+    found["norms"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in launches]
+    with stubbed(TARGETS[target].gpu), planned_launches() as launches, backend("triton"):
+        drawn_recipes()
+    found["recipes"] += [(name_of(p.kernel), config_of(p), target, p.key[-2]) for p in launches]
+    found["built"] += [built(launched, target) for launched in new + draw.sample(old, min(drawn, len(old)))]
+with stubbed(), compiled_launches() as launches:
+    x = torch.empty(8192, device="meta")
+    launcher(greedy)(1, 1, 1, x, x, 8192, num_warps=1)
+with stubbed(), compiled_launches() as quantisers, backend("triton"):
+    x, w, one = (torch.empty(n, dtype=torch.bfloat16, device="meta") for n in ((512, 512), 512, 1))
+    codes, scales, *_ = quantize.quantize_both(x, "e4m3", 1, 128, "pow2", None)
+    quantize.retile(codes, scales.mT, "e5m2", 1, 128)
+    quantize.quantize_scaled(x, "e5m2", one.float())
+    quantize_after.rms_norm_quantize(x, w, 1e-5, False, "e4m3", 128, "pow2")
+    quantize_after.glu_quantize(x, "swiglu", True, "e5m2", 128, "pow2")
+found["ptx"] = {f"{name_of(one.kernel)} {config_of(one)}": one.compiled.asm["ptx"] for one in quantisers}
+
+def refused(target, *product):
+    with stubbed(TARGETS[target].gpu), planned_launches() as planned, backend("triton"):
+        try:
+            scaled_product(*product, emulate=False)
+        except ValueError as error:
+            assert not planned
+            return str(error)
+        return ""
+
+PRODUCTS = [
+    ("e4m3", "e5m2", "float32", (0, 0), (0, 0)), ("e4m3", "e4m3", "pow2", (1, 128), (128, 128)),
+    ("e4m3", "e4m3", "e8m0", (1, 32), (1, 32)), ("e2m1", "e2m1", "e4m3", (1, 16), (16, 16)),
+]
+found["refused"] = {target: [refused(target, *product) for product in PRODUCTS] for target in TARGETS}
+found["greedy"] = inspect(launches[0], "sm_90")._asdict()
+print(json.dumps(found))
+"""
+HELPERS = """
+import triton, triton.language as tl
+
+LIMIT = tl.constexpr(4)
+
+@triton.jit
+def deep(x):
+    return x + 1
+
+@triton.jit
+def helper(x):
+    return deep(x) * 2
+"""
+KERNEL = """
+import triton, triton.language as tl
+import {helpers} as helpers
+from {helpers} import LIMIT
+
+@triton.jit
+def kernel(x_ptr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    tl.store(x_ptr + i, helpers.helper(tl.load(x_ptr + i)), mask=i < LIMIT)
+"""
+
+
+def rows():
+    from benchmarks.aot import read
+
+    return [row._asdict() for row in read(TABLE)]
+
+
+@pytest.fixture(scope="module", params=["the day's target", pytest.param("every target", marks=pytest.mark.slow)])
+def found(request, tmp_path_factory):
+    from funcops.backend.aot import TARGETS
+
+    seed = int(time.time() // 86400)
+    targets = list(TARGETS) if request.param == "every target" else [list(TARGETS)[seed % len(TARGETS)]]
+    path = tmp_path_factory.mktemp("aot") / "program.py"
+    path.write_text(PROGRAM)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, path, TABLE, str(seed), str(DRAWN), " ".join(targets), Path(__file__).parents[1] / "helpers"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)
+    print(f"seed {seed}: built", *(f"{b['kernel']} {b['config']} {b['target']}" for b in found["built"]), sep="\n  ")
+    return found
+
+
+def within_limits(build):
+    from funcops.backend.aot import TARGETS
+
+    target = build["target"]
+    assert build["shared"] <= TARGETS[target].shared_limit, build
+    assert target != "sm_90" or build["spills"] == 0, build
+    multiplies = build["kernel"].startswith("gemm") and build["kernel"] != "gemm.after" or build["kernel"] in OF_EXPERTS
+    if multiplies and build["config"].startswith(("bfloat16", "float16")):
+        assert build["matrix"] and (target != "sm_90" or "HGMMA" in build["matrix"]), build
+    if build["kernel"] == "scaled_mm.product":
+        assert set(build["matrix"].split(", ")) & multipliers(target, build["config"]), build
+    if build["kernel"].startswith(("quantize", "scaled_mm")):
+        assert target not in ("sm_90", "sm_100") or not build["spills"], build
+    if build["kernel"].startswith(("grouped", "experts")):
+        assert target == "gfx942" or not build["spills"], build
+
+
+def multipliers(target, config):
+    """The opcodes of tensor cores for codes: on Hopper those with MX scales are multiplied as bfloat16."""
+    if target == "sm_90":
+        return {"HGMMA"} if "KIND=e8m0" in config else {"QGMMA"}
+    return {"UTCOMMA"} if "A=e2m1 B=e2m1" in config else {"UTCQMMA"}
+
+
+def wrong_rows(planned, table, compiler):
+    """The rows that the table should have and has not, and those that it has and should not have."""
+    want = {tuple(row) for row in planned}
+    have = {(row["hash"], row["kernel"], row["config"], row["target"]) for row in table if row["compiler"] == compiler}
+    return sorted(want - have), sorted(have - want) + [row for row in table if row["compiler"] != compiler]
+
+
+def test_every_build_keeps_its_limits(found):
+    assert not found["missing"], "kernels without a sample in benchmarks/samples.py"
+    assert len(found["built"]) >= len(found["targets"]) * DRAWN
+    for build in [*rows(), *found["built"]]:
+        within_limits(build)
+    assert not found["races"]
+
+
+def test_what_was_drawn_is_as_the_table_says(found):
+    table = {row["hash"]: row for row in rows()}
+    for build in found["built"]:
+        row = table.get(build["hash"])
+        assert row is None or row["compiler"] != build["compiler"] or row == build
+
+
+def test_the_committed_table_is_of_these_kernels(found):
+    table = [row for row in rows() if row["target"] in found["targets"]]
+    missing, over = wrong_rows(found["planned"], table, PINNED)  # the hashes are of sources and launches: the same for every Triton
+    assert not missing and not over, (
+        f"{TABLE.name} lacks {len(missing)} rows and has {len(over)} too many; `make aot` mends it: {missing[:3]} {over[:3]}"
+    )
+
+
+def choice_of(kernel, config, target, warps):
+    """What a product chose: kernel, dtypes (16-bit ones are one class), tile, warps, and what its epilogue is."""
+    words = dict(word.split("=", 1) for word in config.split() if "=" in word)
+    dtypes = [word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word]
+    blocks = tuple(words.get(name) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK", "SUMS"))
+    return kernel, tuple(dtypes[:1] if words.get("BIAS") == "True" else dtypes), blocks, target, int(warps)
+
+
+def test_no_product_makes_a_choice_without_a_row(found):
+    known = {choice_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows()}
+    made = {choice_of(*product) for product in found["products"]}
+    assert len(made) > 15 * len(found["targets"]) and not made - known
+
+
+def way_of(kernel, config, target, warps):
+    """How a norm takes rows: kernel, dtypes, elements at a time, whether it loads them again, and whether rows are aligned."""
+    words = dict(word.split("=", 1) for word in config.split() if "=" in word)
+    dtypes = tuple(word.replace("bfloat16", "16-bit").replace("float16", "16-bit") for word in config.split() if "=" not in word)
+    elements = int(words.get("ROWS", 1)) * int(words.get("PIECES", 1)) * int(words["BLOCK"])
+    return kernel, dtypes, elements, words.get("AGAIN"), "width%16" in words, target, int(warps)
+
+
+def test_no_norm_takes_rows_in_a_way_without_a_row(found):
+    names = {name for name, *_ in found["norms"]}
+    known = {way_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows() if row["kernel"] in names}
+    taken = {way_of(*norm) for norm in found["norms"]}
+    assert len(names) == 10 and len(taken) > 37 * len(found["targets"]) and not taken - known
+
+
+def codes_of(kernel, config, target, warps):
+    """How numbers of few bits are made, decoded or multiplied: kernel, dtypes, elements, tiles and scales; not of what size."""
+    sized = ("ROWS", "BLOCK") if kernel == "quantize_after.norm" else ()
+    return kernel, target, *(word for word in config.split() if "%16" not in word and word.split("=")[0] not in sized)
+
+
+def test_no_recipe_makes_a_choice_without_a_row(found):
+    names = "quantize.", "quantize_after.", "scaled_mm."
+    known = {codes_of(row["kernel"], row["config"], row["target"], row["warps"]) for row in rows()}
+    made = {codes_of(*launch) for launch in found["recipes"] if launch[0].startswith(names)}
+    assert len(made) > 20 * len(found["targets"]) and not made - known
+
+
+def test_products_of_codes_are_those_of_tensor_cores():
+    """Every pair of elements and kind of scales, on Hopper and Blackwell."""
+    seen = {}
+    for row in rows():
+        words = dict(word.split("=", 1) for word in row["config"].split() if "=" in word)
+        if row["kernel"] == "scaled_mm.product":
+            seen.setdefault((row["target"], words["KIND"]), set()).add((words["A"], words["B"], row["matrix"]))
+    eights = [(a, b) for a in ("e4m3", "e5m2") for b in ("e4m3", "e5m2")]
+    want = {("sm_90", kind): {(*pair, "QGMMA") for pair in eights} for kind in ("pow2", "float32")}
+    want |= {("sm_100", kind): {(*pair, "UTCQMMA") for pair in eights} for kind in ("pow2", "float32", "e8m0")}
+    want |= {("sm_90", "e8m0"): {(*pair, "HGMMA") for pair in eights}, ("sm_100", "e4m3"): {("e2m1", "e2m1", "UTCOMMA")}}
+    assert seen == want
+
+
+def test_a_table_that_is_not_of_these_kernels_is_seen():
+    table = rows()
+    compiler = PINNED
+    planned = [tuple(row[name] for name in ("hash", "kernel", "config", "target")) for row in table]
+    assert wrong_rows(planned, table, compiler) == ([], [])
+    draw = random.Random(0)
+    for i in draw.sample(range(len(table)), 5):
+        row = table[i]
+        assert wrong_rows(planned, table[:i] + table[i + 1 :], compiler) == ([planned[i]], [])  # a choice without a row
+        assert wrong_rows(planned[:i] + planned[i + 1 :], table, compiler) == ([], [planned[i]])  # a row without a choice
+        for name, value in (("hash", "0" * 12), ("compiler", "triton 3.6.0")):
+            missing, over = wrong_rows(planned, [*table[:i], {**row, name: value}, *table[i + 1 :]], compiler)
+            assert missing == [planned[i]] and len(over) == 1
+
+
+@pytest.fixture
+def hashed(tmp_path, monkeypatch):
+    """The hash of KERNEL with its helpers, after a replacement in their sources; a new pair of modules each time."""
+    from funcops.backend.fingerprint import fingerprint
+    from funcops.backend.launch import Launched
+
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def hashed(old="", new="", key=("float32", 64, 4, 3), target="sm_90"):
+        number = next(NUMBERS)
+        helpers, name = f"aot_helpers_{number}", f"aot_kernel_{number}"
+        for module, text in ((helpers, HELPERS), (name, KERNEL.format(helpers=helpers))):
+            assert not old or old in HELPERS + KERNEL
+            (tmp_path / f"{module}.py").write_text(text.replace(old, new) if old else text)
+        importlib.invalidate_caches()
+        kernel = importlib.import_module(name).kernel
+        for module in (helpers, name):  # the modules' names are no part of what is compared
+            for value in vars(sys.modules[module]).values():
+                if hasattr(value, "fn"):
+                    value.fn.__module__ = "aot"
+        return fingerprint(Launched(kernel, (1, 1, 1), {}, key, None), target)
+
+    return hashed
+
+
+def test_the_hash_is_of_the_source_its_helpers_and_the_launch(hashed):
+    first = hashed()
+    assert hashed() == first
+    changes = [
+        {"old": "tl.load(x_ptr + i)", "new": "tl.load(x_ptr + i, mask=i < 2)"},
+        {"old": "* 2", "new": "* 3"},  # a helper
+        {"old": "x + 1", "new": "x - 1"},  # a helper's helper
+        {"old": "constexpr(4)", "new": "constexpr(5)"},  # a value that it reads
+        {"key": ("float16", 64, 4, 3)},
+        {"key": ("float32", 64, 8, 3)},
+        {"key": ("float32", 64, 4, 2)},
+        {"target": "sm_100"},
+    ]
+    assert len({first, *(hashed(**change) for change in changes)}) == 1 + len(changes)
+
+
+def test_the_hash_is_not_of_comments_and_layout(hashed):
+    first = hashed()
+    for old, new in (
+        ("\n\n@triton", "\n\n\n# why\n@triton"),
+        ("return deep(x) * 2", "'''What it does.'''\n    return (deep(x)\n        * 2)  # why"),
+        ("helpers.helper(tl.load(x_ptr + i)), mask", "helpers.helper(tl.load(x_ptr+i)),\n        mask"),
+        ("LIMIT = ", "UNREAD = 1\nLIMIT = "),
+    ):
+        assert hashed(old, new) == first, new
+
+
+def test_the_bench_compiles_what_changed_alone(monkeypatch, tmp_path):
+    from benchmarks import aot
+    from benchmarks.measure import BenchError, write_csv
+    from funcops.backend.aot import COMPILER, Build
+
+    def made(launched, target):
+        return Build(launched, "", target, 4, 8, 0, 0, "", 16, launched + target, COMPILER)
+
+    monkeypatch.setattr(aot, "plan", lambda target: ["a", "b", "c"])
+    monkeypatch.setattr(aot, "fingerprint", lambda launched, target: launched + target)
+    monkeypatch.setattr(aot, "build", made)
+    every = aot.run()
+    changed = [every[0]._replace(hash="other"), every[1]._replace(compiler="triton 3.0"), *every[2:]]
+    write_csv(tmp_path / "table.csv", changed)
+    monkeypatch.setattr(aot, "build", lambda *args: made(*args)._replace(registers=9))
+    again = aot.run(changed=tmp_path / "table.csv")
+    assert again == [every[0]._replace(registers=9), every[1]._replace(registers=9), *every[2:]]
+    with pytest.raises(BenchError, match="must be a table of `bench aot`"):
+        aot.run(changed=tmp_path / "none.csv")
+
+
+def before_casts(ptx):
+    """The instructions that made what is cast to 8 bits."""
+    made = {register: opcode for opcode, register in re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.]*)\s+(%\w+),", ptx, re.M)}
+    casts = re.findall(r"cvt\.rn\.satfinite\.e[45]m[23]x2\.f32\s+%\w+, (%\w+), (%\w+);", ptx)
+    return [made[register] for cast in casts for register in cast]
+
+
+def test_nothing_is_clamped_before_a_cast(found):
+    """min and max give the other of a NaN and a number."""
+    assert {name.split()[0] for name in found["ptx"]} == {"quantize.tiles", "quantize_after.norm", "quantize_after.pointwise"}
+    assert len(found["ptx"]) == 5
+    for name, ptx in found["ptx"].items():
+        made = before_casts(ptx)
+        assert len(made) >= 16 and set(made) == {"mul.f32"}, name
+        assert "min.f32" in before_casts(ptx.replace("mul.f32", "min.f32")), name
+
+
+def test_a_device_that_lacks_a_format_says_so(found):
+    wanted = "scaled_mm: device must be of sm_{} or later for {} products of {} by {} (or emulate=True), got {}"
+    eight = [("90", "8-bit", "e4m3", "e5m2"), ("90", "8-bit", "e4m3", "e4m3")]
+    few = [("100", "MX", "e4m3", "e4m3"), ("100", "NVFP4", "e2m1", "e2m1")]
+    assert found["refused"].pop("sm_100") == [""] * 4
+    assert found["refused"].pop("sm_90") == ["", "", *(wanted.format(*words, "sm_90") for words in few)]
+    for target, messages in found["refused"].items():
+        assert messages == [wanted.format(*words, target) for words in eight + few]
+
+
+def test_a_kernel_that_spills_is_seen(found):
+    assert found["greedy"]["spills"] > 0 and found["greedy"]["matrix"] == ""
+    with pytest.raises(AssertionError):
+        within_limits(found["greedy"])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_said_of_an_amd_build_is_what_stands_in_it(seed):
+    """Registers are counted, spilled ones are of four bytes, vectors' and scalars', and of instructions each is one."""
+    from funcops.backend.aot import _read_amd
+
+    drawn = random.Random(seed)
+    registers, vector, scalar = (drawn.randrange(1, 512) for _ in range(3))
+    opcodes = drawn.choices(["v_add_f32", "s_waitcnt", "v_mfma_f32_32x32x8_bf16", "global_load_dwordx4"], k=drawn.randrange(1, 30))
+    code = "".join(f"\t{opcode} v0, v1\n" for opcode in opcodes)
+    counts = {"sgpr_count": 7, "sgpr_spill_count": scalar, "vgpr_count": registers, "vgpr_spill_count": vector}
+    said = "".join(f"    .{name}:     {count}\n" for name, count in counts.items())
+    assert _read_amd({"amdgcn": f"kernel:\n; %bb.0:\n{code}.Lfunc_end0:\n{said}"}) == (
+        registers, 4 * (vector + scalar), set(opcodes), len(opcodes)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_code_is_the_executable_sections_of_a_file(seed):
+    """Of a 64-bit ELF file made here: its header says where its sections' headers lie, of which size and how many."""
+    from funcops.backend.aot import _code_bytes
+
+    drawn = random.Random(seed)
+    sections = [(drawn.randrange(8), drawn.randrange(1, 1 << 20)) for _ in range(drawn.randrange(1, 9))]  # flags and size
+    before, entry = drawn.randrange(64, 200), 64 + 8 * drawn.randrange(2)
+    head = bytearray(drawn.randbytes(before))
+    struct.pack_into("<Q", head, 40, before)
+    struct.pack_into("<HH", head, 58, entry, len(sections))
+    table = b"".join(struct.pack("<IIQQQQ", 7, 1, flags, 9, 11, size) + drawn.randbytes(entry - 40) for flags, size in sections)
+    assert _code_bytes(bytes(head) + table + drawn.randbytes(64)) == sum(size for flags, size in sections if flags & 4)
+
+
+def test_every_format_of_a_recipe_has_its_fused_quantisers(monkeypatch):
+    """With its element, the length of its tiles, and its kind of scales."""
+    from benchmarks import choices
+
+    asked = []
+    for name in ("rms_norm", "layer_norm", "glu", "activation"):
+        monkeypatch.setattr(choices.quantize_after, f"{name}_quantize", lambda *args, name=name: asked.append((name, *args[-3:])))
+    for call in choices._quantised_outputs():
+        call()
+    formats = {r.x for r in choices.recipes() if r.x.tile[0] == 1 and r.x.element != "e2m1"}
+    assert set(asked) == {(name, f.element, f.tile[1], f.scales) for name, *_ in asked for f in formats}
+    assert len(asked) == 4 * len(formats) > 0

@@ -1,0 +1,235 @@
+"""The smoke run of a device, rehearsed where there is none: its code, its lines and how it ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+HERE = Path(__file__).parents[1] / "smoke"
+sys.path.insert(0, str(HERE))
+
+import checks  # noqa: E402
+import gpu_tests  # noqa: E402
+import needs  # noqa: E402
+import run as smoke  # noqa: E402
+from lines import Lines  # noqa: E402
+from pretend_cuda import pretended  # noqa: E402
+from tiny_samples import tiny  # noqa: E402
+
+from benchmarks import graph, kernels, recipes, step  # noqa: E402
+from benchmarks.__main__ import main as bench  # noqa: E402
+from funcops.models.blocks import Sizes  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+SMALL = Sizes(dim=16, layers=1, heads=2, kv_heads=1, hidden=24, vocab=16, context=4, batch=1)
+
+COMPILES = "modules_train_by_autograd_and_compiled"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == COMPILES else ())
+        for name in checks.CHECKS
+        if name not in checks.DEVICE_ONLY
+    ],
+)
+def test_checks_run_on_the_cpu(name):
+    measured = checks.CHECKS[name](checks.Place("cpu"))
+    json.dumps(measured, default=str)
+
+
+def test_what_runs_on_a_device_alone_is_little():
+    assert len(checks.CHECKS) >= 20 and len(checks.DEVICE_ONLY) <= 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(checks.DEVICE_ONLY))
+def test_what_runs_on_a_device_alone_runs_on_a_pretended_one(name, monkeypatch):
+    monkeypatch.setattr(checks.Place, "real", False)
+    monkeypatch.setattr(checks.Place, "size", lambda on, full, small: small)
+    with pretended(monkeypatch, "triton"):
+        found = smoke.one(name)
+    assert found["status"] == "passed" and found["device"] == "pretended", found
+
+
+BENCHES = {
+    "kernels": ["--only", "rms_norm_fwd", "--seconds", "60"],
+    "graph": ["--dtype", "float32"],
+    "step": ["--device", "cuda"],
+    "recipes": [],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BENCHES)
+def test_benches_of_a_device_run_on_a_pretended_one(name, monkeypatch, tmp_path, capsys):
+    two = tiny(torch.bfloat16)[:2]
+    for module, changes in (
+        (
+            kernels,
+            dict(samples=lambda make: iter(two), MOST_COPIES=1, COLD_BYTES=0, measured_copy_rate=lambda _: 1e9),
+        ),
+        (graph, dict(SMALL=SMALL, ROUNDS=2, CALLS=1)),
+        (step, dict(LARGE=SMALL, LARGE_ROUNDS=4)),
+        (recipes, dict(LAYERS=((4, 32, 16),), BLOCK=SMALL)),
+    ):
+        for attribute, value in changes.items():
+            monkeypatch.setattr(module, attribute, value)
+    with pretended(monkeypatch, "torch"):  # `bench kernels` runs ours where it must
+        bench([name, "--if-device", *BENCHES[name], "--json", str(tmp_path / "rows.json")])
+    found = json.loads((tmp_path / "rows.json").read_text())
+    assert found["machine"]["device"] == "pretended" and "no device" not in capsys.readouterr().out
+    notes = [row.get("note", "") for row in found["rows"]]
+    providers = {row["provider"] for row in found["rows"]}
+    assert (
+        not [note for note in notes if "failed" in note]
+        and {"kernels": "torch", "graph": "torch eager", "step": "torch eager", "recipes": "Fp8Block, keep=col"}[name] in providers
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_all_of_make_gpu_ends_without_a_device(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKEOVERRIDES")}  # those of the make that runs the tests
+    command = ["make", "gpu", f"PYTHON={sys.executable}", f"RESULTS={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert said[0]["device"] == "no device" and said[0]["missing"] == []
+    assert {one["check"] for one in said[1:] if "check" in one} == set(checks.CHECKS)
+    assert [one["bench"] for one in said if "bench" in one] == ["kernels", "graph", "step", "recipes"]
+    tests = [json.loads(line) for line in (tmp_path / "gpu-tests.jsonl").read_text().splitlines()]
+    assert {one["test"].partition("::")[0] for one in tests} == set(gpu_tests.files())
+    assert {one["status"] for one in (*said[1:], *tests)} == {"no device"}
+
+
+def test_make_gpu_fits_ten_minutes():
+    """Each target's limit, and what it takes for itself within that."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.search(r"\(MAKE\) -k (.*)", makefile)[1].split()
+    limits = [int(re.search(rf"^{name}:\n(?:\t.*\n)*?\t.*timeout (\d+) ", makefile, re.M)[1]) for name in targets]
+    assert len(targets) == 6 and sum(limits) <= 590
+    own = {name: float(re.search(rf"^{name}:\n(?:\t.*\n)*?\t.*--seconds (\d+)", makefile, re.M)[1]) for name in targets[:3]}
+    assert own["gpu-smoke"] <= 60 and all(
+        own[name] + 15 <= limit for name, limit in zip(targets, limits, strict=False) if name in own
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_device_every_check_says_so(tmp_path, capsys):
+    assert smoke.main(["--json", str(tmp_path / "a" / "found.jsonl")]) == 0
+    said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["check"], one["status"]) for one in said] == [(name, "no device") for name in checks.CHECKS]
+    assert [json.loads(line) for line in (tmp_path / "a" / "found.jsonl").read_text().splitlines()] == said
+
+
+def test_what_ends_a_process_has_its_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.py").write_text("import os; os._exit(7)")
+    monkeypatch.setattr(smoke, "HERE", tmp_path)
+    now = time.monotonic()
+    assert smoke.report((smoke.apart("any", until) for until in (now + 600, now)), Lines(None)) == 1
+    killed, late = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert killed["status"] == "failed" and "exit code 7" in killed["why"] and late["status"] == "out of time"
+
+
+@pytest.mark.parametrize(
+    ("has", "said"),
+    [
+        ({}, []),
+        ({"optree": None}, ["optree>=0.13 (not installed)"]),
+        ({"torch": "2.9.1+cu128"}, ["torch>=2.11 (got 2.9.1+cu128)"]),
+        ({"torch": "2.13.0a0+git", "triton": "3.6.0", "optree": ""}, []),
+        ({"triton": None, "pytest": None}, ["triton>=3.6 (not installed)", "pytest (not installed)"]),
+    ],
+    ids=str,
+)
+def test_what_is_missing_is_named_first(has, said, monkeypatch, capsys):
+    real = needs.had
+    monkeypatch.setattr(needs, "had", lambda name: has.get(name, real(name)) if name in has else real(name))
+    assert needs.missing((*needs.NEEDED, *needs.TESTS)) == said
+    of_tests = [one for one in said if one.startswith("pytest")]
+    for main, code in ((needs.main, 2 if said != of_tests else 0), (lambda: smoke.main(["--only", "no such"]), 2)):
+        if said != of_tests:
+            assert main() == code and all(one in capsys.readouterr().err for one in said if one not in of_tests)
+    if said:
+        assert gpu_tests.main([]) == 2 and said[0] in capsys.readouterr().err
+
+
+def test_a_python_that_is_too_old_is_named(monkeypatch):
+    monkeypatch.setattr(needs.sys, "version_info", (3, 9, 1))
+    assert needs.missing(())[0].startswith("python>=3.10 (got ")
+
+
+def test_what_a_device_gave_is_not_written_over_without_one(tmp_path):
+    file = tmp_path / "found.jsonl"
+    for device, status, kept in ((False, "no device", "no device"), (True, "passed", "passed"), (False, "no device", "passed")):
+        Lines(file, device=device).add({"check": "a", "status": status})
+        assert json.loads(file.read_text())["status"] == kept
+    Lines(None).add({"check": "a", "status": "passed"})
+
+
+OUTCOMES = [
+    ("call", "passed", None, "passed"), ("setup", "passed", None, None), ("call", "failed", "boom", "failed"),
+    ("setup", "failed", "boom", "failed"), ("teardown", "passed", None, None), ("teardown", "failed", "boom", "failed"),
+    ("setup", "skipped", ("f", 1, "Skipped: no device: needs one"), "no device"),
+    ("setup", "skipped", ("f", 1, "Skipped: out of time"), "out of time"),
+    ("call", "skipped", ("f", 1, "Skipped: no fp8"), "skipped"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("when", "outcome", "why", "status"), OUTCOMES, ids=str)
+def test_a_gpu_test_has_its_line(when, outcome, why, status, tmp_path):
+    report = SimpleNamespace(
+        when=when, outcome=outcome, longrepr=why, nodeid="a::b", duration=1.234, passed=outcome == "passed",
+        failed=outcome == "failed",
+        skipped=outcome == "skipped",
+    )  # fmt: skip
+    gpu_tests._Report(tmp_path / "t.jsonl").pytest_runtest_logreport(report)
+    found = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    assert [one["status"] for one in found] == ([] if status is None else [status])
+    assert not found or ("why" in found[0]) == (status in ("failed", "skipped"))
+
+
+def test_no_gpu_test_starts_after_its_time(monkeypatch):
+    item = SimpleNamespace(config=SimpleNamespace(getoption=lambda _: 5.0))
+    monkeypatch.setattr(gpu_tests.time, "time", lambda: 4.0)
+    gpu_tests.pytest_runtest_setup(item)
+    monkeypatch.setattr(gpu_tests.time, "time", lambda: 6.0)
+    with pytest.raises(pytest.skip.Exception, match="out of time"):
+        gpu_tests.pytest_runtest_setup(item)
+
+
+def test_a_check_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "none")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setitem(checks.CHECKS, "broken", lambda on: 1 / 0)
+    assert smoke.one("broken")["why"] == "ZeroDivisionError: division by zero"
+    monkeypatch.setitem(checks.CHECKS, "well", lambda on: {"us": 1.5})
+    assert smoke.one("well") | {"torch": "", "triton": ""} == {
+        "status": "passed", "measured": {"us": 1.5}, "device": "none", "torch": "", "triton": "",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["one process", "many"])
+def test_gpu_tests_run_without_plugins_that_warn_of_many_processes(many, monkeypatch):
+    """pytest-benchmark warns as it is configured under xdist, and a warning is an error."""
+    said: list[str] = []
+    monkeypatch.setattr(gpu_tests, "missing", lambda _: [])
+    monkeypatch.setattr(gpu_tests.importlib.util, "find_spec", lambda _: many)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: many)
+    monkeypatch.setattr(gpu_tests.subprocess, "run", lambda command, **_: said.extend(command) or SimpleNamespace(returncode=3))
+    assert gpu_tests.main(["--jobs", "2", "-x"]) == 3
+    pairs = set(zip(said, said[1:], strict=False))
+    assert ("-p", "no:benchmark") in pairs and ("-m", "gpu") in pairs and said[-1] == "-x"
+    assert (("-n", "2") in pairs) is many

@@ -1,0 +1,91 @@
+"""Needs: masks by path, interned, hashable."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from law_cases import CASES
+
+from funcops import LinearConfig, LinearParams, Needs, linear_fwd
+from funcops.contract.needs import sub_mask
+from funcops.trees import leaves, paths
+
+
+def test_equal_needs_are_one_object():
+    assert Needs() is Needs.ALL and Needs(x=False, params=False) is Needs.NONE
+    assert Needs(params=("b", "a")) is Needs(params=["a", "b", "a"])
+    assert copy.deepcopy(Needs(x=False)) is pickle.loads(pickle.dumps(Needs(x=False))) is Needs(x=False)
+    assert {Needs(params="a"): 1}[Needs(params=["a"])] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        (True, True),
+        (False, False),
+        ((), False),
+        ("weight", ("weight",)),
+        (["up.weight", "down"], ("down", "up.weight")),
+        ({"weight": True, "bias": False}, ("weight",)),
+        ({"weight": True, "bias": True}, True),
+        (LinearParams(False, True), ("bias",)),
+        ((LinearParams(True, True), LinearParams(False, True)), ("0.bias", "0.weight", "1.bias")),
+    ],
+)
+def test_masks(given, kept):
+    assert Needs(params=given).params == kept
+
+
+def test_a_path_covers_what_is_below_it_and_reaches_what_holds_it():
+    needs = Needs(params=("blocks.1", "head.weight"))
+    asked = ["blocks", "blocks.1", "blocks.1.up.weight", "blocks.10", "blocks.0", "head.weight", "head.bias"]
+    assert [needs.param(path) for path in asked] == [True, True, True, False, False, True, False]
+
+
+def test_a_part_of_a_tuple():
+    needs = Needs(x=("0", "2"))
+    assert [needs.input(i) for i in range(3)] == [True, False, True] and needs.input("0")
+    assert all(Needs.ALL.input(i) for i in range(3)) and not Needs.NONE.input(0)
+
+
+def test_sub_mask_is_what_lies_under_a_name():
+    assert sub_mask(("a.x", "a.y", "b"), "a") == ("x", "y")
+    assert sub_mask(("a.x", "b"), "b") is True and sub_mask(("a.x",), "c") is False
+    assert sub_mask(True, "a") is True and sub_mask(False, "a") is False
+
+
+def test_needs_are_true_where_anything_is_needed():
+    assert Needs.ALL and Needs(x=False) and Needs(params="a") and not Needs.NONE
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: Needs(params={"weight": 1}), TypeError, "Needs: params at 'weight' must be a bool, or all of it paths, got 1"),
+        (lambda: Needs(x=[1, 2]), TypeError, "Needs: x at '0' must be a bool, or all of it paths, got 1"),
+    ],
+)
+def test_bad_masks(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_an_unknown_path_is_named():
+    params = LinearParams(torch.ones(2, 3), torch.ones(2))
+    with pytest.raises(ValueError, match="linear_fwd: needs.params must be paths among weight, bias, got 'wieght'"):
+        linear_fwd(params, torch.ones(1, 3), LinearConfig(3, 2), needs=Needs(params="wieght"))
+
+
+INPUTS = {str(case): case for case, _ in CASES}
+
+
+@pytest.mark.parametrize("case", INPUTS.values(), ids=str)
+def test_paths_that_x_does_not_have_are_refused(case):
+    params, x = case.make(case.dtypes[0])
+    known = [path for path in paths(x) if path]
+    for path in ["nonsense", str(len(leaves(x))), "-1", *[f"{path}.0" for path in known], *[f"{path}0" for path in known]]:
+        with pytest.raises(ValueError, match=r"_fwd: needs\.x must be (paths among|a bool).*, got '"):
+            case.op.fwd(params, x, case.cfg, needs=Needs(x=[*known, path]))
+    for path in known:
+        case.op.fwd(params, x, case.cfg, needs=Needs(x=[path]))

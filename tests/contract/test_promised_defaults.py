@@ -1,0 +1,59 @@
+"""Defaults are promises: what a config, or a function of the package, takes where nothing is said stands in a table.
+
+A change of one is a change of a public name, and gets a line in the changelog: `python tests/contract/test_promised_defaults.py`
+writes the table anew.
+"""
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+import funcops
+
+TABLE = Path(__file__).parents[1] / "helpers" / "promised_defaults.txt"
+ROOMS = "", "dist", "graphs", "lora", "low_precision", "models", "optim", "precision", "random", "schedule", "testing"
+
+
+def defaults():
+    """Of every public class and function, by the room that it is in: `room.name(parameter=default, ...)`."""
+    found = {}
+    for room in ROOMS:
+        module = getattr(funcops, room) if room else funcops
+        for name in sorted({*vars(module), *getattr(module, "__all__", ())}):
+            value = getattr(module, name)
+            if name.startswith("_") or not (inspect.isfunction(value) or inspect.isclass(value)):
+                continue
+            if not value.__module__.startswith("funcops."):
+                continue
+            try:
+                parameters = inspect.signature(value).parameters.values()
+            except ValueError:
+                continue
+            said = [f"{p.name}={shown(p.default)}" for p in parameters if p.default is not p.empty]
+            if said:
+                found[f"{room}.{name}".lstrip(".")] = ", ".join(said)
+    return found
+
+
+def shown(value):
+    """A default in words that are the same in every process."""
+    text = repr(value)
+    return f"<{type(value).__name__}>" if " at 0x" in text or len(text) > 80 else text
+
+
+def test_defaults_are_those_of_the_table():
+    committed = dict(line.partition(": ")[::2] for line in TABLE.read_text().splitlines())
+    now = defaults()
+    assert len(now) > 150
+    assert {name: (committed.get(name), said) for name, said in now.items() if committed.get(name) != said} == {}
+    assert sorted(committed.keys() - now.keys()) == []
+
+
+@pytest.mark.parametrize(("value", "said"), [(1.0, "1.0"), (None, "None"), (object(), "<object>"), ("x" * 90, "<str>")])
+def test_a_default_is_shown_the_same_in_every_process(value, said):
+    assert shown(value) == said
+
+
+if __name__ == "__main__":
+    TABLE.write_text("".join(f"{name}: {said}\n" for name, said in defaults().items()))

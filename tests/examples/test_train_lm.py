@@ -1,0 +1,223 @@
+"""The main job's promises, on a tiny model and a text of its own."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import programs
+import pytest
+from train_runs import TINY, losses, run
+
+from funcops.backend import backend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_bytes((ROOT / "funcops" / "contract" / "schema.py").read_bytes() * 3)
+    return path
+
+
+def test_trains_and_leaves_its_results(text, tmp_path):
+    said = run(*TINY, "--text", text, "--steps", 12, "--out", tmp_path)
+    assert "mlp.act.x" in said and "baseline" in said and "sample:" in said
+    rows = losses(tmp_path)
+    assert len(rows) == 12 and float(rows[-1][1]) < float(rows[0][1])
+    programs.check_picture(tmp_path / "loss.png")
+
+
+@pytest.fixture(scope="module")
+def fifty(text, tmp_path_factory):
+    """What 50 steps leave."""
+    folder = tmp_path_factory.mktemp("fifty")
+    run(*TINY, "--text", text, "--steps", 50, "--out", folder)
+    assert len(losses(folder)) == 50
+    return losses(folder)
+
+
+@pytest.mark.slow
+def test_delayed_wgrad_gives_the_same_bits(text, fifty, tmp_path):
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--delay-wgrad")
+    assert losses(tmp_path) == fifty
+
+
+@pytest.mark.slow
+def test_resume_gives_the_same_bits(text, fifty, tmp_path):
+    said = run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--stop-at", 25)
+    assert "stopped after step 25" in said
+    run(*TINY, "--text", text, "--steps", 50, "--out", tmp_path, "--resume")
+    assert losses(tmp_path) == fifty
+
+
+@pytest.mark.slow
+def test_policies_change_bytes_and_not_losses(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "a")
+    said = run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "b", "--policy", "minimal", "--delay-wgrad")
+    assert re.search(r"kept for the backward: \d+\.\d\d KiB by default; policy minimal: \d+\.\d\d KiB", said)
+    said = run(*TINY, "--text", text, "--steps", 4, "--out", tmp_path / "c", "--budget", "0.15")
+    assert "policy recompute blocks.*." in said
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") == losses(tmp_path / "c")
+
+
+@pytest.mark.parametrize("tied", [(), ("--tied",)])
+def test_check_against_plain_pytorch(text, tied):
+    said = run(*TINY, "--text", text, "--check", "--kv-heads", 1, *tied)
+    assert float(said.split("float64: ")[1].split()[0]) < 1e-9
+
+
+@pytest.mark.slow
+def test_the_check_runs_as_a_user_calls_it(text, tmp_path):
+    """Without the paths that the tests add."""
+    script = Path(__file__).resolve().parents[2] / "examples" / "train_lm.py"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, script, *TINY, "--text", text, "--check"]
+    said = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True)
+    assert said.returncode == 0 and "float64: " in said.stdout, said.stderr
+
+
+def test_bfloat16_trains(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 12, "--out", tmp_path, "--dtype", "bfloat16")
+    rows = losses(tmp_path)
+    assert float(rows[-1][1]) < float(rows[0][1])
+
+
+def rounding_errors(said):
+    """The largest of y, dx and dw by layer, of the table of a run with a recipe."""
+    lines = said.partition("relative errors of rounding")[2].splitlines()
+    return {line.split()[0]: max(map(float, re.findall(r"(\S+)%", line)[-3:])) for line in lines if line.startswith("blocks.")}
+
+
+RECIPES = ("fp8_block", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4")
+
+
+@pytest.mark.slow
+def test_recipes_train_resume_and_say_what_they_round(text, tmp_path):
+    """Losses near those without, with other bits; where a run goes on, the state of delayed scaling goes on."""
+    sizes = *TINY, "--heads", 1, "--hidden", 64, "--text", text, "--steps", 6, "--sample", 2
+    run(*sizes, "--out", tmp_path / "none")
+    exact = losses(tmp_path / "none")
+    for recipe in RECIPES:
+        said = run(*sizes, "--out", tmp_path / recipe, "--recipe", recipe)
+        assert said.count("blocks.1.mlp.up ") == 1 and "mlp.up.x " in said and "sample:" in said
+        errors = rounding_errors(said)
+        layers, least, most = (5, 5, 25) if recipe == "nvfp4" else (6, 1, 8)
+        assert len(errors) == 2 * layers and all(least < e < most for e in errors.values()), said
+        for row, want in zip(losses(tmp_path / recipe), exact, strict=True):
+            assert row[1] != want[1] and float(row[1]) == pytest.approx(float(want[1]), rel=0.02)
+    folder = tmp_path / "resumed"
+    run(*sizes, "--out", folder, "--recipe", "fp8_delayed", "--stop-at", 3)
+    run(*sizes, "--out", folder, "--recipe", "fp8_delayed", "--resume")
+    assert losses(folder) == losses(tmp_path / "fp8_delayed")
+    run(*sizes, "--out", tmp_path / "later", "--recipe", "fp8_delayed", "--delay-wgrad", "--policy", "minimal")
+    assert losses(tmp_path / "later") == losses(tmp_path / "fp8_delayed")
+
+
+@pytest.mark.slow
+def test_trains_on_triton_as_on_torch(text, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    from triton.runtime.interpreter import GridExecutor
+
+    launched, plain = [], GridExecutor.__call__
+    monkeypatch.setattr(GridExecutor, "__call__", lambda self, *args, **kw: launched.append(self.fn) or plain(self, *args, **kw))
+    smaller = "--dim 16 --layers 1 --hidden 32 --context 16 --batch 1 --eval-every 10".split()
+    until = "--steps", 10, "--stop-at", 3  # the interpreter takes a minute to evaluate and to sample
+    run(*TINY, *smaller, *until, "--text", text, "--out", tmp_path / "a")
+    assert not launched
+    with backend("triton"):
+        run(*TINY, *smaller, *until, "--text", text, "--out", tmp_path / "b")
+    on_torch, on_triton = losses(tmp_path / "a"), losses(tmp_path / "b")
+    assert len(on_triton) == 3 and len(launched) > 3 * 10
+    for a, b in zip(on_torch, on_triton, strict=True):
+        assert float(b[1]) == pytest.approx(float(a[1]), rel=1e-5) and float(b[3]) == pytest.approx(float(a[3]), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_graphed_step_gives_the_same_losses(text, tmp_path):
+    run(*TINY, "--text", text, "--steps", 6, "--out", tmp_path / "a")
+    said = run(*TINY, "--text", text, "--steps", 6, "--out", tmp_path / "b", "--graph")
+    assert "captured: recorder: inputs" in said
+    for eager, captured in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
+        assert float(captured[1]) == pytest.approx(float(eager[1]), rel=1e-5)
+    assert "--graph: expected without --compile" in run("--graph", "--compile", code=2)
+
+
+@pytest.mark.slow
+def test_compiled_step_gives_the_same_losses(text, tmp_path):
+    one_layer = *TINY, "--layers", 1, "--text", text, "--steps", 4  # a compiler is slow
+    run(*one_layer, "--out", tmp_path / "a")
+    run(*one_layer, "--out", tmp_path / "b", "--compile")
+    for eager, compiled in zip(losses(tmp_path / "a"), losses(tmp_path / "b"), strict=True):
+        assert float(compiled[1]) == pytest.approx(float(eager[1]), rel=1e-4)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_then_end_the_run(text, tmp_path):
+    said = run(*TINY, "--text", text, "--steps", 40, "--warmup", 0, "--lr", 1e30, "--out", tmp_path / "out", code=1)
+    assert "skipped: loss" in said and "not finite at blocks.0." in said
+    assert "10 steps in a row were not finite" in said.splitlines()[-1]
+
+
+BAD_FLAGS = [
+    (("--budget", "0"), "--budget: expected a number above 0, got 0.0"),
+    (("--recipe", "fp8"), "--recipe: invalid choice: 'fp8'"),
+    (
+        ("--recipe", "mxfp8", "--hidden", "48"),
+        "--recipe: blocks.*.mlp.down: QLinearConfig: in_features must be a multiple of 32 (MXFP8), got 48",
+    ),
+    (("--recipe", "fp8_block", "--check"), "--check: expected without --recipe"),
+    (("--recipe", "fp8_delayed", "--budget", "1"), "--budget: expected without --recipe fp8_delayed"),
+    (("--budget", "1", "--policy", "minimal"), "--budget: expected without --policy"),
+    (("--policy", "minimum"), "--policy: invalid choice: 'minimum'"),
+    (("--dim", "0"), "--dim"),
+    (("--dim", "30", "--heads", "4"), "--dim: expected an even multiple of --heads 4, got 30"),
+    (("--heads", "4", "--dim", "32", "--kv-heads", "3"), "--kv-heads: expected a divisor of --heads 4, got 3"),
+    (("--steps", "0"), "--steps: expected at least 1, got 0"),
+    (("--batch", "-1"), "--batch: expected at least 1, got -1"),
+    (("--context", "0"), "--context: expected at least 1, got 0"),
+    (("--warmup", "-2"), "--warmup: expected at least 0, got -2"),
+    (("--lr", "0"), "--lr: expected a number above 0, got 0.0"),
+    (("--lr", "nan"), "--lr: expected a number above 0, got nan"),
+    (("--clip", "-1"), "--clip: expected a number above 0, got -1.0"),
+    (("--dtype", "int8"), "--dtype"),
+    (("--device", "nowhere"), "--device: expected a device of this machine, got 'nowhere'"),
+    (("--resume",), "--resume: expected a checkpoint in --out"),
+    (("--text", "missing.txt"), "--text: expected a file or a folder, got 'missing.txt'"),
+    (("--typo",), "--typo"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), BAD_FLAGS, ids=lambda v: " ".join(v) if isinstance(v, tuple) else "")
+def test_bad_flags_end_with_one_line_and_write_nothing(flags, message, tmp_path):
+    out = tmp_path / "out"
+    said = run("--out", out, *flags, code=2)
+    assert message in said.splitlines()[-1]
+    assert not out.exists()
+
+
+def test_empty_text_ends_with_one_line(tmp_path):
+    (tmp_path / "empty.txt").touch()
+    said = run("--out", tmp_path / "out", "--text", tmp_path / "empty.txt", code=2)
+    assert "which is empty" in said and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_ctrl_c_finishes_the_step_saves_and_ends_well(text, tmp_path):
+    command = [sys.executable, str(ROOT / "examples" / "train_lm.py"), *TINY, "--text", str(text), "--steps", "100000"]
+    with subprocess.Popen(
+        [*command, "--out", str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT
+    ) as running:
+        said = []
+        for line in running.stdout:
+            said.append(line)
+            if line.startswith("step 8:"):
+                running.send_signal(signal.SIGINT)
+        assert running.wait(timeout=600) == 0
+    assert "--resume goes on from" in said[-1]
+    done = len(losses(tmp_path))
+    assert done >= 8 and f"stopped after step {done};" in said[-1]
+    run(*TINY, "--text", text, "--steps", 100000, "--out", tmp_path, "--resume", "--stop-at", done + 1)
+    assert len(losses(tmp_path)) == done + 1

@@ -1,0 +1,31 @@
+"""The cases of every operator and combinator, from tests/cases."""
+
+import importlib.util
+from pathlib import Path
+
+FILES = sorted((Path(__file__).resolve().parents[1] / "cases").glob("*.py"))
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(f"cases_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+MODULES = {path.stem: _load(path) for path in FILES}
+
+
+CASES = [(case, dtype) for m in MODULES.values() for case in m.CASES for dtype in case.dtypes]
+
+
+FIRST = [m.CASES[0] for m in MODULES.values()]
+
+
+def turns():
+    """Every case in one dtype: they take turns from case to case."""
+    for i, case in enumerate(case for m in MODULES.values() for case in m.CASES):
+        yield case, case.dtypes[i % len(case.dtypes)]
+
+
+CONFIGS = list({type(c.cfg).__name__: c.cfg for m in MODULES.values() for c in m.CASES[::-1]}.values())

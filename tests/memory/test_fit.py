@@ -1,0 +1,136 @@
+"""`fit`: which policy it picks, and that what it finds by following shapes is what is kept."""
+
+import pytest
+import torch
+from policy_cases import LLAMA, made
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from funcops import (
+    ActivationConfig,
+    AttentionConfig,
+    ChainConfig,
+    LinearConfig,
+    RepeatConfig,
+    SkipConfig,
+    Step,
+    activation,
+    attention,
+    chain,
+    linear,
+    random,
+    remat,
+    repeat,
+    report,
+    skip,
+    with_policy,
+)
+from funcops.memory.fit import ON_CPU, _follow, fit
+from funcops.models.blocks import mlp_config
+from funcops.trees import fake, tree_map_tensors
+
+
+@pytest.mark.slow
+def test_fit_takes_the_cheapest_that_fits():
+    cfg, _, x, _ = made("llama")
+    kept = {one.name: one.kept_bytes for one in fit(chain, cfg, x, 10**9).tried}
+    assert fit(chain, cfg, x, 10**9).picked.name == "save_all"
+    assert fit(chain, cfg, x, kept["recompute_elementwise"]).picked.name == "recompute_elementwise"
+    tight = fit(chain, cfg, x, kept["recompute_elementwise"] - 1)
+    cost = {one.name: one.extra_flops for one in tight.tried}
+    # at 16 tokens attention's products make up for those that an MLP has more: the one that keeps more wins
+    assert (
+        cost["recompute attn"] == cost["recompute mlp"]
+        and tight.picked.name == "recompute mlp"
+        and 0 < tight.picked.extra_flops < 0.2
+    )
+    assert "> recompute mlp" in str(tight)
+    assert fit(chain, cfg, x, kept["minimal"]).picked.name == "minimal"
+    with pytest.raises(ValueError, match="fit: budget must be at least 8,320 bytes .8.12 KiB, policy minimal., got 10"):
+        fit(chain, cfg, x, 10)
+    params = chain.init(cfg, key=random.key(0))
+    assert report(tight.op.fwd(params, x, cfg)[1], params).kept_bytes == tight.picked.kept_bytes
+
+
+def deep(times):
+    """Repeats of every sort: plain, stacked, in a skip, of two layers that share what they keep, within another."""
+    shares = ChainConfig(steps=(Step("up", linear, LinearConfig(64, 64)), Step("act", activation, ActivationConfig(kind="tanh"))))
+    inner = RepeatConfig(chain, shares, 2)
+    return {
+        "llama": (RepeatConfig(chain, LLAMA[0], times), made("llama")[2]),
+        "stacked": (RepeatConfig(chain, shares, times, stacked=True), torch.randn(3, 64)),
+        "two": (
+            ChainConfig(
+                steps=(
+                    Step("first", repeat, RepeatConfig(chain, shares, times)),
+                    Step("skip", skip, SkipConfig(repeat, RepeatConfig(repeat, inner, times))),
+                ),
+                ties={"first.1.up.weight": "first.0.up.weight"} if times == 3 else (),
+            ),
+            torch.randn(3, 64),
+        ),
+    }
+
+
+def follow(op, cfg, x):
+    """The bytes that an op keeps, and its floating-point operations, of one run of all its layers."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        params, given = tree_map_tensors(fake, op.init(cfg, device="meta")), tree_map_tensors(fake, x)
+        with FlopCounterMode(display=False, custom_mapping=ON_CPU) as counter:
+            y, residuals = op.fwd(params, given, cfg)
+            kept = report(residuals, params).kept_bytes
+            op.bwd(residuals, torch.empty_like(y), cfg)
+    return kept, counter.get_total_flops()
+
+
+@pytest.mark.turns("turn")
+@pytest.mark.parametrize("turn", range(4))
+@pytest.mark.parametrize("times", [3, 4])
+@pytest.mark.parametrize("name", deep(1))
+@pytest.mark.slow
+def test_what_fit_finds_for_many_layers_is_what_they_keep(name, times, turn):
+    cfg, x = deep(times)[name]
+    op = chain if isinstance(cfg, ChainConfig) else repeat
+    tried = fit(op, cfg, x, 10**9).tried
+    _, base = follow(with_policy(op, "save_all"), cfg, x)
+    for one in tried[turn::4][:2]:
+        kept, flops = follow(with_policy(op, one.policy), cfg, x)
+        assert (one.kept_bytes, one.extra_flops) == (kept, flops / base - 1.0), one.name
+
+
+def test_a_part_that_keeps_its_inputs_already_costs_no_more():
+    mlp = mlp_config(8, 12)
+    cfg = ChainConfig(steps=(Step("a", remat(chain), mlp), Step("b", chain, mlp), Step("c", with_policy(chain, "save_all"), mlp)))
+    x = torch.randn(3, 8)
+    _, base = follow(with_policy(chain, "save_all"), cfg, x)
+    tried = fit(chain, cfg, x, 10**9).tried
+    assert {"recompute b", "minimal"} <= {one.name for one in tried}
+    for one in (one for one in tried if one.name in ("save_all", "recompute_elementwise", "recompute b")):
+        kept, flops = follow(with_policy(chain, one.policy), cfg, x)
+        assert (one.kept_bytes, one.extra_flops) == (kept, flops / base - 1.0), one.name
+
+
+@pytest.mark.slow
+def test_fit_leaves_out_what_a_policy_cannot_do():
+    """Of the last step x cannot be had again, so that nothing of it is tried alone."""
+    cfg, x = deep(2)["two"]
+    assert len(fit(chain, cfg, x, 10**9).tried) >= 4
+
+
+def test_the_cost_of_fit_does_not_grow_with_depth():
+    body, x = LLAMA[0], made("llama")[2]
+    cfgs = [RepeatConfig(repeat, RepeatConfig(chain, body, n), n) for n in (2, 300)]
+    few, many = [_follow(repeat, cfg, x, None).parts for cfg in cfgs]
+    assert [part.path for part in few] == [part.path for part in many]
+    assert max(part.layers for part in few) == 1 and max(part.layers for part in many) == 299**2
+    assert len(str(fit(repeat, cfgs[1], x, 10**15)).splitlines()) <= 60
+
+
+def test_attention_counts_on_the_cpu():
+    t = torch.randn(2, 8, 3, 4)
+    cfg = AttentionConfig(causal=True)
+    x = (t, t, t)
+    fitted = fit(attention, cfg, x, 10**6)
+    least = min(one.extra_flops for one in fitted.tried)
+    again = next(one.extra_flops for one in fitted.tried if one.name == "minimal")
+    assert least == 0.0 and again == pytest.approx(2 / 7), "a forward of two products again, beside one and a backward of five"

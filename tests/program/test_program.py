@@ -1,0 +1,204 @@
+"""Programs: what a combinator is lowered to, what it costs, and what it says when something is wrong."""
+
+import dataclasses
+import linecache
+import traceback
+
+import pytest
+import torch
+from law_cases import CASES
+from python_calls import of_a_block
+
+from funcops import (
+    ActivationConfig,
+    AddConfig,
+    ChainConfig,
+    ForkConfig,
+    LayerNormConfig,
+    LinearConfig,
+    Needs,
+    ParallelConfig,
+    RMSNormConfig,
+    SkipConfig,
+    Step,
+    WithExtras,
+    activation,
+    add,
+    chain,
+    fork,
+    layer_norm,
+    linear,
+    parallel,
+    plan,
+    random,
+    rms_norm,
+    skip,
+)
+from funcops.backend import backend
+from funcops.contract.op import make_op
+from funcops.program.lower import Call, lower
+from funcops.testing.checks import float_like
+from funcops.trees import leaves, tensors
+
+D = 6
+CHEAP = sorted({case.op.name for case, _ in CASES if case.op.again is not None})
+AGAIN = [row for op in CHEAP for row in [row for row in CASES if row[0].op.name == op][::7][:14]]  # 7 and the 4 dtypes take turns
+
+
+def test_a_block_costs_few_calls():
+    """Of which a chain in nested functions took 435, in 34 files, 22 deep."""
+    calls, files, depth = of_a_block(recompute=True)
+    assert calls <= 140 and files <= 18 and depth <= 10
+    assert of_a_block(recompute=False).calls < calls
+
+
+@pytest.mark.parametrize("name", ["torch", "triton"])
+def test_y_again_has_the_bits_of_the_forward(name):
+    """Of every op that gives it, under every mask that keeps its x, from the fields that are kept for it alone."""
+    seen = set()
+    for case, dtype in AGAIN:
+        params, x = case.make(dtype)
+        for needs in (Needs.ALL, Needs(x=False), Needs(params=False)):
+            with backend(name):
+                y, kept = case.op.fwd(params, x, case.cfg, needs=needs.with_again())
+                if all(field.wanted(needs) for field in case.op.fields().values() if (field.alias or "").startswith("x")):
+                    assert torch.equal(case.op.again(kept, case.cfg), y), (case, dtype, needs)
+                    seen.add(case.op.name)
+    norms = {"rms_norm", "layer_norm", "l2_norm", "group_norm"}
+    assert seen == norms | {"activation", "glu", "softcap", "row_scale", "causal_conv1d"}
+
+
+def test_a_cheap_op_says_how_its_y_is_had_again():
+    """Without that a chain would keep what it promises not to, and say nothing."""
+    halves = {"fwd": rms_norm.fwd, "dgrad": rms_norm.dgrad, "wgrad": rms_norm.wgrad}
+    for wrong in ({"cheap": "norm"}, {"again": rms_norm.again}):
+        with pytest.raises(ValueError, match=r"make_op 'mine': cheap must be given together with again"):
+            make_op("mine", RMSNormConfig, init=rms_norm.init, **halves, **wrong)
+
+
+def residual_stream(norm):
+    body = ChainConfig(
+        steps=(Step("norm", *norm), Step("up", linear, LinearConfig(D, D)), Step("more", add, AddConfig(), takes=("m",))),
+        extras=("m",),
+    )
+    return ChainConfig(steps=(Step("a", skip, SkipConfig(chain, body)), Step("b", skip, SkipConfig(chain, body))), extras=("m",))
+
+
+@pytest.mark.parametrize("norm", [(rms_norm, RMSNormConfig(D)), (layer_norm, LayerNormConfig(D))], ids=["rms", "ln"])
+def test_a_sum_and_the_norm_of_the_next_skip_are_one_kernel(norm):
+    """The rule sees across the boundaries of both skips, and the numbers stay."""
+    cfg = residual_stream(norm)
+    fused = [line.paths for line in plan(cfg).forward if line.rule and line.rule.name == "add + norm"]
+    assert fused == [("a.add", "b.fork", "b.norm")]
+    params = chain.init(cfg, key=random.key(0))
+    x, dy = WithExtras(torch.randn(5, D), {"m": torch.randn(5, D)}), torch.randn(5, D)
+    found = []
+    for name in ("torch", "triton"):
+        with backend(name):
+            y, kept = chain.fwd(params, x, cfg)
+            found.append([y, *leaves(chain.bwd(kept, dy, cfg))])
+    for a, b in zip(*found, strict=True):
+        assert (a is None and b is None) or torch.allclose(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_gradients_of_one_value_are_summed_inside_of_each_scope_first():
+    """Three readers of one x, two of them in a parallel inside: a + (b + c), not (a + b) + c."""
+    inner = ParallelConfig(branches=(Step("b", linear, LinearConfig(D, D)), Step("c", linear, LinearConfig(D, D))))
+    cfg = ParallelConfig(branches=(Step("a", linear, LinearConfig(D, D)), Step("inner", parallel, inner)), fuse=False)
+    params, x = parallel.init(cfg, key=random.key(0)), torch.randn(50, D)
+    (a, (b, c)), kept = parallel.fwd(params, x, cfg)
+    dy = tuple(float_like(t, i) for i, t in enumerate((a, b, c)))
+    _, dx = parallel.bwd(kept, (dy[0], dy[1:]), cfg)
+    own = [d @ params[p].weight if p == "a" else d @ params["inner"][p].weight for p, d in zip("abc", dy, strict=True)]
+    assert torch.equal(dx, own[0] + (own[1] + own[2])) and not torch.equal(dx, (own[0] + own[1]) + own[2])
+
+
+def test_what_is_not_asked_for_is_in_no_program():
+    cfg = ChainConfig(steps=(Step("frozen", linear, LinearConfig(D, D)), Step("own", linear, LinearConfig(D, D))))
+    calls = lower(chain, cfg, Needs(x=False, params=("own",))).calls
+    assert [bool(call.needs) for call in calls] == [False, True] and not calls[1].needs.x
+    rows = lower(chain, ChainConfig(steps=(Step("s", skip, SkipConfig(chain, cfg)),)), Needs.ALL)
+    assert [call.op for call in rows.calls] == [fork, linear, linear, add]
+    assert [row.op for row in rows.backward if type(row) is Call] == [add, linear, linear, fork]
+
+
+def test_a_traceback_shows_the_line_that_was_written():
+    cfg = ChainConfig(steps=(Step("up", linear, LinearConfig(D, D)), Step("down", linear, LinearConfig(D, D))))
+    params = chain.init(cfg, key=random.key(0))
+    params["down"] = dataclasses.replace(params["down"], weight=torch.randn(2, 2))
+    with pytest.raises(ValueError, match="^down: linear_fwd: params.weight") as raised:
+        chain.fwd(params, torch.randn(3, D), cfg)
+    lines = [frame for frame in traceback.extract_tb(raised.value.__traceback__) if frame.filename.startswith("<funcops program")]
+    assert len(lines) == 1 and "P0['down']" in linecache.getline(lines[0].filename, lines[0].lineno - 1)
+
+
+@pytest.mark.parametrize("wrong", ["edited", "foreign", "stale", "of another config"])
+def test_a_tree_that_is_not_the_forwards_takes_the_loud_way(wrong):
+    cfg = ChainConfig(steps=(Step("norm", rms_norm, RMSNormConfig(D)), Step("up", linear, LinearConfig(D, D))))
+    params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(3, D), torch.randn(3, D)
+    _, kept = chain.fwd(params, x, cfg)
+    if wrong == "edited":
+        kept["norm"].x = torch.randn(4, D)
+    elif wrong == "foreign":
+        kept["up"] = 3.0
+    elif wrong == "stale":
+        params["up"].weight.add_(1.0)
+    else:
+        kept["up"] = linear.fwd(params["up"], x, LinearConfig(D, D, bias=True))[1]
+        kept["up"].cfg = LinearConfig(D, D, bias=False)
+    with pytest.raises((ValueError, TypeError, RuntimeError), match="^(up|norm): "):
+        chain.bwd(kept, dy, cfg)
+
+
+def test_of_two_cheap_steps_in_a_row_one_is_kept():
+    """The second's y cannot be had again of an x that is itself left out."""
+    steps = (Step("norm", rms_norm, RMSNormConfig(D)), Step("act", activation, ActivationConfig("silu")))
+    cfg = ChainConfig(steps=(*steps, Step("up", linear, LinearConfig(D, D))))
+    params, x, dy = chain.init(cfg, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)
+    _, kept = chain.fwd(params, x, cfg)
+    assert kept["act"].x is None and kept["up"].x is not None
+    everything = dataclasses.replace(cfg, recompute=False)
+    want = chain.bwd(chain.fwd(params, x, everything)[1], dy, everything)
+    dx, pending = chain.dgrad(kept, dy, cfg)
+    for found in (chain.bwd(kept, dy, cfg), (chain.wgrad(pending, cfg), dx)):
+        assert all(torch.equal(a, b) for a, b in zip(tensors(found), tensors(want), strict=True))
+
+
+def test_explicit_forks_and_those_of_skips_give_the_same_bits():
+    body = (Step("norm", rms_norm, RMSNormConfig(D)), Step("up", linear, LinearConfig(D, D)))
+    by_hand = ChainConfig(
+        steps=(Step("s", fork, ForkConfig(), gives=("x",)), *body, Step("e", add, AddConfig(), takes=("x",))), fuse=False
+    )
+    as_skip = SkipConfig(chain, ChainConfig(steps=body, fuse=False))
+    params, x, dy = skip.init(as_skip, key=random.key(0)), torch.randn(7, D), torch.randn(7, D)
+    y, kept = skip.fwd(params, x, as_skip)
+    want, other = chain.fwd({"s": None, **params, "e": None}, x, by_hand)
+    assert torch.equal(y, want)
+    (dparams, dx), (others, other_dx) = skip.bwd(kept, dy, as_skip), chain.bwd(other, dy, by_hand)
+    assert torch.equal(dx, other_dx) and all(torch.equal(a, b) for a, b in zip(tensors(dparams), tensors(others), strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["chain", "skip", "parallel"])
+def test_a_compiled_call_runs_the_program_of_the_config_that_it_is_given(of):
+    """Configs of one type, in one place of what is compiled, in turns."""
+    op = {"chain": chain, "skip": skip, "parallel": parallel}[of]
+
+    def call(params, x, cfg):
+        y, residuals = op.fwd(params, x, cfg)
+        return y, op.bwd(residuals, y, cfg)
+
+    torch._dynamo.reset()
+    compiled, x, cfgs = torch.compile(call, fullgraph=True, backend="eager"), torch.linspace(-2, 2, D), []
+    for kind in ("relu", "gelu", "silu"):
+        step = Step("act", activation, ActivationConfig(kind))
+        made = {
+            "chain": ChainConfig(steps=(step,)),
+            "skip": SkipConfig(step.op, step.cfg),
+            "parallel": ParallelConfig(branches=(step,)),
+        }
+        cfgs.append(made[of])
+    for cfg in (*cfgs, cfgs[0]):
+        params = op.init(cfg)
+        got, want = (leaves(f(params, x, cfg)) for f in (compiled, call))
+        assert len(got) == len(want) and all(g is w is None or torch.equal(g, w) for g, w in zip(got, want, strict=True)), cfg
