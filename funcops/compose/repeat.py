@@ -278,7 +278,7 @@ def repeat_dgrad(residuals: Any, dy: Any, cfg: RepeatConfig) -> tuple[Any, Any]:
     needs = residuals.needs
     dx, waiting = _walk(residuals, dy, cfg, None)
     empty = all(p is None for p in waiting)
-    return dx, None if empty else RepeatPending(enumerate(waiting), cfg=cfg, needs=needs)
+    return dx, None if empty else RepeatPending(dict(enumerate(waiting)), cfg=cfg, needs=needs)
 
 
 def repeat_wgrad(pending: Any, cfg: RepeatConfig, *, into: Any = None) -> Any:

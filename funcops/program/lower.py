@@ -74,7 +74,7 @@ class Call:
     @property
     def source(self) -> bool:
         """Whether another call reads y again."""
-        return bool(self.readers)
+        return len(self.readers) > 0  # the tracer of torch 2.11 knows no bool of a list
 
     @property
     def kept(self) -> Needs:

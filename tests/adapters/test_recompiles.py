@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 import torch
+from law_cases import FIRST
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -17,12 +18,14 @@ from funcops import (
     Step,
     activation,
     chain,
+    differentiable,
     layer_norm,
     linear,
     random,
 )
 from funcops import nn as fnn
-from funcops.trees import leaves
+from funcops.testing import assert_close
+from funcops.trees import leaves, tensors, tree_map_tensors
 
 D = 8
 
@@ -219,3 +222,24 @@ def test_a_frozen_module_is_compiled_once():
         other(x).sum().backward()
         compiled(x).sum().backward()
     assert graphs() == 1
+
+
+BY_AUTOGRAD = [case for case in FIRST if case.op.name != "quantize"]  # whose y is codes, which have no gradient
+
+
+@pytest.mark.parametrize("case", [case if case.op.name == "rms_norm" else slow(case) for case in BY_AUTOGRAD], ids=str)
+def test_a_compiled_call_has_the_gradients_of_an_eager_one(case):
+    """By autograd: what a forward writes in place the tracer may return a second time, with the gradient there."""
+
+    def by_autograd(run):
+        params, x = tree_map_tensors(lambda t: t.clone().requires_grad_(t.is_floating_point()), case.make(torch.float32))
+        y = tensors(run(params, x))
+        able = [t for t in y if t.requires_grad]
+        draw = torch.Generator().manual_seed(2)
+        torch.autograd.backward(able, [torch.randn(t.shape, generator=draw) for t in able])
+        return [*[t.detach() for t in y], *[t.grad for t in tensors((params, x)) if t.grad is not None]]
+
+    def step(params, x):
+        return differentiable(case.op)(params, x, case.cfg)
+
+    assert_close(by_autograd(torch.compile(step, fullgraph=True, backend="eager")), by_autograd(step), dtype=torch.float32)

@@ -78,6 +78,7 @@ def test_an_interval_holds_its_median():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch's own split takes no autograd.Function")
 def test_a_split_backward_does_no_work_twice_and_holds_less():
     """torch's own split of custom functions runs each backward twice; its split of torch.nn keeps every saved tensor until W."""
     pytest.importorskip("torch.distributed.pipelining")

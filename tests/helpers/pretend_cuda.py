@@ -76,6 +76,7 @@ ANSWERS = {
     "synchronize": lambda *_: None, "Stream": _Stream, "current_stream": lambda *_: _Stream(), "set_stream": lambda _: None,
     "stream": _block, "device": _block, "Event": _Event, "CUDAGraph": lambda keep_graph=False: _Graph(), "graph": _block,
     "graph_pool_handle": lambda: (0, 1), "set_sync_debug_mode": lambda _: None, "_sleep": lambda _: None,
+    "is_current_stream_capturing": lambda: False,
     "memory_allocated": lambda *_: 0, "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
 }  # fmt: skip
 

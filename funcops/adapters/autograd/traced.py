@@ -16,6 +16,10 @@ from funcops.adapters.flatten import flatten, gradients, unflatten
 from funcops.contract.needs import Needs
 from funcops.contract.op import Op
 
+# Before torch 2.13 the tracer returns every tensor that a node writes in place as a further output: one that the node returns, too,
+# then has its gradient there, and the node gets zeros for it. A copy is no such tensor, and a compiler drops it.
+_RETURNS_WRITES = torch.__version__ < "2.13"
+
 
 class _TracedNode(Function):
     """A node whose trees are rebuilt of the leaves. What is kept is given as further outputs: dynamo keeps no intermediate value
@@ -31,6 +35,8 @@ class _TracedNode(Function):
         ctx.set_materialize_grads(False)
         outputs: list[Tensor] = []
         ctx.y_shape = flatten(y, outputs)
+        if _RETURNS_WRITES:
+            outputs = [t.clone() for t in outputs]
         shapes.append(ctx.y_shape)
         new: list[Tensor] = []
         for t in kept:

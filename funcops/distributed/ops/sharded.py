@@ -238,12 +238,18 @@ def _opened(where: str, kept: Any, cls: Any, cfg: ShardedConfig, into: Any = Non
 def _stripped(kept: Any, whole: Any, shards: Any) -> tuple[Any, Any]:
     """What a body kept, without the tensors that alias its params, and the shards of these alone; None where there are none."""
     places = [(i, t) for i, t in enumerate(leaves(whole)) if isinstance(t, Tensor)]
-    same = {id(t): Away(i, None) for i, t in places}
-    spans = {} if tracing() else _spans(places)
+    traced = tracing()
+    same = {} if traced else {id(t): Away(i, None) for i, t in places}
+    spans = {} if traced else _spans(places)
     read: set[int] = set()
 
     def strip(t: Any) -> Any:
-        away = (same.get(id(t)) or _view(t, spans)) if isinstance(t, Tensor) else None
+        if not isinstance(t, Tensor):
+            return t
+        if traced:  # the tracer of torch 2.11 has no id of a tensor that it has made
+            away = next((Away(i, None) for i, one in places if one is t), None)
+        else:
+            away = same.get(id(t)) or _view(t, spans)
         if away is None:
             return t
         read.add(away.place)
