@@ -466,3 +466,18 @@ def test_decoders_follow(family):
         loss, gradients, kept = outcome(model, ids, region, loss=lambda y, logits=logits: logits.append(y.logits) or y.loss)
         found.append((logits[0].detach(), gradients, kept))
     check_follows(*found)
+
+
+@pytest.mark.parametrize("name", ["Linear", "LinearCrossEntropyLoss", "LayerNorm"])
+def test_autocast_on_another_kind_of_device_changes_nothing(name):
+    """Modules ask whether it is on anywhere, which is quick, and then whether it is on where x is."""
+    module = {
+        "Linear": lambda: fnn.Linear(D, D),
+        "LinearCrossEntropyLoss": lambda: fnn.LinearCrossEntropyLoss(D, 5),
+        "LayerNorm": lambda: fnn.LayerNorm(D, elementwise_affine=False),
+    }[name]()
+    given = (torch.randn(3, D), torch.tensor([0, 4, 2]))[: 1 + (name == "LinearCrossEntropyLoss")]
+    want = module(*given)
+    with on_for("cuda"):
+        got = module(*given)
+    assert got.dtype is torch.float32 and torch.equal(got, want)

@@ -275,3 +275,17 @@ def test_a_pickled_config_is_made_anew(name):
     again = made(*fields)
     assert again is not cfg and again == cfg and hash(again) == hash(cfg)
     assert set(fields[1]) == {f.name for f in dataclasses.fields(cfg) if f.init} and "_hash" not in repr(fields)
+
+
+def every_class(base):
+    for one in base.__subclasses__():
+        yield one
+        yield from every_class(one)
+
+
+def test_a_field_that_is_declared_as_a_tree_is_guarded_as_one():
+    """Its shape is in braces; a tensor's is in brackets."""
+    own = [cls for base in (Residuals, Pending) for cls in every_class(base) if cls.__module__.startswith("funcops.")]
+    trees = [(cls, name) for cls in own for name, field in cls.fields.items() if field.shape.startswith("{")]
+    assert len(own) > 60 and len(trees) >= 8
+    assert [(cls.__name__, name) for cls, name in trees if not cls.fields[name].tree] == []

@@ -1,6 +1,7 @@
 """Experts against Hugging Face's, what they keep, and what no loop over groups on the host may decide."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from funcops.ops.experts import ExpertsParams
 from funcops.ops.grouped_linear import GroupedLinearParams
 from funcops.random import key
 from funcops.testing.tolerances import assert_close
-from funcops.trees import leaves
+from funcops.trees import leaves, paths
 
 HUGGING_FACE = {  # their home and name, fields of their config, and whether weights are transposed and interleaved, with biases
     "Mixtral": ("mixtral", "Mixtral", dict(num_local_experts=5, intermediate_size=6), False),
@@ -164,3 +165,22 @@ def test_dropped_choices_add_nothing():
     y, residuals = experts.fwd(params, (weights, x, indices), cfg)
     _, (d_weights, dx, _) = experts.bwd(residuals, torch.ones_like(x), cfg)
     assert not y[2].any() and not d_weights[2].any() and not dx[2].any() and all(t.any() for t in leaves((y, d_weights, dx)))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_of_some_params_alone_are_those_of_all(bias):
+    """With and without that of x: of one layer, of its weight or its bias, or of none."""
+    cfg, params, x = made(5, 2, 4, 6, 3, bias=bias)
+    y, residuals = experts.fwd(params, x, cfg)
+    dy = torch.randn_like(y)
+    every = paths(experts.bwd(residuals, dy, cfg)[0])
+    known = [path for path, t in every.items() if t is not None]
+    for count in range(len(known) + 1):
+        for chosen in itertools.combinations(known, count):
+            for of_x in (True, False):
+                kept = experts.fwd(params, x, cfg, needs=Needs(x=of_x, params=chosen))[1]
+                if kept is None:
+                    continue
+                got = paths(experts.bwd(kept, dy, cfg)[0])
+                assert [path for path, t in got.items() if t is not None] == list(chosen)
+                assert all(torch.equal(got[path], every[path]) for path in chosen), (chosen, of_x)
