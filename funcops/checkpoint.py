@@ -26,6 +26,13 @@ from funcops.errors import CheckpointError as CheckpointError
 from funcops.errors import describe, fail, require_type, short
 from funcops.trees import leaves, paths, tree_map_with_path
 
+__all__ = [
+    "CheckpointError",
+    "load",
+    "read_metadata",
+    "save",
+]
+
 T = TypeVar("T")
 CODES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

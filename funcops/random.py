@@ -31,6 +31,20 @@ from funcops.errors import (
     require_type,
 )
 
+__all__ = [
+    "bits",
+    "bits_of",
+    "check_key",
+    "fold_in",
+    "key",
+    "normal",
+    "path_id",
+    "philox",
+    "put_off",
+    "split",
+    "uniform",
+]
+
 _LOW = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)

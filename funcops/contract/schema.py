@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import enum
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from typing_extensions import dataclass_transform
 
+from funcops.contract.fields import AGAIN as AGAIN
+from funcops.contract.fields import DGRAD as DGRAD
+from funcops.contract.fields import NO_GRADIENT as NO_GRADIENT
+from funcops.contract.fields import WGRAD as WGRAD
+from funcops.contract.fields import Field as Field
+from funcops.contract.fields import Inputs as Inputs
+from funcops.contract.fields import Phase as Phase
+from funcops.contract.fields import saved as saved
 from funcops.contract.marks import (
     IDLE,
     Gone,
@@ -40,103 +47,6 @@ from funcops.trees import register, register_node, show, static
 T = TypeVar("T")
 
 
-class Phase(enum.Flag):
-    """The halves of a backward, and the forward's y computed again."""
-
-    DGRAD = enum.auto()
-    WGRAD = enum.auto()
-    AGAIN = enum.auto()
-
-
-DGRAD = Phase.DGRAD
-"""Of `saved(needed_by=...)`: `dgrad` reads the field."""
-WGRAD = Phase.WGRAD
-"""Of `saved(needed_by=...)`: `wgrad` reads the field, of the pending that `dgrad` hands it."""
-AGAIN = Phase.AGAIN
-"""Of `saved(needed_by=...)`: `again` reads the field, which gives y once more."""
-
-
-class Field(NamedTuple):
-    """One kept tensor. `of` lists the gradients that need it (`"x"`, `"x.0"`, `"params.weight"`)."""
-
-    shape: str
-    alias: str | None
-    needed_by: Phase
-    of: tuple[str, ...]
-    recompute_from: tuple[str, ...]
-    tree: bool = False
-    again: bool = False  # AGAIN in needed_by, and DGRAD: the tracer of torch 2.11 cannot ask
-    dgrad: bool = False
-    blocks: bool = False
-
-    @property
-    def of_x(self) -> bool:
-        """Whether it is the op's x, or a part of it."""
-        return (self.alias or "").partition(".")[0] == "x"
-
-    @property
-    def of_params(self) -> bool:
-        """Whether it is a parameter, which is there anyway."""
-        return (self.alias or "").startswith("params")
-
-    def wanted(self, needs: Needs) -> bool:
-        if needs.again and self.again:
-            return True
-        sides = {"x": (needs.x, needs.input), "params": (needs.params, needs.param)}
-        for gradient in self.of:
-            side, _, path = gradient.partition(".")
-            whole, part = sides[side]
-            if part(path) if path else whole:
-                return True
-        return False
-
-
-def saved(
-    shape: str,
-    *,
-    needed_by: Phase,
-    alias: str | None = None,
-    of: tuple[str, ...] = (),
-    recompute_from: tuple[str, ...] = (),
-    tree: bool = False,
-    blocks: bool = False,
-) -> Any:
-    """A kept tensor, declared as a field of `Residuals` or `Pending`.
-
-    - `shape`: what a report shows, `"[*, D]"`; `*` is any leading dimensions.
-    - `needed_by`: `DGRAD`, `WGRAD`, `AGAIN`, or several of them, `DGRAD | WGRAD`: which functions of the op read it.
-    - `alias`: whose tensor it is, by its path: `"x"`, `"x.0"` of a tuple, `"params.weight"`, `"y"`, of a pending also
-      `"residuals.x"` and `"dy"`; None for a tensor of its own.
-    - `of`: the gradients that need it (`"x"`, `"x.0"`, `"params"`, `"params.weight"`). It is dropped when none of them is needed.
-      Where it is not given it follows from `needed_by`: of DGRAD x, of WGRAD params.
-    - `recompute_from`: the names of other fields that it could be computed from again; said for the reader, nothing acts on it.
-    - `tree`: a tree of tensors, which may be the caller's own.
-    - `blocks`: the backward also reads a `Packed` of blocks (`funcops.residuals.forms`), as a policy compressed it.
-
-    What aliases, and every tensor of a `tree`, is guarded: a backward after a write to it raises `StaleResidualError`."""
-    sides = (("x",) if DGRAD in needed_by else ()) + (("params",) if WGRAD in needed_by else ())
-    field = Field(shape, alias, needed_by, of or sides, recompute_from, tree, AGAIN in needed_by, DGRAD in needed_by, blocks)
-    return dataclasses.field(default=None, metadata={"saved": field})
-
-
-class Inputs(NamedTuple):
-    """The shape of a tuple-valued x, so that dx mirrors it: a plain tuple or a named tuple."""
-
-    make: Callable[[Any], Any]
-    parts: int
-
-    @staticmethod
-    def of(x: tuple[Any, ...]) -> Inputs:
-        if type(x) is tuple and len(x) < len(_PLAIN):
-            return _PLAIN[len(x)]
-        return Inputs(getattr(type(x), "_make", tuple), len(x))
-
-    def nothing(self) -> Any:
-        return self.make((None,) * self.parts)
-
-
-_PLAIN = tuple(Inputs(tuple, n) for n in range(5))
-NO_GRADIENT: Any = None  # what was not needed: a result's type says what it is where it was, as a field's does
 _CLONE = "Run the backward first, or put a clone in its place with funcops.trees.replace"
 _STATICS = ("inputs", "shape", "dtype")
 

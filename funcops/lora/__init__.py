@@ -11,19 +11,10 @@ An adapted linear at path p has its own params at p.both.base and a, b at p.both
 `load_adapter`. Source: LoRA, arXiv 2106.09685.
 """
 
-from funcops.lora.files import load_adapter as load_adapter
-from funcops.lora.files import save_adapter as save_adapter
-from funcops.lora.params import adapter as adapter
-from funcops.lora.params import lora_init as lora_init
-from funcops.lora.params import lora_needs as lora_needs
-from funcops.lora.params import merge as merge
-from funcops.lora.params import unmerge as unmerge
-from funcops.lora.params import with_adapter as with_adapter
-from funcops.lora.rewrite import with_lora as with_lora
-from funcops.ops.low_rank import LowRankConfig as LowRankConfig
-from funcops.ops.low_rank import LowRankParams as LowRankParams
-from funcops.ops.low_rank import low_rank as low_rank
-from funcops.ops.low_rank import low_rank_dropout as low_rank_dropout
+from funcops.lora.files import load_adapter, save_adapter
+from funcops.lora.params import adapter, lora_init, lora_needs, merge, unmerge, with_adapter
+from funcops.lora.rewrite import with_lora
+from funcops.ops.low_rank import LowRankConfig, LowRankParams, low_rank, low_rank_dropout
 
 __all__ = [
     "LowRankConfig",

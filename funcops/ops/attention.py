@@ -96,8 +96,8 @@ class AttentionResiduals(Residuals, static=("inputs",)):
     q: Tensor = saved("[B, T, H, D]", alias="x.0", needed_by=DGRAD)
     k: Tensor = saved("[B, S, K, D]", alias="x.1", needed_by=DGRAD)
     v: Tensor = saved("[B, S, K, V]", alias="x.2", needed_by=DGRAD)
-    y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, recompute_from=("q", "k", "v"))
-    logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, recompute_from=("q", "k"))
+    y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD)
+    logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD)
     more: Tensor | None = saved("[B or 1, H or 1, T, S] or [N + 1]", alias="x.3", needed_by=DGRAD)  # bias or cu_seqlens
 
 

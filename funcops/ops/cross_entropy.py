@@ -55,8 +55,8 @@ class CrossEntropyConfig(OpConfig):
 class CrossEntropyResiduals(Residuals, static=("inputs",)):
     logits: Tensor = saved("[*, V]", alias="x.0", needed_by=DGRAD, of=("x.0",))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
-    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",), recompute_from=("logits",))
-    count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",))
+    count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",))
 
 
 @forward(CrossEntropyConfig)

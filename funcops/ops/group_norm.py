@@ -79,8 +79,8 @@ class GroupNormResiduals(Residuals):
     x: Tensor = saved("[B, C, *S]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
     weight: Tensor = saved("[C]", alias="params.weight", needed_by=DGRAD | AGAIN)
     bias: Tensor = saved("[C]", alias="params.bias", needed_by=AGAIN)
-    mean: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
-    rstd: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    mean: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"))
+    rstd: Tensor = saved("[B, G]", needed_by=DGRAD, of=("x", "params.weight"))
     like: Any = static()  # shape and dtype of x where x is not kept
     weight_dtype: torch.dtype = static()
 

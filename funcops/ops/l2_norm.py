@@ -55,7 +55,7 @@ class L2NormConfig(OpConfig):
 
 class L2NormResiduals(Residuals):
     x: Tensor = saved("[*, D]", alias="x", needed_by=DGRAD | AGAIN)
-    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD)
 
 
 @forward(L2NormConfig)

@@ -82,8 +82,8 @@ class LayerNormResiduals(Residuals):
     x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params.weight"))
     weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
     bias: Tensor | None = saved("[*D]", alias="params.bias", needed_by=AGAIN)
-    mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
-    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"), recompute_from=("x",))
+    mean: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"))
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD, of=("x", "params.weight"))
     like: Any = static()  # shape and dtype of x where x is not kept
     weight_dtype: torch.dtype = static()
 

@@ -117,8 +117,8 @@ class LinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     x: Tensor = saved("[*, I]", alias="x.0", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     weight: Tensor = saved("[V, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
-    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("x", "weight"))
-    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
+    logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
+    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
 
 
 class LinearCrossEntropyPending(Pending):

@@ -73,7 +73,7 @@ class RMSNormParams:
 class RMSNormResiduals(Residuals):
     x: Tensor = saved("[*, *D]", alias="x", needed_by=DGRAD | AGAIN, of=("x", "params"))
     weight: Tensor = saved("[*D]", alias="params.weight", needed_by=DGRAD | AGAIN)
-    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | AGAIN, of=("x", "params"), recompute_from=("x",))
+    rstd: Tensor = saved("[*, 1]", needed_by=DGRAD | AGAIN, of=("x", "params"))
     weight_dtype: torch.dtype = static()
 
 

@@ -77,8 +77,8 @@ class SinkAttentionResiduals(Residuals, static=("inputs",)):
     q: Tensor = saved("[B, T, H, D]", alias="x.0", needed_by=DGRAD)
     k: Tensor = saved("[B, S, K, D]", alias="x.1", needed_by=DGRAD)
     v: Tensor = saved("[B, S, K, V]", alias="x.2", needed_by=DGRAD)
-    y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, of=("x", "params"), recompute_from=("q", "k", "v", "sinks"))
-    logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, of=("x", "params"), recompute_from=("q", "k", "sinks"))
+    y: Tensor = saved("[B, T, H, V]", alias="y", needed_by=DGRAD, of=("x", "params"))
+    logsumexp: Tensor = saved("[B, H, T]", needed_by=DGRAD, of=("x", "params"))
     more: Tensor | None = saved("[B or 1, H or 1, T, S] or [N + 1]", alias="x.3", needed_by=DGRAD)  # bias or cu_seqlens
     sinks: Tensor = saved("[H]", alias="params.sinks", needed_by=DGRAD, of=("params",))
     sinks_dtype: torch.dtype = static()

@@ -10,19 +10,29 @@ A leaf whose gradient is None is skipped: no decay, no step; a pure update retur
 dtype of their param, or a narrower one (bfloat16 gradients of float32 master weights).
 """
 
-from funcops.optim.adamw import AdamWConfig as AdamWConfig
-from funcops.optim.adamw import AdamWState as AdamWState
-from funcops.optim.adamw import adamw_init as adamw_init
-from funcops.optim.adamw import adamw_update as adamw_update
-from funcops.optim.balance import balance as balance
-from funcops.optim.clip import clip_by_global_norm as clip_by_global_norm
-from funcops.optim.clip import global_norm as global_norm
-from funcops.optim.ema import ema_init as ema_init
-from funcops.optim.ema import ema_update as ema_update
-from funcops.optim.masks import NO_DECAY as NO_DECAY
-from funcops.optim.masks import decay_mask as decay_mask
-from funcops.optim.schedules import warmup_cosine as warmup_cosine
-from funcops.optim.sgd import SGDConfig as SGDConfig
-from funcops.optim.sgd import SGDState as SGDState
-from funcops.optim.sgd import sgd_init as sgd_init
-from funcops.optim.sgd import sgd_update as sgd_update
+from funcops.optim.adamw import AdamWConfig, AdamWState, adamw_init, adamw_update
+from funcops.optim.balance import balance
+from funcops.optim.clip import clip_by_global_norm, global_norm
+from funcops.optim.ema import ema_init, ema_update
+from funcops.optim.masks import NO_DECAY, decay_mask
+from funcops.optim.schedules import warmup_cosine
+from funcops.optim.sgd import SGDConfig, SGDState, sgd_init, sgd_update
+
+__all__ = [
+    "AdamWConfig",
+    "AdamWState",
+    "NO_DECAY",
+    "SGDConfig",
+    "SGDState",
+    "adamw_init",
+    "adamw_update",
+    "balance",
+    "clip_by_global_norm",
+    "decay_mask",
+    "ema_init",
+    "ema_update",
+    "global_norm",
+    "sgd_init",
+    "sgd_update",
+    "warmup_cosine",
+]

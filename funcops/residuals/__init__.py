@@ -1,13 +1,21 @@
-from funcops.residuals.donate import donate as donate
-from funcops.residuals.ledger import Ledger as Ledger
-from funcops.residuals.policy import POLICIES as POLICIES
-from funcops.residuals.policy import Compress as Compress
-from funcops.residuals.policy import Drop as Drop
-from funcops.residuals.policy import Offload as Offload
-from funcops.residuals.policy import Policy as Policy
-from funcops.residuals.policy import Recompute as Recompute
-from funcops.residuals.policy import Save as Save
-from funcops.residuals.put_away import fetch as fetch
-from funcops.residuals.put_away import stow as stow
-from funcops.residuals.report import diff as diff
-from funcops.residuals.report import report as report
+from funcops.residuals.donate import donate
+from funcops.residuals.ledger import Ledger
+from funcops.residuals.policy import POLICIES, Compress, Drop, Offload, Policy, Recompute, Save
+from funcops.residuals.put_away import fetch, stow
+from funcops.residuals.report import diff, report
+
+__all__ = [
+    "Compress",
+    "Drop",
+    "Ledger",
+    "Offload",
+    "POLICIES",
+    "Policy",
+    "Recompute",
+    "Save",
+    "diff",
+    "donate",
+    "fetch",
+    "report",
+    "stow",
+]

@@ -1,33 +1,51 @@
 """Pipeline schedules as data: per rank a list of actions on (stage, microbatch)."""
 
-from funcops.schedule.actions import Action as Action
-from funcops.schedule.actions import Schedule as Schedule
-from funcops.schedule.chunked import dualpipe_v as dualpipe_v
-from funcops.schedule.chunked import interleaved_1f1b as interleaved_1f1b
-from funcops.schedule.chunked import interleaved_zb as interleaved_zb
-from funcops.schedule.chunked import zb_v as zb_v
-from funcops.schedule.collectives import Collective as Collective
-from funcops.schedule.collectives import Link as Link
-from funcops.schedule.decoder import Decoder as Decoder
-from funcops.schedule.delay import delay_w as delay_w
-from funcops.schedule.draw import draw as draw
-from funcops.schedule.fewer_ranks import fold as fold
-from funcops.schedule.generators import gpipe as gpipe
-from funcops.schedule.generators import one_f_one_b as one_f_one_b
-from funcops.schedule.generators import zb_h1 as zb_h1
-from funcops.schedule.generators import zb_h2 as zb_h2
-from funcops.schedule.gpus import GPU as GPU
-from funcops.schedule.gpus import GPUS as GPUS
-from funcops.schedule.layout import Layout as Layout
-from funcops.schedule.measure import measure as measure
-from funcops.schedule.measure import measure_stages as measure_stages
-from funcops.schedule.plan import Plan as Plan
-from funcops.schedule.plan import plan_parallel as plan_parallel
-from funcops.schedule.predict import Predicted as Predicted
-from funcops.schedule.predict import predict as predict
-from funcops.schedule.run import Ran as Ran
-from funcops.schedule.run import run as run
-from funcops.schedule.simulate import Costs as Costs
-from funcops.schedule.simulate import Network as Network
-from funcops.schedule.simulate import Simulated as Simulated
-from funcops.schedule.simulate import simulate as simulate
+from funcops.schedule.actions import Action, Schedule
+from funcops.schedule.chunked import dualpipe_v, interleaved_1f1b, interleaved_zb, zb_v
+from funcops.schedule.collectives import Collective, Link
+from funcops.schedule.decoder import Decoder
+from funcops.schedule.delay import delay_w
+from funcops.schedule.draw import draw
+from funcops.schedule.fewer_ranks import fold
+from funcops.schedule.generators import gpipe, one_f_one_b, zb_h1, zb_h2
+from funcops.schedule.gpus import GPU, GPUS
+from funcops.schedule.layout import Layout
+from funcops.schedule.measure import measure, measure_stages
+from funcops.schedule.plan import Plan, plan_parallel
+from funcops.schedule.predict import Predicted, predict
+from funcops.schedule.run import Ran, run
+from funcops.schedule.simulate import Costs, Network, Simulated, simulate
+
+__all__ = [
+    "Action",
+    "Collective",
+    "Costs",
+    "Decoder",
+    "GPU",
+    "GPUS",
+    "Layout",
+    "Link",
+    "Network",
+    "Plan",
+    "Predicted",
+    "Ran",
+    "Schedule",
+    "Simulated",
+    "delay_w",
+    "draw",
+    "dualpipe_v",
+    "fold",
+    "gpipe",
+    "interleaved_1f1b",
+    "interleaved_zb",
+    "measure",
+    "measure_stages",
+    "one_f_one_b",
+    "plan_parallel",
+    "predict",
+    "run",
+    "simulate",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
+]

@@ -219,7 +219,7 @@ def declared(rng):
     body = {"__annotations__": dict.fromkeys(names, torch.Tensor), "__module__": __name__}
     for name in names:
         phase = rng.choice((DGRAD, WGRAD, DGRAD | WGRAD))
-        body[name] = saved("[*]", alias=rng.choice((None, "x")), needed_by=phase, recompute_from=rng.choice(((), ("a",))))
+        body[name] = saved("[*]", alias=rng.choice((None, "x")), needed_by=phase)
     return names, body, tuple(rng.sample(("inputs", "shape", "dtype"), rng.randint(0, 3)))
 
 
@@ -289,3 +289,9 @@ def test_a_field_that_is_declared_as_a_tree_is_guarded_as_one():
     trees = [(cls, name) for cls in own for name, field in cls.fields.items() if field.shape.startswith("{")]
     assert len(own) > 60 and len(trees) >= 8
     assert [(cls.__name__, name) for cls, name in trees if not cls.fields[name].tree] == []
+
+
+def test_an_argument_that_is_going_is_ignored_and_says_so():
+    with pytest.warns(DeprecationWarning, match="^saved: recompute_from is ignored and goes in 0.4: leave it out$"):
+        old = saved("[*, 1]", needed_by=DGRAD, recompute_from=("x",))
+    assert old.metadata["saved"] == saved("[*, 1]", needed_by=DGRAD).metadata["saved"]

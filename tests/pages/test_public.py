@@ -65,6 +65,25 @@ def test_a_star_import_takes_no_module_from_the_user():
     assert not any(isinstance(getattr(funcops, name), types.ModuleType) for name in funcops.__all__)
 
 
+STARRED = [
+    *("nn", "graphs", "optim", "low_precision", "lora", "precision", "checkpoint", "schedule", "random", "testing", "dist"),
+    *("models", "formats", "residuals", "adapters.pipelining"),
+]
+
+
+@pytest.mark.parametrize("room", STARRED)
+def test_a_star_import_of_a_room_brings_its_public_names_alone(room):
+    scope = {"torch": "mine", "peft": "mine", "Any": "mine", "report": "mine"}
+    exec(f"from funcops.{room} import *", scope)
+    module = importlib.import_module(f"funcops.{room}")
+    assert scope["torch"] == scope["peft"] == scope["Any"] == "mine"
+    brought = {name: value for name, value in scope.items() if value != "mine" and not name.startswith("__")}
+    assert brought and all(getattr(module, name) is value for name, value in brought.items())
+    homes = {getattr(value, "__module__", None) or "funcops." for value in brought.values()}
+    assert not any(isinstance(value, types.ModuleType) for value in brought.values())
+    assert all(home.startswith(("funcops.", "builtins", "torch")) for home in homes), homes
+
+
 def test_the_face_has_a_name_for_each_concept():
     """Of an operator itself; its config, its functions and what they take and return are imported by name."""
     assert len(funcops.__all__) <= 120 and set(funcops.__all__) < set(dir(funcops)) and len(dir(funcops)) <= 120

@@ -1,3 +1,7 @@
 """Ops as nodes of torch's autograd."""
 
 from funcops.adapters.autograd.differentiable import differentiable as differentiable
+
+__all__ = [
+    "differentiable",
+]

@@ -1,7 +1,13 @@
 """Schedules on the processes of a group: `Pipeline` over a staged chain, `split_stage` for models of modules under
 torch.distributed.pipelining's own schedules, and `BucketedMean` for gradients of data-parallel replicas."""
 
-from funcops.adapters.bucketed_mean import BucketedMean as BucketedMean
-from funcops.adapters.pipelining.modules import split_stage as split_stage
-from funcops.adapters.pipelining.pipeline import Pipeline as Pipeline
-from funcops.adapters.pipelining.pipeline import Stepped as Stepped
+from funcops.adapters.bucketed_mean import BucketedMean
+from funcops.adapters.pipelining.modules import split_stage
+from funcops.adapters.pipelining.pipeline import Pipeline, Stepped
+
+__all__ = [
+    "BucketedMean",
+    "Pipeline",
+    "Stepped",
+    "split_stage",
+]

@@ -71,7 +71,7 @@ class VocabCrossEntropyResiduals(Residuals, static=("inputs",)):
     logits: Tensor = saved("[*, V/n]", alias="x.0", needed_by=DGRAD, of=("x.0",))
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD, of=("x.0",))
     logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD, of=("x.0",))
-    count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",), recompute_from=("labels",))
+    count: Tensor | None = saved("[]", needed_by=DGRAD, of=("x.0",))
 
 
 @forward(VocabCrossEntropyConfig)

@@ -116,7 +116,7 @@ class VocabLinearCrossEntropyResiduals(Residuals, static=("inputs",)):
     labels: Tensor = saved("[*]", alias="x.1", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     weight: Tensor = saved("[V/n, I]", alias="params.weight", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
     logsumexp: Tensor = saved("[*, 2]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
-    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"), recompute_from=("labels",))
+    count: Tensor | None = saved("[]", needed_by=DGRAD | WGRAD, of=("x.0", "params"))
 
 
 class VocabLinearCrossEntropyPending(Pending):
