@@ -105,13 +105,13 @@ def test_a_field_that_is_read_is_used_as_hugging_face_uses_it(family, name, valu
             model.save_pretrained(tmp_path)
         except Exception as error:  # Hugging Face has no such model
             pytest.skip(f"{type(error).__name__}: {error}"[:100])
-        said = json.loads((tmp_path / "config.json").read_text())
-        (tmp_path / "config.json").write_text(json.dumps(said | {name: options[name]} if options[name] is not None else said))
-        try:
-            params, cfg = from_hf(tmp_path, length=IDS.shape[1])
-        except (ValueError, TypeError) as error:
-            assert re.search(rf"{name}|{REFUSED.get(name, name)}", str(error)), error
-            return
-        y, _ = chain.fwd(params, decoder_x(cfg, IDS, torch.float64), decoder(cfg))
+    said = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(said | {name: options[name]} if options[name] is not None else said))
+    try:
+        params, cfg = from_hf(tmp_path, length=IDS.shape[1])
+    except (ValueError, TypeError) as error:
+        assert re.search(rf"{name}|{REFUSED.get(name, name)}", str(error)), error
+        return
+    y, _ = chain.fwd(params, decoder_x(cfg, IDS, torch.float64), decoder(cfg))
     got = y.main if type(y) is WithExtras else y
     torch.testing.assert_close(got, want, atol=HF_GRADIENTS, rtol=0)

@@ -1,7 +1,9 @@
 """`make newest` installs what it says, keeps what is there, and names what keeps it from running; no test asks an index."""
 
 import collections
+import re
 import subprocess
+from pathlib import Path
 
 import drawn_part
 import newest
@@ -103,3 +105,13 @@ def test_a_part_is_drawn_by_name_and_seed():
     parts = [{name for name in names if drawn_part.chosen(name, 10, seed)} for seed in ("a", "b")]
     assert all([120 < len(part) < 280 for part in parts]) and parts[0] != parts[1]
     assert {name for name in names if drawn_part.chosen(name, 1, "a")} == set(names)
+
+
+def test_the_page_of_versions_has_what_is_installed_and_the_least_that_the_metadata_takes():
+    root = Path(__file__).resolve().parents[2]
+    rows = re.findall(r"^\| (\d[\d.]*) \| (\d[\d.]*) \|", (root / "docs" / "versions.md").read_text(), re.M)
+    pinned = dict(re.findall(r"^(torch|triton)==([\d.]+)", (root / "constraints.txt").read_text(), re.M))
+    least = re.findall(r'"(torch|triton)>=([\d.]+)', (root / "pyproject.toml").read_text())
+    assert rows[0] == (pinned["torch"], pinned["triton"])
+    for i, (_, version) in enumerate(least):
+        assert min((row[i] for row in rows), key=lambda v: [int(n) for n in v.split(".")]).startswith(version)
