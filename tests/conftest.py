@@ -1,6 +1,7 @@
 import gc
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import quick_torch
@@ -13,6 +14,7 @@ LONG = {  # files of tests that compile or start processes: they come first, so 
     "test_cold_compile.py", "test_train_lm.py", "test_aot.py", "test_smoke.py", "test_notebooks.py"
 }  # fmt: skip
 gc.disable()  # until all tests are collected: the modules and thousands of tests live to the end
+ROOT = Path(__file__).parents[1]
 settings.register_profile("funcops", deadline=None, max_examples=15, derandomize=True)
 settings.load_profile("funcops")
 torch.set_num_threads(1)
@@ -20,7 +22,10 @@ torch.set_num_threads(1)
 
 def pytest_configure(config):
     """Triton reads its variable once, when it is imported: `-m gpu` compiles kernels, every other run interprets their source.
-    There the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first."""
+    There the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first.
+    A process that a test starts imports what the test does: `pythonpath` in pyproject.toml says that for pytest alone."""
+    said = filter(None, [os.environ.get("PYTHONPATH")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers"), *said])
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -1,7 +1,6 @@
 """Data parallelism of modules on two Gloo processes: the same parameters as one process gets."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +18,8 @@ MODES = ("ddp", "ddp-delayed", "fsdp", "fsdp-delayed", "fsdp-recipe")
 def texts(tmp_path_factory):
     """What each of two processes prints of all modes: to import torch takes longer than a mode."""
     folder = tmp_path_factory.mktemp("two")
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), ",".join(MODES), str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     texts = [(folder / f"rank{rank}{suffix}").read_text() for rank in range(2) for suffix in (".out", ".err")]
     assert json.loads(done.stdout) == {"rank0": 0, "rank1": 0}, texts

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -80,9 +79,7 @@ pytestmark = pytest.mark.slow
 def run(folder, program):
     path = folder / "program.py"
     path.write_text(program)
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {
-        "PYTHONPATH": os.pathsep.join((str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "helpers")))
-    }
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     found = subprocess.run([sys.executable, path], env=env, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-3000:]
     return json.loads(found.stdout)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -165,9 +164,8 @@ def runs(text, tmp_path_factory):
     for i, (flags, count) in enumerate(MOVED.items()):
         until = ["--stop-at", str(STEPS // len(MOVED) * (i + 1)), "--out", str(folder / "moved"), *["--resume"] * (i > 0)]
         listed.append((f"moved {i}", count, [*shared, *flags.split(), *until]))
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
     command = [sys.executable, "-W", "ignore", str(Path(__file__).with_name("four_ranks.py")), str(folder)]
-    done = subprocess.run(command, input=json.dumps(listed), env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, input=json.dumps(listed), capture_output=True, text=True, timeout=600)
     said = {path.stem: path.read_text() for path in folder.glob("*.out")}
     failed = {name: (folder / f"{name}.err").read_text() for name, code in json.loads(done.stdout or "{}").items() if code}
     assert done.returncode == 0 and not failed, (done.stderr, failed)

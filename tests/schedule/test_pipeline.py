@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,9 +48,8 @@ def ranks(tmp_path_factory):
     """What each rank of each pair prints, by mode: of one process that forks them, since to import torch takes longer than most
     modes."""
     folder, pairs = tmp_path_factory.mktemp("ranks"), {name: ",".join(modes) for name, modes in PAIRS.items()}
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "tests" / "helpers")))}
     command = [sys.executable, "-W", "ignore", str(SCRIPT), str(folder), *pairs.values()]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     codes, found = json.loads(done.stdout), {}
     for name, modes in pairs.items():
