@@ -318,7 +318,6 @@ def test_functorch_is_refused(transform):
     if transform is torch.func.grad:
         with pytest.raises(Exception, match="maybe_current_level"):
             compiled(x.detach())
-    torch._dynamo.reset()
 
 
 def test_threads():

@@ -142,7 +142,6 @@ COMPILED = {"in parts": dict(backend="eager"), "whole": dict(backend="aot_eager"
 @pytest.mark.parametrize("inside", [True, False], ids=["forward inside", "backward alone"])
 @pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
 def test_a_compiled_model_delays_or_raises(options, inside):
-    torch._dynamo.reset()
     plain, compiled = model(), model()
     run = torch.compile(compiled, **options)
     x, store = batches(1)[0], delayed_wgrad()
@@ -162,7 +161,6 @@ def test_a_compiled_model_delays_or_raises(options, inside):
 
 
 def test_blocks_without_a_backward_and_with_a_plain_one_beside_compiled_ops():
-    torch._dynamo.reset()
     x = batches(1)[0]
     torch.compile(model(), backend="eager")(x).sum().backward()
     for _ in range(2):

@@ -347,7 +347,6 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("way", ["plain", "scaled float16", "checkpointed", "compiled"])
 def test_training(way):
-    torch._dynamo.reset()
     want, got = pair()
     exact = trained(copy.deepcopy(want), dtype=None)
     wrap = {"checkpointed": Checkpointed, "compiled": functools.partial(torch.compile, backend="aot_eager", fullgraph=True)}.get(

@@ -196,7 +196,6 @@ def test_dropout_of_an_mlp(name):
 @pytest.mark.slow
 def test_compiled_before_any_call():
     """What a swapped module looks up of its parts is found by then: a compiler cannot make it."""
-    torch._dynamo.reset()
     model = tiny("T5 1.1", num_layers=1)
     fnn.from_torch(model)
     block, x = model.encoder.block[0].layer[1], torch.randn(2, 8, 64)

@@ -280,7 +280,6 @@ def slow(*values):
     [("aot_eager", False), slow("inductor", None)],
 )
 def test_compiles(backend, dynamic):
-    torch._dynamo.reset()
     model = fnn.Sequential(fnn.RMSNorm(D), fnn.Linear(D, 16), fnn.SwiGLU(), fnn.Linear(8, D), nn.Softplus(), fnn.LayerNorm(D))
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=dynamic)
     for rows in (3, 5):
@@ -294,7 +293,6 @@ def test_compiles(backend, dynamic):
 
 
 def test_a_frozen_part_compiles():
-    torch._dynamo.reset()
     layer, x = fnn.Linear(D, D), torch.randn(3, D)
     layer.weight.requires_grad_(False)
     torch.compile(layer, backend="aot_eager", fullgraph=True)(x).sum().backward()

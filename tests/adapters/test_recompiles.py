@@ -32,10 +32,7 @@ D = 8
 
 @pytest.fixture(autouse=True)
 def fresh():
-    torch._dynamo.reset()
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def graphs():

@@ -158,7 +158,6 @@ def test_what_writes_in_place_in_a_sequential(seed):
 
 
 def compile_alone(names):
-    torch._dynamo.reset()
     for name in names:
         layer = getattr(fnn, name)(*SIZES.get(name, ()), **({"dim": -1} if name == "Softmax" else {}))
         x = torch.randn(2, 3, D)

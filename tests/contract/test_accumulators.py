@@ -165,7 +165,6 @@ def test_a_compiled_step_adds_and_refuses_as_an_eager_one(name):
         y, residuals = op.fwd(params, x, cfg)
         return CALLS[call](op, residuals, y, cfg, into)
 
-    torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=False)
     got, want, wrong = (tree_map_tensors(torch.ones_like, params) for _ in range(3))
     compiled(params, x, got)

@@ -319,7 +319,6 @@ def test_a_module_with_outputs_captured():
 
 @pytest.mark.slow
 def test_a_module_with_outputs_compiled():
-    torch._dynamo.reset()
     module, x = Routed(named(MOE)), torch.randn(5, D)
     want = of_module(module, x)
     module.compile(fullgraph=True, backend="aot_eager")

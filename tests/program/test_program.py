@@ -188,7 +188,6 @@ def test_a_compiled_call_runs_the_program_of_the_config_that_it_is_given(of):
         y, residuals = op.fwd(params, x, cfg)
         return y, op.bwd(residuals, y, cfg)
 
-    torch._dynamo.reset()
     compiled, x, cfgs = torch.compile(call, fullgraph=True, backend="eager"), torch.linspace(-2, 2, D), []
     for kind in ("relu", "gelu", "silu"):
         step = Step("act", activation, ActivationConfig(kind))
