@@ -26,7 +26,7 @@ def pytest_configure(config):
     There the compiler makes scalar code for the CPU: ten probes of vector instructions, each a run of g++, would come first.
     A process that a test starts imports what the test does: `pythonpath` in pyproject.toml says that for pytest alone."""
     said = filter(None, [os.environ.get("PYTHONPATH")])
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers"), *said])
+    os.environ["PYTHONPATH"] = os.pathsep.join([*map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "helpers")), *said])
     if config.getoption("markexpr") != "gpu":
         os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
         os.environ.setdefault("TRITON_INTERPRET", "1")
